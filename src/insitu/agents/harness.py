@@ -123,10 +123,10 @@ class RecipeHarness:
             setup=setup,
             artifacts=self._artifacts,
         )
-        return (recipe.worker or CommandWorker)(template, self._launch)
+        return (recipe.worker or _CommandWorker)(template, self._launch)
 
 
-class CommandWorker(SandboxWorker):
+class _CommandWorker(SandboxWorker):
     """Worker that runs one process per rollout."""
 
     def __init__(self, template: SandboxTemplate, launch: Launch) -> None:

@@ -109,7 +109,7 @@ def _pip_python() -> str:
     return str(Path(sys.base_prefix, "bin", "python3")) if inside.startswith(layout.OWN_PYTHON) else inside
 
 
-def install_folder(recipe: Recipe) -> Path | None:
+def _install_folder(recipe: Recipe) -> Path | None:
     """Return the cache folder of the recipe's packages; None for an agent without packages."""
     packages = (*recipe.npm, *recipe.pip)
     if not packages:
@@ -127,7 +127,7 @@ def find(recipe: Recipe) -> Installed | None:
 
     Raises SetupError for a user without a home folder, and for packages without the recipe's program.
     """
-    folder = install_folder(recipe)
+    folder = _install_folder(recipe)
     if folder is None:
         return Installed(folder=None, program=(recipe.command[0],))
     return Installed(folder=folder, program=_program(recipe, folder)) if folder.is_dir() else None
@@ -156,7 +156,7 @@ def install(recipe: Recipe, log_line: Callable[[str], None] = log.info) -> Insta
 
     Raises SetupError.
     """
-    folder = install_folder(recipe)
+    folder = _install_folder(recipe)
     if folder is not None and not folder.is_dir():
         names = ", ".join((*recipe.npm, *recipe.pip))
         log_line(f"installing {names} for agent {recipe.name} in {folder.parent}")

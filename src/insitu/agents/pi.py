@@ -68,7 +68,7 @@ def _auth(start: Start) -> str:
     return json.dumps({PROVIDER: {"type": "api_key", "key": key}})
 
 
-class PiWorker(SandboxWorker):
+class _PiWorker(SandboxWorker):
     """Worker whose Pi process starts with the sandbox."""
 
     def __init__(self, template: SandboxTemplate, launch: Launch) -> None:
@@ -170,5 +170,5 @@ RECIPE = Recipe(
         ".pi/agent/settings.json": _settings,
         AUTH: _auth,
     },
-    worker=PiWorker,
+    worker=_PiWorker,
 )

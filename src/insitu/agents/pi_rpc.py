@@ -23,7 +23,7 @@ _QUIET = frozenset({b"message_update", b"tool_execution_update", b"agent_end", b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PiRun:
+class _PiRun:
     """Result of one prompt; `error` is Pi's error of the last model call, empty on success."""
 
     error: str
@@ -102,7 +102,7 @@ class PiRpc:
             else:
                 return
 
-    async def run(self, message: str, timeout_s: float, clock: Clock = loop_time) -> PiRun:
+    async def run(self, message: str, timeout_s: float, clock: Clock = loop_time) -> _PiRun:
         """Send one prompt and wait until Pi is idle.
 
         `clock` measures the timeout. Raises TimeoutError and HarnessError.
@@ -119,7 +119,7 @@ class PiRpc:
             if kind == b"message_end" and b'"role":"assistant"' in line[:200]:
                 error = _error_of(line)
             elif kind == b"agent_settled":
-                return PiRun(error=error, log=bytes(log))
+                return _PiRun(error=error, log=bytes(log))
 
 
 def _error_of(line: bytes) -> str:

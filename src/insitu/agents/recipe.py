@@ -116,7 +116,7 @@ PLACEHOLDERS = tuple(
 )
 
 
-def exit_codes(*accepted: int) -> Rule:
+def _exit_codes(*accepted: int) -> Rule:
     """Return a rule: these exit codes mean finished, others failed with the last line of the output."""
 
     def rule(result: ExecResult) -> tuple[AgentExit, str]:
@@ -129,7 +129,7 @@ def exit_codes(*accepted: int) -> Rule:
     return rule
 
 
-exit_code_rule = exit_codes(0)
+exit_code_rule = _exit_codes(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +302,6 @@ def _from_table(table: HarnessTable) -> Recipe:
         files=read_files(Path(path) for path in table.files),
         config_files=table.config_files,
         env=table.env,
-        rule=exit_codes(*table.ok_exit_codes),
+        rule=_exit_codes(*table.ok_exit_codes),
         process_memory_bytes=table.process_memory_mb << 20,
     )

@@ -61,17 +61,17 @@ class SingleTurn:
         """Set up the harness; `parse_answer` is the user's BuildAction, None = `code_to_file`."""
         self._build = parse_answer
 
-    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> SingleTurnWorker:
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> _SingleTurnWorker:
         """Return a worker.
 
         Raises TaskError for tasks with an image or setup commands, since there is no sandbox.
         """
         if setup.image or setup.commands:
             raise TaskError("single_turn has no sandbox: it needs tasks without an image and setup commands")
-        return SingleTurnWorker(gateway_socket, self._build)
+        return _SingleTurnWorker(gateway_socket, self._build)
 
 
-class SingleTurnWorker:
+class _SingleTurnWorker:
     """Worker that sends one request."""
 
     healthy = True
@@ -145,15 +145,15 @@ class SingleTurnWorker:
         Raises _Failed for an unusable reply, GradeError when the user's function is broken.
         """
         if self._build is None:
-            files = build_files(code_to_file, reply, task)
+            files = _build_files(code_to_file, reply, task)
         else:
-            files = await self._build.call(lambda build: build_files(build, reply, task))
+            files = await self._build.call(lambda build: _build_files(build, reply, task))
         if isinstance(files, str):
             raise _Failed(f"the reply cannot be used: {files}")
         return files
 
 
-def build_files(build: BuildAction, reply: str, task: Task) -> Tree | str:
+def _build_files(build: BuildAction, reply: str, task: Task) -> Tree | str:
     """Return the files that `build` makes of a reply, or why the reply is unusable.
 
     Raises BadResult for invalid return values.

@@ -65,7 +65,7 @@ class PromptPlan:
     hints: tuple[tuple[str, str], ...] = ()
 
 
-class PrefixMatch(NamedTuple):
+class _PrefixMatch(NamedTuple):
     """Longest match of a request in a tree."""
 
     base: int | None
@@ -86,7 +86,7 @@ class PrefixMatch(NamedTuple):
 
 def longest_match(
     nodes: Nodes, index: TurnIndex, root_key: str, digests: DigestedMessages, known: TreeWalk | None = None
-) -> PrefixMatch:
+) -> _PrefixMatch:
     """Return the deepest sampled node that the messages completely match, from the end of `known`.
 
     Among equals, one with a valid turn reference wins, then one with matching call ids, then the one
@@ -99,7 +99,7 @@ def longest_match(
         base, start, depends = turn.id, end + 1, max(depends, found.depends)
         found = _matching_children(nodes, root_key, base, digests, start)
     if not found.turns:
-        return PrefixMatch(base, start, depends if depends <= len(digests) else None)
+        return _PrefixMatch(base, start, depends if depends <= len(digests) else None)
     return _best(nodes, index, root_key, digests, [(base, start, 0, 0)])
 
 
@@ -109,7 +109,7 @@ def _best(
     root_key: str,
     digests: DigestedMessages,
     reached: list[tuple[int | None, int, int, int]],
-) -> PrefixMatch:
+) -> _PrefixMatch:
     """Return the best of several paths from where they split."""
     best = (0, 0, 0, 0, -1)  # messages, turns named by pointer, by call id, order of delivery, node
     while reached:
@@ -123,7 +123,7 @@ def _best(
             best = max(best, (end + 1, *hits, turn.delivered, turn.id))
             if turn.children:
                 reached.append((turn.id, end + 1, *hits))
-    return PrefixMatch(best[4], best[0], None)
+    return _PrefixMatch(best[4], best[0], None)
 
 
 class _MatchedChildren(NamedTuple):

@@ -63,7 +63,7 @@ class Lines:
     main: frozenset[int]
 
 
-def find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> Lines:
+def _find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> Lines:
     """Return the auxiliary trees and the main line by the rules of this module."""
     grown: dict[int, _Tree] = {}
     for node in nodes.all:
@@ -178,7 +178,7 @@ def _segment(
     )
 
 
-def build_segments(nodes: Nodes, reasons: Mapping[int, str], lines: Lines) -> tuple[Segment, ...]:
+def _build_segments(nodes: Nodes, reasons: Mapping[int, str], lines: Lines) -> tuple[Segment, ...]:
     """Return the rows in the order of their last turns.
 
     A row is of one kind and ends at a turn of that kind; turns of the other kind are context in it.
@@ -220,7 +220,7 @@ def _check_segment(nodes: Nodes, segment: Segment, path: list[Node], fresh: set[
         raise CaptureError(f"rollout {nodes.rollout_id} segment {segment.index}: a logprob is not usable")
 
 
-def build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
+def _build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
     """Return every committed call in turn order, as deltas."""
     turns = []
     for node in nodes.turns():
@@ -259,13 +259,13 @@ def _check_once(nodes: Nodes, reasons: Mapping[int, str], segments: tuple[Segmen
 
 def export(nodes: Nodes, drifts: tuple[DriftNote, ...] = (), *, train_auxiliary: bool = False) -> Trajectory:
     """Return all segments, turns and the ledger. Raises CaptureError when an invariant is broken."""
-    lines = find_lines(nodes, train_auxiliary=train_auxiliary)
+    lines = _find_lines(nodes, train_auxiliary=train_auxiliary)
     reasons = exclusion_reasons(nodes, lines.auxiliary)
-    segments = build_segments(nodes, reasons, lines)
+    segments = _build_segments(nodes, reasons, lines)
     trained = _check_once(nodes, reasons, segments)
     return Trajectory(
         segments=segments,
-        turns=build_turns(nodes, reasons),
+        turns=_build_turns(nodes, reasons),
         ledger=account(nodes, reasons, trained),
         drifts=drifts,
     )

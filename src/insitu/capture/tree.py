@@ -45,7 +45,7 @@ class TokenTree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expanded:
+class _Expanded:
     """[n] arrays that a tree attention mask needs."""
 
     ids: IntArray = field(repr=False)
@@ -155,7 +155,7 @@ def _joined(parts: list[IntArray]) -> IntArray:
     return np.concatenate(parts, dtype=np.int32) if parts else np.zeros(0, dtype=np.int32)
 
 
-def expand(whole: TokenTree) -> Expanded:
+def expand(whole: TokenTree) -> _Expanded:
     """Return the arrays for a tree attention mask over the tokens in their stored order."""
     size, count = len(whole.ids), len(whole.parents)
     parents = np.arange(-1, size - 1, dtype=np.int32)
@@ -177,10 +177,10 @@ def expand(whole: TokenTree) -> Expanded:
         if above >= 0:
             reach[above] = max(reach[above], reach[node])
         ends[whole.starts[node] : whole.starts[node + 1]] = reach[node]
-    return Expanded(ids=whole.ids, parents=parents, positions=positions, ends=ends)
+    return _Expanded(ids=whole.ids, parents=parents, positions=positions, ends=ends)
 
 
-def dense_mask(expanded: Expanded) -> BoolArray:
+def dense_mask(expanded: _Expanded) -> BoolArray:
     """Return [n, n] True where token i (row) sees token j (column): itself or before it on its branch."""
     at = np.arange(len(expanded.ids))
     seen: BoolArray = (at[None, :] <= at[:, None]) & (at[:, None] < expanded.ends[None, :])

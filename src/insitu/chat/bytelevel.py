@@ -17,7 +17,7 @@ from insitu.types import IntArray
 _PROBES, _PROBE_IDS = 32, 64
 
 
-class ByteTable:
+class _ByteTable:
     """Bytes by token id, filled lazily."""
 
     def __init__(self, token: Callable[[int], str | None]) -> None:
@@ -40,7 +40,7 @@ class ByteTable:
             return b"".join([pieces[i] for i in tokens]).decode("utf-8", "replace")
 
 
-def byte_table(tokenizer: Tokenizer) -> ByteTable | None:
+def byte_table(tokenizer: Tokenizer) -> _ByteTable | None:
     """Return a table for a tokenizer with the byte-level decoder alone, else None.
 
     None is also returned when the table and the tokenizer disagree on the probes: random ids and every added
@@ -49,7 +49,7 @@ def byte_table(tokenizer: Tokenizer) -> ByteTable | None:
     # Probes alone would not do: a step behind the decoder may change one token of a large vocabulary only.
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
         return None
-    table = ByteTable(tokenizer.id_to_token)
+    table = _ByteTable(tokenizer.id_to_token)
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     rng = random.Random(0)
     probes = [[rng.randrange(size + 2) for _ in range(_PROBE_IDS)] for _ in range(_PROBES)]

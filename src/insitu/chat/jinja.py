@@ -20,7 +20,7 @@ from insitu.errors import RenderError
 from insitu.types import Message, ToolCall, ToolSpec
 
 
-class GenerationTag(Extension):
+class _GenerationTag(Extension):
     """The `{% generation %}` ... `{% endgeneration %}` tag; renders its body unchanged.
 
     Other libraries use it to mask the model's output.
@@ -52,7 +52,7 @@ class ChatTemplate:
         # Frozen at load: a session that crosses midnight must not change its own past.
         now = datetime.datetime.now()
         environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise

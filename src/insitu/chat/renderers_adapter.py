@@ -38,7 +38,7 @@ _REPLY = Message(role="assistant", text="Answer.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownRenderer:
+class _KnownRenderer:
     """Rules of the package that insitu offers."""
 
     tool_format: str
@@ -48,27 +48,27 @@ class KnownRenderer:
     """Required arguments of the package's config."""
 
 
-KNOWN: Mapping[str, KnownRenderer] = {
-    "qwen3": KnownRenderer(
+KNOWN: Mapping[str, _KnownRenderer] = {
+    "qwen3": _KnownRenderer(
         tool_format="hermes", template_marker="You may call one or more functions to assist"
     ),
-    "qwen3.5": KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
-    "qwen3.6": KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
-    "qwen3.8": KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
-    "prime-qwen3": KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
-    "glm-4.5": KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
-    "glm-5": KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
-    "glm-5.1": KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
-    "glm-5.3": KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
-    "deepseek-v3": KnownRenderer(
+    "qwen3.5": _KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
+    "qwen3.6": _KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
+    "qwen3.8": _KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
+    "prime-qwen3": _KnownRenderer(tool_format="xml", template_marker="<function=example_function_name>"),
+    "glm-4.5": _KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
+    "glm-5": _KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
+    "glm-5.1": _KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
+    "glm-5.3": _KnownRenderer(tool_format="glm", template_marker="[gMASK]<sop>"),
+    "deepseek-v3": _KnownRenderer(
         tool_format="deepseek", template_marker="<\uff5ctool\u2581calls\u2581begin\uff5c>"
     ),
-    "deepseek-r1": KnownRenderer(
+    "deepseek-r1": _KnownRenderer(
         tool_format="deepseek", template_marker="<\uff5ctool\u2581calls\u2581begin\uff5c>"
     ),
-    "kimi-k2": KnownRenderer(tool_format="kimi", template_marker="<|im_middle|>"),
+    "kimi-k2": _KnownRenderer(tool_format="kimi", template_marker="<|im_middle|>"),
     # The tools belong to the root block, which must not depend on the first user message.
-    "llama-3": KnownRenderer(
+    "llama-3": _KnownRenderer(
         tool_format="llama",
         template_marker="<|start_header_id|>",
         settings=(("tools_in_user_message", False),),
@@ -94,7 +94,7 @@ class _Renderer(Protocol):
     def get_stop_token_ids(self) -> list[int]: ...
 
 
-class CodecTokenizer:
+class _CodecTokenizer:
     """Tokenizer that the package sees: its own text becomes scaffold, shielded text becomes content."""
 
     name_or_path = ""
@@ -341,7 +341,7 @@ def _renderer(name: str, settings: Mapping[str, object], codec: Codec) -> _Rende
     }
     with _render_errors(name):
         config = kinds[name](**settings)
-        made: _Renderer = package.create_renderer(CodecTokenizer(codec), config)
+        made: _Renderer = package.create_renderer(_CodecTokenizer(codec), config)
     return made
 
 

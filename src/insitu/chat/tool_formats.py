@@ -57,7 +57,7 @@ def parse_hermes(
     return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, Blocks(), read)
 
 
-def parse_xml(
+def _parse_xml(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
     """Parse Qwen3-Coder, Qwen3.5: <function=name> and <parameter=name> elements between the call markers."""
@@ -79,7 +79,7 @@ def parse_xml(
     return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, Blocks(), read)
 
 
-def parse_glm(
+def _parse_glm(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
     """Parse GLM: a name, then pairs of <arg_key> and <arg_value> elements, all of them control tokens."""
@@ -106,7 +106,7 @@ def parse_glm(
     return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, Blocks(), read)
 
 
-def parse_deepseek(
+def _parse_deepseek(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
     """Parse DeepSeek V3, R1: `function`, a separator, the name and fenced JSON, in a section of calls."""
@@ -128,7 +128,7 @@ def parse_deepseek(
     return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, blocks, read)
 
 
-def parse_kimi(
+def _parse_kimi(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
     """Parse Kimi K2: the call's own id, which contains the name, and a JSON object, in a section of calls."""
@@ -151,7 +151,7 @@ def parse_kimi(
     return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, blocks, read)
 
 
-def parse_llama(
+def _parse_llama(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
     """Parse Llama 3: the whole reply is one JSON object with exactly the keys `name` and `parameters`."""
@@ -201,10 +201,10 @@ def _to_json(text: str, schema: Mapping[str, object]) -> str | None:
 
 FORMATS: Mapping[str, ParseFormat] = {
     "hermes": parse_hermes,
-    "xml": parse_xml,
-    "glm": parse_glm,
-    "deepseek": parse_deepseek,
-    "kimi": parse_kimi,
-    "llama": parse_llama,
+    "xml": _parse_xml,
+    "glm": _parse_glm,
+    "deepseek": _parse_deepseek,
+    "kimi": _parse_kimi,
+    "llama": _parse_llama,
 }
 """Formats by the name that insitu_renderer.json's `tool_format` takes."""

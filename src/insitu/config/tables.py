@@ -40,7 +40,7 @@ _DATA_SET = unless("source", "toy")
 _FUNCTION = unless("function", "")
 
 
-class RunTable(Table):
+class _RunTable(Table):
     """The run as a whole."""
 
     dir: OwnPath = ""
@@ -59,7 +59,7 @@ class RunTable(Table):
     """Plain lines without colour instead of the live view."""
 
 
-class ModelTable(Table):
+class _ModelTable(Table):
     """The model that is trained."""
 
     path: OwnPath = ""
@@ -73,7 +73,7 @@ class ModelTable(Table):
     drops it, so each question starts a new branch."""
 
 
-class TasksTable(Table):
+class _TasksTable(Table):
     """What the agent works on."""
 
     source: TaskSourceName = "toy"
@@ -142,11 +142,11 @@ class HarnessTable(AgentCommand):
         return self
 
 
-class LimitsTable(LimitKeys, Table):
+class _LimitsTable(LimitKeys, Table):
     """Limits of one rollout; a rollout that reaches one is graded."""
 
 
-class GradeTable(Table):
+class _GradeTable(Table):
     """The grader."""
 
     workers: Count = 2
@@ -157,7 +157,7 @@ class GradeTable(Table):
     """Tasks with less trusted verdicts are rejected, or skipped with tasks.on_invalid_row = skip."""
 
 
-class RewardTable(Table):
+class _RewardTable(Table):
     """The reward of a graded rollout."""
 
     function: RewardName = ""
@@ -171,7 +171,7 @@ class RewardTable(Table):
     """Call it when all rollouts of the group are graded; `rollout.group` has all of them then."""
 
 
-class RolloutTable(Table):
+class _RolloutTable(Table):
     """`insitu rollout`: attempts without training."""
 
     split: Literal["train", "eval"] = "eval"
@@ -187,18 +187,18 @@ class RolloutTable(Table):
 class Config(Table):
     """The whole file."""
 
-    run: RunTable = RunTable()
-    model: ModelTable = ModelTable()
-    tasks: TasksTable = TasksTable()
+    run: _RunTable = _RunTable()
+    model: _ModelTable = _ModelTable()
+    tasks: _TasksTable = _TasksTable()
     sandbox: SandboxTable = SandboxTable()
     harness: HarnessTable = HarnessTable()
     gateway: GatewayTable = GatewayTable()
     engine: EngineTable = EngineTable()
-    limits: LimitsTable = LimitsTable()
-    grade: GradeTable = GradeTable()
-    reward: RewardTable = RewardTable()
+    limits: _LimitsTable = _LimitsTable()
+    grade: _GradeTable = _GradeTable()
+    reward: _RewardTable = _RewardTable()
     collect: CollectTable = CollectTable()
-    rollout: RolloutTable = RolloutTable()
+    rollout: _RolloutTable = _RolloutTable()
     train: TrainTable = TrainTable()
     sft: SftTable = SftTable()
     policy: PolicyTable = PolicyTable()

@@ -125,7 +125,7 @@ class LossConfig(Keys):
                 f"correction = {self.correction!r} corrects ratio = 'trainer',"
                 f" which loss = {self.loss!r} with ratio = {self.ratio!r} does not use"
             )
-        if wrong := wrong_bounds(self.correction, self.correction_low, self.correction_high):
+        if wrong := _wrong_bounds(self.correction, self.correction_low, self.correction_high):
             raise ValueError(wrong)
         if 0 < self.dual_clip <= 1 + self.clip_high:
             raise ValueError("dual_clip must be above 1 + clip_high, or 0 for no bound")
@@ -179,7 +179,7 @@ class OptimizerKeys(Keys):
     """Largest global gradient norm."""
 
 
-class ParallelKeys(Keys):
+class _ParallelKeys(Keys):
     """Data parallelism."""
 
     ranks: Count = 1
@@ -197,7 +197,7 @@ class RowRules(Keys):
     """Most tokens of one row; a longer one is excluded as overlong; 0 = no limit."""
 
 
-class PlanKeys(RowRules, ParallelKeys):
+class PlanKeys(RowRules, _ParallelKeys):
     """Advantages, weights and micro-batches of a step."""
 
     advantage: AdvantageName = "dr_grpo"
@@ -233,7 +233,7 @@ class PlanKeys(RowRules, ParallelKeys):
         return self
 
 
-class LearnerKeys(ParallelKeys):
+class LearnerKeys(_ParallelKeys):
     """Passes, numerics and processes of the learner."""
 
     epochs: Count = 1
@@ -281,7 +281,7 @@ class TrainTable(PlanKeys, OptimizerKeys, LearnerKeys, LossConfig, Table):
         return self
 
 
-def wrong_bounds(correction: str, low: float, high: float) -> str:
+def _wrong_bounds(correction: str, low: float, high: float) -> str:
     """Return why a correction with these bounds would change tokens whose w is 1; empty if it would not.
 
     w is 1 where sampler and trainer agree. tis at 1 is allowed: it only ever reduces weights.

@@ -30,7 +30,7 @@ BODY_S = 60.0
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
-class ExternalHttp:
+class _ExternalHttp:
     """Routes over one engine."""
 
     def __init__(self, engine: ExternalEngine, secret: str) -> None:
@@ -152,7 +152,7 @@ async def serve_external(engine: ExternalEngine, host: str, port: int, secret: s
         raise ConfigError(
             "engine.key_env: an external trainer needs a key, in a variable that is named there"
         )
-    server = web.Server(ExternalHttp(engine, secret).handle, handler_cancellation=True, access_log=None)
+    server = web.Server(_ExternalHttp(engine, secret).handle, handler_cancellation=True, access_log=None)
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     await runner.setup()
     try:

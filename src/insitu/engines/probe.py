@@ -42,7 +42,7 @@ ROUNDS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeReport:
+class _ProbeReport:
     """Result of the probe, for the log."""
 
     version: int
@@ -278,7 +278,7 @@ def _raw(low: float, high: float) -> EngineError:
 
 async def probe_engine(
     engine: Engine, prompt: IntArray, *, vocab_size: int, temperature: float = 1.0, deadline_s: float = 120.0
-) -> ProbeReport:
+) -> _ProbeReport:
     """Sample some hundred tokens after `prompt` and check what can be checked.
 
     `temperature` is the one rollouts will use; `deadline_s` bounds each request. Raises EngineError.
@@ -290,7 +290,7 @@ async def probe_engine(
     await probe.stop_kept()
     await probe.temperatures(temperature)
     await probe.sampling(temperature)
-    return ProbeReport(
+    return _ProbeReport(
         version=engine.receipt.version,
         tokens=probe.tokens,
         pairs=probe.pairs,

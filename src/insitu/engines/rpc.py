@@ -99,7 +99,7 @@ def error_meta(error: InsituError) -> Meta:
     return {"error": str(error), "kind": type(error).__name__}
 
 
-def as_error(meta: Meta) -> InsituError:
+def _as_error(meta: Meta) -> InsituError:
     """Return the error that `error_meta` described; an unknown class becomes EngineError."""
     kind = vars(errors).get(str(meta.get("kind")))
     if not (isinstance(kind, type) and issubclass(kind, InsituError)):
@@ -207,7 +207,7 @@ class RpcClient(asyncio.Protocol):
         if reply is None or reply.done():
             return
         if "error" in frame.meta:
-            reply.set_exception(as_error(frame.meta))
+            reply.set_exception(_as_error(frame.meta))
         else:
             reply.set_result(frame)
 

@@ -34,7 +34,7 @@ class SentRequest:
     key: RequestKey
 
 
-def made_up_logprobs(turn: int, count: int) -> FloatArray:
+def _made_up_logprobs(turn: int, count: int) -> FloatArray:
     """Logprobs between -5 and 0 of a reply's ids; neighbours in a reply and in turns differ."""
     places = np.arange(count, dtype=np.int64)
     return (-((turn * 7919 + places * 104729) % 9973 + 1) / 2048).astype(np.float32)
@@ -116,7 +116,7 @@ class ScriptedEngine:
         new = new[: min(end, params.max_tokens)].astype(np.int32)
         logprobs = None
         if self._sampled:
-            logprobs = made_up_logprobs(key.turn, len(new))
+            logprobs = _made_up_logprobs(key.turn, len(new))
         answer = Generation(
             ids=new,
             logprobs=logprobs,

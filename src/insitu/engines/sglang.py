@@ -35,7 +35,7 @@ FRESH = "default"
 _ABORT_S = 1.0
 
 
-class SglangEngine:
+class _SglangEngine:
     """Implements `engines.base.LoadingEngine`. Make one with `open_sglang`."""
 
     def __init__(self, http: EngineHttp, max_context_tokens: int, receipt: Receipt) -> None:
@@ -342,7 +342,7 @@ async def _check_echo(http: EngineHttp) -> None:
 
 
 @asynccontextmanager
-async def open_sglang(options: HttpOptions) -> AsyncIterator[SglangEngine]:
+async def open_sglang(options: HttpOptions) -> AsyncIterator[_SglangEngine]:
     """Attach to a running server; its own weights are version 0 unless it says otherwise.
 
     Raises EngineError when it is not reachable or does not see the ids it is sent. Does not probe.
@@ -355,4 +355,4 @@ async def open_sglang(options: HttpOptions) -> AsyncIterator[SglangEngine]:
             await http.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
             label = await _label(http)
         version = version_number(label, None, "sglang /model_info")
-        yield SglangEngine(http, max_context, Receipt(version=version, checksum="unknown"))
+        yield _SglangEngine(http, max_context, Receipt(version=version, checksum="unknown"))

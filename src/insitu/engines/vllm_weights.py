@@ -18,10 +18,10 @@ from insitu.errors import EngineError, EngineUnavailable
 __all__ = [
     "FRESH",
     "SUPPORTED",
-    "RouteWeights",
     "ServedWeights",
     "TensorSums",
-    "WorkerWeights",
+    "_RouteWeights",
+    "_WorkerWeights",
     "find_weights",
 ]
 
@@ -65,7 +65,7 @@ class ServedWeights(Protocol):
     async def sums(self) -> TensorSums: ...
 
 
-class RouteWeights:
+class _RouteWeights:
     """By the routes of vLLM 0.32."""
 
     spans = True
@@ -91,7 +91,7 @@ class RouteWeights:
         return TensorSums(by_name=sums)
 
 
-class WorkerWeights:
+class _WorkerWeights:
     """By `vllm_worker.InsituWorker` in each worker of the server."""
 
     spans = False
@@ -137,12 +137,12 @@ async def find_weights(http: EngineHttp) -> ServedWeights | None:
     except NotOffered:
         pass
     else:
-        return RouteWeights(http)
+        return _RouteWeights(http)
     try:
         await http.get("/is_paused")
     except NotOffered:
         return None
-    held = WorkerWeights(http)
+    held = _WorkerWeights(http)
     try:
         await held.label()
     except EngineUnavailable:

@@ -52,7 +52,7 @@ class _Body(BaseModel):
 _AnyBody = TypeVar("_AnyBody", bound=_Body)
 
 
-class LimitsBody(_Body, Limits):
+class _LimitsBody(_Body, Limits):
     """Limits of a session; those that are not set are the server's own."""
 
 
@@ -64,7 +64,7 @@ class ToolBody(_Body):
     parameters: dict[str, object]
 
 
-class ShimBody(_Body):
+class _ShimBody(_Body):
     """`text_tool_calls.TextShim`."""
 
     tool: str = "bash"
@@ -72,24 +72,24 @@ class ShimBody(_Body):
     whole_text: bool = False
 
 
-class SessionBody(_Body):
+class _SessionBody(_Body):
     """Options of a new session."""
 
     rollout_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
-    limits: LimitsBody = LimitsBody()
+    limits: _LimitsBody = _LimitsBody()
     tools: list[ToolBody] | None = None
-    shim: ShimBody | None = None
+    shim: _ShimBody | None = None
 
 
-class SealBody(_Body):
+class _SealBody(_Body):
     """Options of sealing."""
 
     deadline_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
-class AdminError(Exception):
+class _AdminError(Exception):
     """A refusal with HTTP status and one line."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -164,7 +164,7 @@ class Admin:
         """Answer every failure as JSON: the request boundary."""
         try:
             return await self._answer(http)
-        except AdminError as error:
+        except _AdminError as error:
             return _failure(error.status, str(error))
         except WireError as error:
             return _failure(error.status, str(error))
@@ -183,7 +183,7 @@ class Admin:
             return _json({"status": "ok"})
         secret = secret_of(http)
         if secret is None or not hmac.compare_digest(self._digest, secret_digest(secret)):
-            raise AdminError(401, "the admin secret is missing or wrong")
+            raise _AdminError(401, "the admin secret is missing or wrong")
         parts = http.path.strip("/").split("/")
         if parts == ["stats"] and http.method == "GET":
             return _json(dataclasses.asdict(self._gateway.counters))
@@ -191,7 +191,7 @@ class Admin:
             return await self._collection(http)
         if parts[0] == "sessions" and len(parts) in (2, 3):
             return await self._one(http, parts[1], parts[2] if len(parts) == 3 else "")
-        raise AdminError(404, "no such route")
+        raise _AdminError(404, "no such route")
 
     async def _collection(self, http: web.BaseRequest) -> web.Response:
         if http.method == "GET":
@@ -199,15 +199,15 @@ class Admin:
             return _json({"sessions": [describe(session) for session in found]})
         if http.method == "POST":
             return await self._create(http)
-        raise AdminError(405, "GET or POST")
+        raise _AdminError(405, "GET or POST")
 
     async def _create(self, http: web.BaseRequest) -> web.Response:
-        body = _parsed(SessionBody, await read_json(http, self._gateway.config, 1 << 20))
+        body = _parsed(_SessionBody, await read_json(http, self._gateway.config, 1 << 20))
         rollout_id = body.rollout_id or f"session-{secrets.token_hex(6)}"
         if len(self._open) >= self._max_sessions:
-            raise AdminError(429, f"{self._max_sessions} sessions are open")
+            raise _AdminError(429, f"{self._max_sessions} sessions are open")
         if any(session.rollout_id == rollout_id for session in self._open.values()):
-            raise AdminError(409, "a session of this rollout is open")
+            raise _AdminError(409, "a session of this rollout is open")
         limits = body.limits.over(self._limits)
         session = self._gateway.open_session(
             rollout_id,
@@ -244,20 +244,20 @@ class Admin:
             return _json({"calls": [dataclasses.asdict(call) for call in session.tools.calls]})
         if asked == ("GET", "export"):
             if kept is None:
-                raise AdminError(409, "the session is not sealed")
+                raise _AdminError(409, "the session is not sealed")
             return await self._export(http, kept)
-        raise AdminError(405 if action in ("", "seal", "calls", "export") else 404, "no such operation")
+        raise _AdminError(405 if action in ("", "seal", "calls", "export") else 404, "no such operation")
 
     async def _seal(self, http: web.BaseRequest, name: str) -> web.Response:
         raw = await read_json(http, self._gateway.config, 1 << 16) if http.can_read_body else {}
-        body = _parsed(SealBody, raw)
+        body = _parsed(_SealBody, raw)
         if name in self._sealed:
             return _json(describe(self._sealed[name].session, self._sealed[name].trajectory))
         session = self._open.get(name)
         if session is None:
             _unknown()
         if session.state == "draining":
-            raise AdminError(409, "the session is being sealed")
+            raise _AdminError(409, "the session is being sealed")
         try:
             trajectory = await session.seal(body.deadline_s)
         finally:
@@ -281,11 +281,11 @@ class Admin:
         form = FORMS.get(http.query.get("form", "chains"))
         kind = http.query.get("format", "json")
         if form is None or kind not in ("json", "npz"):
-            raise AdminError(400, f"form is one of {', '.join(FORMS)}; format is json or npz")
+            raise _AdminError(400, f"form is one of {', '.join(FORMS)}; format is json or npz")
         dump = export_json if kind == "json" else export_npz
         session = kept.session
         if not isinstance(session.calls, TokenCalls):
-            raise AdminError(409, "a provider's calls have no tokens: their text is in the run directory")
+            raise _AdminError(409, "a provider's calls have no tokens: their text is in the run directory")
         shape = session.calls.export(form)
         raw = await asyncio.to_thread(dump, form, shape, kept.trajectory, temperature=session.temperature)
         kept.exported = True
@@ -315,11 +315,11 @@ def _parsed(kind: type[_AnyBody], body: Mapping[str, object]) -> _AnyBody:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise AdminError(400, f"{where}: {first['msg']}") from error
+        raise _AdminError(400, f"{where}: {first['msg']}") from error
 
 
 def _unknown() -> NoReturn:
-    raise AdminError(404, "no such session")
+    raise _AdminError(404, "no such session")
 
 
 def _json(body: Mapping[str, object], status: int = 200) -> web.Response:

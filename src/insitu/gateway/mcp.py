@@ -18,7 +18,7 @@ VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS = -32600, -32601, -32602
 
 
-class RpcError(Exception):
+class _RpcError(Exception):
     """A JSON-RPC error."""
 
     def __init__(self, code: int, message: str) -> None:
@@ -36,12 +36,12 @@ def answer(tools: ToolBox, message: Mapping[str, object]) -> Mapping[str, object
         return None
     try:
         if not isinstance(method, str) or not isinstance(number, str | int):
-            raise RpcError(INVALID_REQUEST, "not a JSON-RPC request")
+            raise _RpcError(INVALID_REQUEST, "not a JSON-RPC request")
         params = message.get("params") or {}
         if not isinstance(params, dict):
-            raise RpcError(INVALID_PARAMS, "params must be an object")
+            raise _RpcError(INVALID_PARAMS, "params must be an object")
         return {"jsonrpc": "2.0", "id": number, "result": _result(tools, method, params)}
-    except RpcError as error:
+    except _RpcError as error:
         failure = {"code": error.code, "message": str(error)}
         return {"jsonrpc": "2.0", "id": number, "error": failure}
 
@@ -60,7 +60,7 @@ def _result(tools: ToolBox, method: str, params: Mapping[str, object]) -> Mappin
         return {"tools": list(listed(tools))}
     if method == "tools/call":
         return _call(tools, params)
-    raise RpcError(METHOD_NOT_FOUND, f"no such method: {method[:64]}")
+    raise _RpcError(METHOD_NOT_FOUND, f"no such method: {method[:64]}")
 
 
 def listed(tools: ToolBox) -> list[Mapping[str, object]]:
@@ -77,6 +77,6 @@ def _call(tools: ToolBox, params: Mapping[str, object]) -> Mapping[str, object]:
         result = tools.call(name if isinstance(name, str) else "", params.get("arguments") or {})
     except WireError as error:
         if error.cause == "not_found":
-            raise RpcError(INVALID_PARAMS, str(error)) from error
+            raise _RpcError(INVALID_PARAMS, str(error)) from error
         result = {"ok": False, "error": str(error)}
     return {"content": [{"type": "text", "text": json_text(result)}], "isError": not result["ok"]}

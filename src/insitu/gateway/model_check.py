@@ -20,7 +20,7 @@ def plain(action: str) -> bool:
 
 
 async def checked_model(route: Route, body: bytes, model: str, max_items: int) -> None:
-    """Run `check_model`, in a worker thread when the body is long.
+    """Run `_check_model`, in a worker thread when the body is long.
 
     Raises WireError, also for a body with more than `max_items` values.
     """
@@ -28,7 +28,7 @@ async def checked_model(route: Route, body: bytes, model: str, max_items: int) -
     def check() -> None:
         if too_many_values(body, max_items):
             raise WireError("invalid_request", "The request body has too many items.")
-        check_model(route, body, model)
+        _check_model(route, body, model)
 
     if len(body) <= INLINE_BYTES:
         check()
@@ -36,7 +36,7 @@ async def checked_model(route: Route, body: bytes, model: str, max_items: int) -
         await asyncio.to_thread(check)
 
 
-def check_model(route: Route, body: bytes, model: str) -> None:
+def _check_model(route: Route, body: bytes, model: str) -> None:
     """Raise WireError unless the request names the configured model, once, and no other.
 
     Names of top-level fields are compared without case, and a repeated one is refused: parsers differ in

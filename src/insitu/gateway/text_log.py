@@ -69,14 +69,14 @@ class TextRecord:
                 file.write(line + b"\n")
 
 
-def record_name(rollout_id: str) -> str:
+def _record_name(rollout_id: str) -> str:
     """Return the rollout id as a file name."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", rollout_id).lstrip(".") or "session"
 
 
 def record_path(records: Path, rollout_id: str, *, numbered: bool) -> Path:
     """Return the file of a session; `numbered`: NAME.N.jsonl with the first unused number N."""
-    name = record_name(rollout_id)
+    name = _record_name(rollout_id)
     if not numbered:
         return records / f"{name}.jsonl"
     return next(path for n in count(1) if not (path := records / f"{name}.{n}.jsonl").exists())
@@ -84,7 +84,7 @@ def record_path(records: Path, rollout_id: str, *, numbered: bool) -> Path:
 
 def last_record(records: Path, rollout_id: str) -> Path | None:
     """Return the record of a rollout's last attempt, the graded one; None without records."""
-    name = record_name(rollout_id)
+    name = _record_name(rollout_id)
     attempts = [path for path in records.glob(f"{name}.*.jsonl") if path.suffixes[-2][1:].isdigit()]
     return max(attempts, key=lambda path: int(path.suffixes[-2][1:]), default=None)
 

@@ -117,7 +117,7 @@ def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Dif
         refused = refused or _leads_away(path)
         if _may_not_change(path, policy) or _hides_protected(path, gone, policy):
             dropped.append(path)
-        elif is_cache(path):
+        elif _is_cache(path):
             ignored.append(path)
         elif not (bad := _unfit(path, policy) or _bad_content(path, entry, policy)):
             kept[path] = entry
@@ -132,9 +132,9 @@ def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Dif
     restored = [
         path
         for path in gone
-        if _may_not_change(path, policy) or not (is_cache(path) or _tool_folder(path) in seen)
+        if _may_not_change(path, policy) or not (_is_cache(path) or _tool_folder(path) in seen)
     ]
-    ignored += [path for path in gone if is_cache(path) and path not in restored]
+    ignored += [path for path in gone if _is_cache(path) and path not in restored]
     deleted = tuple(path for path in gone if path not in restored and path not in ignored)
     refused = refused or _over_caps(kept, policy) or _conflict(base, kept, deleted)
     return Diff(
@@ -144,7 +144,7 @@ def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Dif
         dropped=tuple(sorted(_printable(path) for path in dropped + restored)),
         ignored=tuple(sorted(_printable(path) for path in ignored)),
         left_out=tuple(sorted(_printable(path) for path in left_out)),
-        suspicious=tuple(_printable(path) for path in kept if path not in base and shadows_stdlib(path)),
+        suspicious=tuple(_printable(path) for path in kept if path not in base and _shadows_stdlib(path)),
         refused=refused,
     )
 
@@ -172,11 +172,11 @@ def _may_not_change(path: str, policy: DiffPolicy) -> bool:
     return any("/".join(parts[: depth + 1]) in policy.shadows for depth in range(len(parts)))
 
 
-def is_cache(path: str) -> bool:
+def _is_cache(path: str) -> bool:
     return path.endswith(CACHE_SUFFIXES) or any(part in CACHE_FOLDERS for part in path.split("/")[:-1])
 
 
-def shadows_stdlib(path: str) -> bool:
+def _shadows_stdlib(path: str) -> bool:
     head = path.split("/")[0].partition(".")[0]
     return path.endswith(".py") and head in sys.stdlib_module_names
 

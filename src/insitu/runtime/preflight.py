@@ -94,7 +94,7 @@ def prepare(
     once everything else has passed.
     """
     checks = Checks()
-    for check in (check_policy, check_agents, check_engine, action_of, check_reward, *further):
+    for check in (_check_policy, check_agents, _check_engine, action_of, _check_reward, *further):
         checks.run(check, config)
     chosen = checks.run(prepare_tasks, config, say, choose)
     renderer = None if config.engine.kind == "upstream" else checks.run(renderer_of, config)
@@ -118,12 +118,12 @@ def prepare_tasks(
     return source, tasks
 
 
-def check_reward(config: Config) -> None:
+def _check_reward(config: Config) -> None:
     """Raise ConfigError if the reward function cannot be loaded."""
     reward_function(config, transcript_reader(config))
 
 
-def check_policy(config: Config) -> None:
+def _check_policy(config: Config) -> None:
     """Raise ConfigError if the engine cannot sample with [policy], e.g. sft.run in another command's file."""
     if config.policy_trouble:
         raise ConfigError(config.policy_trouble)
@@ -133,13 +133,13 @@ def renderer_of(config: Config) -> ChatRenderer:
     return load_renderer(model_folder(config), config.model.renderer)
 
 
-def check_engine(config: Config) -> None:
+def _check_engine(config: Config) -> None:
     """Check addresses, keys and folders of [engine]; contacts no server. Raise ConfigError or SetupError."""
     table = config.engine
     if table.kind in SERVERS:
         http_options(config)
         if table.publish_dir:
-            check_writable(Path(table.publish_dir), "engine.publish_dir")
+            _check_writable(Path(table.publish_dir), "engine.publish_dir")
     elif table.kind == "upstream":
         checked_url(table.url, "engine.url")
         upstream_options(config)
@@ -167,7 +167,7 @@ def _check_model(folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: {folder} has no weights: no *.safetensors")
 
 
-def check_writable(folder: Path, key: str) -> None:
+def _check_writable(folder: Path, key: str) -> None:
     """Raise ConfigError if a folder cannot be created or written to; creates nothing."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

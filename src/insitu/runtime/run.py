@@ -42,7 +42,7 @@ OpenSampler = Callable[..., AbstractAsyncContextManager[Sampler]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedBackend:
+class _OpenedBackend:
     """An engine or a provider behind the gateway's sessions."""
 
     backend: SessionBackend
@@ -93,7 +93,7 @@ async def open_backend(
     renderer: ChatRenderer | None,
     say: Callable[[str], None],
     sampler: OpenSampler = open_sampler,
-) -> AsyncIterator[OpenedBackend]:
+) -> AsyncIterator[_OpenedBackend]:
     """Open the configured engine, or the provider if there is no renderer.
 
     `say` gets lines for the user. Raises ConfigError, EngineError, EngineUnavailable.
@@ -101,11 +101,11 @@ async def open_backend(
     config = run.config
     if renderer is None:
         async with open_upstream(config, run.path / SESSIONS) as provider:
-            yield OpenedBackend(backend=provider, check=provider.check, engine=None)
+            yield _OpenedBackend(backend=provider, check=provider.check, engine=None)
         return
     async with sampler(config, renderer, run.logs / "learner.log", say) as opened:
         backend = TokenBackend(opened.engine, renderer)
-        yield OpenedBackend(backend=backend, check=opened.check, engine=opened.engine)
+        yield _OpenedBackend(backend=backend, check=opened.check, engine=opened.engine)
 
 
 @asynccontextmanager

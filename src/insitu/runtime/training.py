@@ -111,7 +111,7 @@ def check_trained(config: Config) -> None:
         )
 
 
-def prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
+def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
     """Check a training run before anything of it is started or written. Raises InsituError."""
     own = (check_trained, check_weights, check_reference)
     return prepare(config, say, lambda _, source: examples_of(source), own)
@@ -163,7 +163,7 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
         return summary
     view.begin(f"{config.harness.agent}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
-    prepared = prepare_training(config, view.note)
+    prepared = _prepare_training(config, view.note)
     remove_stale_scratch()
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))

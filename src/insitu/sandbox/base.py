@@ -227,7 +227,7 @@ class SupportsRootSetup(Protocol):
 
 
 @runtime_checkable
-class ReportsOom(Protocol):
+class _ReportsOom(Protocol):
     """A sandbox that counts kills by the OOM killer."""
 
     def memory_kills(self) -> int:
@@ -236,11 +236,11 @@ class ReportsOom(Protocol):
 
 def memory_kills(sandbox: Sandbox) -> int:
     """Return the number of OOM kills; 0 where the sandbox does not report it."""
-    return sandbox.memory_kills() if isinstance(sandbox, ReportsOom) else 0
+    return sandbox.memory_kills() if isinstance(sandbox, _ReportsOom) else 0
 
 
 @runtime_checkable
-class ReportsCpu(Protocol):
+class _ReportsCpu(Protocol):
     """A sandbox that reports its CPU time."""
 
     async def cpu_s(self) -> float:
@@ -249,4 +249,4 @@ class ReportsCpu(Protocol):
 
 async def cpu_s(sandbox: Sandbox) -> float:
     """Return CPU seconds since the start; infinite where the sandbox does not report it."""
-    return await sandbox.cpu_s() if isinstance(sandbox, ReportsCpu) else math.inf
+    return await sandbox.cpu_s() if isinstance(sandbox, _ReportsCpu) else math.inf

@@ -29,7 +29,7 @@ class ResolvesImages(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaseTree:
+class _BaseTree:
     """The tree a task starts from."""
 
     files: Tree = field(repr=False)
@@ -50,17 +50,17 @@ class BaseTrees:
     ) -> None:
         """`max_bytes` bounds one tree, `cache_bytes` the cache (the newest tree is always kept)."""
         self._backend, self._max_bytes, self._budget = backend, max_bytes, cache_bytes
-        self._known: OrderedDict[str, tuple[BaseTree, int]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[_BaseTree, int]] = OrderedDict()
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def of(self, task: Task) -> BaseTree:
+    async def of(self, task: Task) -> _BaseTree:
         """Return the tree. Raises SandboxError, also when a setup command fails."""
         if is_plain(task.setup):
-            return BaseTree(files=task.files)
+            return _BaseTree(files=task.files)
         key = await self._key(task)
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key not in self._known:
-                found = BaseTree(files=await self._capture(task), image=await self._image(task.setup))
+                found = _BaseTree(files=await self._capture(task), image=await self._image(task.setup))
                 size = sum(len(entry.content) for entry in found.files.values())
                 self._known[key] = found, size
             self._known.move_to_end(key)

@@ -97,16 +97,16 @@ class HarborBackend:
         if spec.memory_bytes or spec.max_processes:
             raise PolicyUnsupported(f"{self.name} has no limits by process")
 
-    async def create(self, spec: SandboxSpec) -> HarborSandbox:
+    async def create(self, spec: SandboxSpec) -> _HarborSandbox:
         self._check(spec)
         folder = Path(tempfile.mkdtemp(prefix="insitu-harbor-"))
-        sandbox: HarborSandbox | None = None
+        sandbox: _HarborSandbox | None = None
         try:
             with foreign(SandboxStartError, f"start a sandbox of {self.name}"):
                 image = spec.image or self._image
                 wanted = SandboxSpec(image=image, network=spec.network, workdir=spec.workdir)
                 environment = self._make(wanted, folder)
-                sandbox = HarborSandbox(environment, spec, folder, alone=self._kind not in SHARED)
+                sandbox = _HarborSandbox(environment, spec, folder, alone=self._kind not in SHARED)
                 async with asyncio.timeout(START_S):
                     await environment.start(force_build=False)
                 await sandbox.begin()
@@ -118,7 +118,7 @@ class HarborBackend:
         return sandbox
 
 
-class HarborSandbox:
+class _HarborSandbox:
     """Implements insitu.sandbox.base.Sandbox; all files belong to one user, so `owner` is ignored.
 
     A sandbox in a cloud outlives a killed owner until the vendor's own time limit; nothing reaps it. A

@@ -51,7 +51,7 @@ def pivot(new: str, old: str) -> None:
     system(libc.syscall(number, new.encode(), old.encode()), "pivot_root")
 
 
-def read_only(path: str, flags: int = MS_NOSUID | MS_NODEV) -> None:
+def _read_only(path: str, flags: int = MS_NOSUID | MS_NODEV) -> None:
     mount("", path, "", MS_REMOUNT | MS_BIND | MS_RDONLY | flags)
 
 
@@ -60,14 +60,14 @@ def bind(source: str, target: str) -> None:
     # folder inodes of its own, so that file locks and inotify events stay in the sandbox.
     if os.path.isdir(source):  # noqa: PTH112 - pathlib would double the start-up time of every sandbox
         os.makedirs(target, exist_ok=True)  # noqa: PTH103
-        if overlaid(source, target):
+        if _overlaid(source, target):
             return
     else:
         write(target, "")
     mount(source, target, "", MS_BIND)
 
 
-def overlaid(source: str, target: str) -> bool:
+def _overlaid(source: str, target: str) -> bool:
     if set(source) & set(":,\\"):
         return False
     try:
@@ -100,7 +100,7 @@ def build(steps: Sequence[Sequence[str]], old: str) -> None:
         target = ROOT + path
         if kind == "bind":
             bind(old + argument, target)
-            read_only(target)
+            _read_only(target)
         elif kind == "file":
             write(target, argument)
         elif kind == "code":
@@ -109,7 +109,7 @@ def build(steps: Sequence[Sequence[str]], old: str) -> None:
             os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
             os.symlink(argument, target)  # noqa: PTH211
         elif kind == "ro":
-            read_only(target, MS_NOSUID | (MS_NOEXEC if path == "/dev" else MS_NODEV))
+            _read_only(target, MS_NOSUID | (MS_NOEXEC if path == "/dev" else MS_NODEV))
         else:
             os.makedirs(target, exist_ok=True)  # noqa: PTH103
             special(kind, argument, target, old)
@@ -125,10 +125,10 @@ def special(kind: str, argument: str, target: str, old: str) -> None:
         for name in COVERED:
             if os.path.exists(f"{target}/{name}"):  # noqa: PTH110
                 mount(f"{target}/{name}", f"{target}/{name}", "", MS_BIND)
-                read_only(f"{target}/{name}", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+                _read_only(f"{target}/{name}", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
-def change_root(steps: Sequence[Sequence[str]]) -> None:
+def _change_root(steps: Sequence[Sequence[str]]) -> None:
     """Pivot to the new tree and unmount the host's."""
     mount("", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
@@ -145,7 +145,7 @@ def change_root(steps: Sequence[Sequence[str]]) -> None:
     os.chdir("/")
 
 
-def loopback_up() -> None:
+def _loopback_up() -> None:
     probe = socket(AF_INET, SOCK_DGRAM)
     request = struct.pack("16sH14x", b"lo", 1 | 64)  # IFF_UP | IFF_RUNNING
     fcntl.ioctl(probe.fileno(), 0x8914, request)
@@ -166,9 +166,9 @@ def main(plan_fd: int, program: list[str]) -> None:
         os.waitpid(child, 0)
         return
     system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "prctl")
-    loopback_up()
+    _loopback_up()
     system(libc.sethostname(b"sandbox", 7), "sethostname")
-    change_root(steps)
+    _change_root(steps)
     os.execve(program[0], program, {})
 
 

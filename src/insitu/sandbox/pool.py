@@ -68,7 +68,7 @@ class PoolOptions(PoolKeys):
 
 
 @dataclass(slots=True, kw_only=True)
-class PooledBackend:
+class _PooledBackend:
     """A backend with its circuit breaker."""
 
     backend: SandboxBackend
@@ -80,7 +80,7 @@ class PooledBackend:
 class _Spare:
     spec: SandboxSpec
     sandbox: Sandbox
-    member: PooledBackend
+    member: _PooledBackend
 
 
 class Pool:
@@ -95,7 +95,7 @@ class Pool:
         """`say` is called with a line when a backend goes down and when it recovers."""
         self._options, self._say = options or PoolOptions(), say
         self.members = [
-            PooledBackend(backend=each, circuit=Circuit(self._options.circuit)) for each in backends
+            _PooledBackend(backend=each, circuit=Circuit(self._options.circuit)) for each in backends
         ]
         self._turn = 0
         self._permits = asyncio.Semaphore(self._options.max_sandboxes)
@@ -155,7 +155,7 @@ class Pool:
         member, sandbox = await self._boot_for(self._controls, spec, fit)
         return self._lease(member, sandbox, self._controls)
 
-    def _lease(self, member: PooledBackend, sandbox: Sandbox, permits: asyncio.Semaphore) -> PooledSandbox:
+    def _lease(self, member: _PooledBackend, sandbox: Sandbox, permits: asyncio.Semaphore) -> PooledSandbox:
         self.live += 1
 
         def released() -> None:
@@ -165,8 +165,8 @@ class Pool:
         return PooledSandbox(sandbox, member.backend.name, released, lambda cause: self._count(member, cause))
 
     async def _boot_for(
-        self, permits: asyncio.Semaphore, spec: SandboxSpec, members: Sequence[PooledBackend]
-    ) -> tuple[PooledBackend, Sandbox]:
+        self, permits: asyncio.Semaphore, spec: SandboxSpec, members: Sequence[_PooledBackend]
+    ) -> tuple[_PooledBackend, Sandbox]:
         """Boot a sandbox; release the caller's permit on failure."""
         try:
             return await self._boot(spec, members)
@@ -198,8 +198,8 @@ class Pool:
         return image
 
     async def _boot(
-        self, spec: SandboxSpec, members: Sequence[PooledBackend]
-    ) -> tuple[PooledBackend, Sandbox]:
+        self, spec: SandboxSpec, members: Sequence[_PooledBackend]
+    ) -> tuple[_PooledBackend, Sandbox]:
         fit = list(members)
         until = time.monotonic() + self._options.down_s
         failures: Counter[int] = Counter()
@@ -228,7 +228,7 @@ class Pool:
                     continue
                 await asyncio.sleep(backoff_s(failed, self._options.pause_s))
 
-    async def _start(self, member: PooledBackend, spec: SandboxSpec) -> Sandbox:
+    async def _start(self, member: _PooledBackend, spec: SandboxSpec) -> Sandbox:
         limit = self._options.boot_timeout_s
         if spec.image and isinstance(member.backend, ResolvesImages):
             # A timeout of its own: a slow download does not count against the backend, and goes on.
@@ -249,7 +249,7 @@ class Pool:
         member.circuit.succeed()
         return sandbox
 
-    async def _choose(self, fit: Sequence[PooledBackend], until: float) -> PooledBackend:
+    async def _choose(self, fit: Sequence[_PooledBackend], until: float) -> _PooledBackend:
         """Return the next backend whose circuit is closed.
 
         When all are open, wait for a recovery until `until`, then return the one whose cool-down ends first.
@@ -268,7 +268,7 @@ class Pool:
                 async with asyncio.timeout(left):
                     await self._changed.wait()
 
-    def _count(self, member: PooledBackend, cause: str) -> None:
+    def _count(self, member: _PooledBackend, cause: str) -> None:
         member.circuit.fail(cause)
         if member.circuit.state == "open" and member.recovery is None and not self._closed:
             wait = member.circuit.cooled_in_s
@@ -276,17 +276,17 @@ class Pool:
             self._say(f"the {member.backend.name} sandbox is down ({cause}): {self._fallback(member)}")
             member.recovery = self._background(self._recover(member))
 
-    def _fallback(self, down: PooledBackend) -> str:
+    def _fallback(self, down: _PooledBackend) -> str:
         up = [each.backend.name for each in self.members if each.circuit.state == "closed"]
         return f"sandboxes come from {up[0]}" if up else f"sandboxes wait for {down.backend.name}"
 
-    def _recovered(self, member: PooledBackend) -> None:
+    def _recovered(self, member: _PooledBackend) -> None:
         log.warning("up backend=%s", member.backend.name)
         self._say(f"the {member.backend.name} sandbox is back")
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _recover(self, member: PooledBackend) -> None:
+    async def _recover(self, member: _PooledBackend) -> None:
         """Cool down, reap and boot a plain sandbox until the circuit closes."""
         try:
             while member.circuit.state != "closed":
@@ -310,7 +310,7 @@ class Pool:
             if member.circuit.state == "half_open":
                 member.circuit.fail("the trial was cancelled")
 
-    async def _reap(self, member: PooledBackend) -> None:
+    async def _reap(self, member: _PooledBackend) -> None:
         if isinstance(member.backend, SupportsReap):
             found = await member.backend.reap()
             self.reaped += found

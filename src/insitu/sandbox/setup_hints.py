@@ -29,7 +29,7 @@ _CONTAINER = (
 )
 
 
-def read_sysctl(name: str) -> str:
+def _read_sysctl(name: str) -> str:
     """Return the value of a file below /proc/sys, "" without one."""
     try:
         return Path("/proc/sys", name).read_text().strip()
@@ -37,15 +37,15 @@ def read_sysctl(name: str) -> str:
         return ""
 
 
-def in_container() -> bool:
+def _in_container() -> bool:
     return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
 
 
 def advise(
     *,
     bwrap_missing: bool,
-    sysctl: Callable[[str], str] = read_sysctl,
-    container: Callable[[], bool] = in_container,
+    sysctl: Callable[[str], str] = _read_sysctl,
+    container: Callable[[], bool] = _in_container,
 ) -> str:
     """Return what to do on a machine where no mode works. `bwrap_missing`: it might help."""
     if bwrap_missing:

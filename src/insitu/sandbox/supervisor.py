@@ -52,17 +52,17 @@ def system(result: int) -> int:
     return result
 
 
-def drop_bounding_set(libc: ctypes.CDLL) -> None:
+def _drop_bounding_set(libc: ctypes.CDLL) -> None:
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for numbers that the kernel has not
 
 
-def drop_capabilities(libc: ctypes.CDLL) -> None:
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
     header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0)
     system(libc.capset(header, data))
 
 
-def drop_privileges(libc: ctypes.CDLL, outer_id: int) -> None:
+def _drop_privileges(libc: ctypes.CDLL, outer_id: int) -> None:
     """Become `outer_id`, enter a user namespace as INSIDE_ID and drop all capabilities."""
     os.setgroups([])
     os.setresgid(outer_id, outer_id, outer_id)
@@ -78,17 +78,17 @@ def drop_privileges(libc: ctypes.CDLL, outer_id: int) -> None:
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(fd, text.encode())
         os.close(fd)
-    drop_bounding_set(libc)
-    drop_capabilities(libc)
+    _drop_bounding_set(libc)
+    _drop_capabilities(libc)
 
 
-def give_up_root(libc: ctypes.CDLL, user: int, group: int) -> None:
+def _give_up_root(libc: ctypes.CDLL, user: int, group: int) -> None:
     """Become the container's user without capabilities; exit if any is left."""
-    drop_bounding_set(libc)
+    _drop_bounding_set(libc)
     os.setgroups([])
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
-    drop_capabilities(libc)
+    _drop_capabilities(libc)
     system(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
     system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
     with open("/proc/self/status", "rb") as file:
@@ -97,11 +97,11 @@ def give_up_root(libc: ctypes.CDLL, user: int, group: int) -> None:
         os._exit(1)
 
 
-def confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refused: bytes) -> int:
+def _confine(libc: ctypes.CDLL, outer_id: int, processes: int, memory: int, refused: bytes) -> int:
     """Drop all privileges, with the seccomp filter `refused`; return the descriptor of OOM scores."""
-    scores = prefer_as_oom_victim()
+    scores = _prefer_as_oom_victim()
     if outer_id >= 0:
-        drop_privileges(libc, outer_id)
+        _drop_privileges(libc, outer_id)
     system(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     system(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
     system(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0))
@@ -130,7 +130,7 @@ def limit(kind: int, soft: int, hard: int) -> None:
     resource.setrlimit(kind, (min(soft, most), most))
 
 
-def prefer_as_oom_victim() -> int:
+def _prefer_as_oom_victim() -> int:
     """Make jobs the first victims of the OOM killer, before PID 1; return a descriptor for scores, or -1."""
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
@@ -140,7 +140,7 @@ def prefer_as_oom_victim() -> int:
     return fd
 
 
-class Supervisor:
+class _Supervisor:
     def __init__(self, control: socket, libc: ctypes.CDLL, scores: int, later: tuple[int, ...] = ()) -> None:
         """`later`: user and group to become before any order but `root`."""
         self.control = control
@@ -190,7 +190,7 @@ class Supervisor:
         if kind == "root" and not self.later:
             os.write(fds[2], b"root has ended\n")
             self.send(f"exit {job} 126")
-            close_all(fds)
+            _close_all(fds)
         elif kind in ("run", "keep", "root"):
             argc = int(fields[3])
             env = dict(item.split("=", 1) for item in fields[4 + argc :] if item)
@@ -219,7 +219,7 @@ class Supervisor:
         if pid == 0:
             become(self.libc, cwd, argv, env, fds)
         self.score(OWN_SCORE)
-        close_all(fds)
+        _close_all(fds)
         if pid > 0:
             self.jobs[pid] = job
             self.watched[pid] = os.pidfd_open(pid)
@@ -241,7 +241,7 @@ class Supervisor:
             time.sleep(0.0005)
         user, group = self.later
         self.later = ()
-        give_up_root(self.libc, user, group)
+        _give_up_root(self.libc, user, group)
 
     def score(self, value: bytes) -> None:
         """Set the OOM score, which a child inherits."""
@@ -357,12 +357,12 @@ def become(libc: ctypes.CDLL, cwd: str, argv: list[str], env: dict[str, str], fd
         os._exit(code)
 
 
-def close_all(fds: list[int]) -> None:
+def _close_all(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
 
 
-def control_socket(place: str) -> socket:
+def _control_socket(place: str) -> socket:
     """Return the inherited socket, or connect to a path."""
     if place.startswith("/"):
         control = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC)
@@ -382,12 +382,12 @@ def main(arguments: list[str]) -> None:
     refused, places = bytes.fromhex(arguments[5]), arguments[7:]
     later = tuple(int(number) for number in arguments[6].split(":")) if arguments[6] else ()
     libc = ctypes.CDLL(None, use_errno=True)
-    control = control_socket(arguments[0])
+    control = _control_socket(arguments[0])
     fds = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in places]
     if outer_id >= 0:
         for folder in fds:
             os.fchown(folder, outer_id, outer_id)
-    supervisor = Supervisor(control, libc, confine(libc, outer_id, processes, memory, refused), later)
+    supervisor = _Supervisor(control, libc, _confine(libc, outer_id, processes, memory, refused), later)
     if port:
         listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC)
         listener.bind(("127.0.0.1", port))
@@ -397,7 +397,7 @@ def main(arguments: list[str]) -> None:
     for number in range(3):  # standard error led to the host during start-up
         os.dup2(null, number)
     supervisor.send("ready", tuple(fds))
-    close_all(fds[: len(places)])
+    _close_all(fds[: len(places)])
     supervisor.serve()
 
 

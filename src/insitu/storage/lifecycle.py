@@ -50,7 +50,7 @@ TAKEN: tuple[State, ...] = ("assigned",)
 UNUSED: tuple[State, ...] = ("graded", "scored", "assigned")
 
 
-class RolloutPlace(Protocol):
+class _RolloutPlace(Protocol):
     """Identity of a rollout: its phase, step, group and slot."""
 
     @property
@@ -114,7 +114,7 @@ class Lifecycle(Database):
 
     # ------------------------------------------------------------------ transitions
 
-    def plan(self, places: Sequence[RolloutPlace], task_id: str, version: int) -> None:
+    def plan(self, places: Sequence[_RolloutPlace], task_id: str, version: int) -> None:
         """Record rollouts of one task as planned; rollouts that are already stored are unchanged."""
         with self._writing("plan") as db:
             for place in places:

@@ -177,7 +177,7 @@ class LoggedForest(Forest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
+class _Recovered:
     """Result of replaying a session log."""
 
     rollout_id: str
@@ -187,7 +187,7 @@ class Recovered:
     """The file ends with an incomplete frame: the process died while writing."""
 
 
-def recover(path: Path) -> Recovered:
+def recover(path: Path) -> _Recovered:
     """Rebuild the forest from all complete frames of a log.
 
     Raises RecordError when the file is not a session log.
@@ -207,7 +207,7 @@ def recover(path: Path) -> Recovered:
     except (KeyError, TypeError, ValueError, CaptureError) as error:
         raise RecordError(f"{path} cannot be replayed: {error}") from error
     used = sum(_HEAD.size + size for _, _, size in _sized(raw))
-    return Recovered(rollout_id=rollout_id, forest=forest, frames=len(frames), torn=used < len(raw))
+    return _Recovered(rollout_id=rollout_id, forest=forest, frames=len(frames), torn=used < len(raw))
 
 
 def _frames(raw: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:

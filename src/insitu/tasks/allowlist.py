@@ -37,7 +37,7 @@ class TaskFinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowlist:
+class _Allowlist:
     """All findings of a file, by task id."""
 
     path: Path
@@ -58,16 +58,16 @@ class Allowlist:
 _FINDINGS = TypeAdapter(dict[str, TaskFinding])
 
 
-def read_allowlist(path: Path, *, missing_ok: bool = False) -> Allowlist:
+def read_allowlist(path: Path, *, missing_ok: bool = False) -> _Allowlist:
     """Raises TaskError when the file is missing or is no such file."""
     if missing_ok and not path.exists():
-        return Allowlist(path=path, findings={})
+        return _Allowlist(path=path, findings={})
     with boundary(TaskError, f"cannot read {path}"):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise TaskError(f"{path} is not a file of `insitu tasks validate` (schema {SCHEMA})")
     try:
-        return Allowlist(path=path, findings=_FINDINGS.validate_python(value.get("tasks")))
+        return _Allowlist(path=path, findings=_FINDINGS.validate_python(value.get("tasks")))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -157,7 +157,7 @@ TOLERANCE = 1e-5
 """By how much outputs may differ: the set compares with numpy.allclose."""
 
 
-class InputOutput(TaskRow):
+class _InputOutput(TaskRow):
     """The column input_output."""
 
     inputs: list[Any] = Field(default_factory=list)
@@ -165,20 +165,20 @@ class InputOutput(TaskRow):
     fn_name: str | None = None
 
 
-class AppsRow(TaskRow):
+class _AppsRow(TaskRow):
     """Columns of APPS; TACO has them too, without problem_id."""
 
     problem_id: int | str | None = None
     question: Text
     solutions: Annotated[list[str] | None, BeforeValidator(json_column)] = None
-    input_output: Annotated[InputOutput | None, BeforeValidator(json_column)] = None
+    input_output: Annotated[_InputOutput | None, BeforeValidator(json_column)] = None
     starter_code: str | None = None
     time_limit: str | None = None
     memory_limit: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppsFormat:
+class _AppsFormat:
     """Formats `apps` and `taco`."""
 
     name: str
@@ -187,8 +187,8 @@ class AppsFormat:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = AppsRow.model_validate(row)
-        told = parsed.input_output or InputOutput()
+        parsed = _AppsRow.model_validate(row)
+        told = parsed.input_output or _InputOutput()
         if len(told.inputs) != len(told.outputs):
             raise TaskError(f"input_output: {len(told.inputs)} inputs, {len(told.outputs)} outputs")
         starter = parsed.starter_code or ""
@@ -251,35 +251,35 @@ def megabytes_of(text: str | None) -> int:
 # --------------------------------------------------------------------------- CodeContests
 
 
-class ContestTests(TaskRow):
+class _ContestTests(TaskRow):
     """public_tests, private_tests, generated_tests."""
 
     input: list[str] = Field(default_factory=list)
     output: list[str] = Field(default_factory=list)
 
 
-class ContestSolutions(TaskRow):
+class _ContestSolutions(TaskRow):
     """Texts with their languages: 0 unknown, 1 Python 2, 2 C++, 3 Python 3, 4 Java."""
 
     language: list[int] = Field(default_factory=list)
     solution: list[str] = Field(default_factory=list)
 
 
-class TimeLimit(TaskRow):
+class _TimeLimit(TaskRow):
     seconds: int = 0
     nanos: int = 0
 
 
-class ContestRow(TaskRow):
+class _ContestRow(TaskRow):
     """The columns of CodeContests that insitu uses."""
 
     name: Text
     description: Text
-    public_tests: ContestTests = ContestTests()
-    private_tests: ContestTests = ContestTests()
-    generated_tests: ContestTests = ContestTests()
-    solutions: ContestSolutions = ContestSolutions()
-    time_limit: TimeLimit | None = None
+    public_tests: _ContestTests = _ContestTests()
+    private_tests: _ContestTests = _ContestTests()
+    generated_tests: _ContestTests = _ContestTests()
+    solutions: _ContestSolutions = _ContestSolutions()
+    time_limit: _TimeLimit | None = None
     memory_limit_bytes: int = 0
     input_file: str = ""
     output_file: str = ""
@@ -292,7 +292,7 @@ class CodeContests:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = ContestRow.model_validate(row)
+        parsed = _ContestRow.model_validate(row)
         if parsed.input_file or parsed.output_file:
             raise TaskError("the program reads or writes a file: only standard input and output work")
         exchanges: list[Exchange] = []
@@ -301,7 +301,7 @@ class CodeContests:
                 raise TaskError(f"{len(tests.input)} inputs, {len(tests.output)} outputs")
             pairs = zip(tests.input, tests.output, strict=True)
             exchanges += [Exchange(stdin=given, expected=wanted) for given, wanted in pairs]
-        limit = parsed.time_limit or TimeLimit()
+        limit = parsed.time_limit or _TimeLimit()
         solved = zip(parsed.solutions.language, parsed.solutions.solution, strict=False)
         problem = Problem(
             id=parsed.name,
@@ -315,5 +315,5 @@ class CodeContests:
         return problem_item(problem, options)
 
 
-APPS = AppsFormat(name="apps")
-TACO = AppsFormat(name="taco")
+APPS = _AppsFormat(name="apps")
+TACO = _AppsFormat(name="taco")

@@ -66,7 +66,7 @@ class Format(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class _Refusal:
     """A row that cannot be used."""
 
     where: str
@@ -106,7 +106,7 @@ class RowSource:
         self._check_task = check
         self._name, self._form, self._options = name, form, options or LoadOptions()
         self._transform, self._seed = transform, seed
-        self.refused: list[Refusal] = []
+        self.refused: list[_Refusal] = []
         self.left_out = 0
         """Rows for which transform gave None."""
         entries = list(self._check_rows(path, stop=on_invalid_row == "refuse"))
@@ -241,14 +241,14 @@ class RowSource:
 
 
 class _Bad(Exception):
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: _Refusal) -> None:
         super().__init__(str(refusal))
         self.refusal = refusal
 
 
-def _refusal(place: RowLocation, reason: object, name: str = "") -> Refusal:
+def _refusal(place: RowLocation, reason: object, name: str = "") -> _Refusal:
     name = name or ("" if place.number else place.path.name)
-    return Refusal(where=str(place), id=name, reason=" ".join(str(reason).split())[:MAX_REASON_CHARS])
+    return _Refusal(where=str(place), id=name, reason=" ".join(str(reason).split())[:MAX_REASON_CHARS])
 
 
 @lru_cache(maxsize=4)

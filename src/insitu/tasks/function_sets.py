@@ -44,13 +44,13 @@ def parsed(code: str, what: str) -> ast.Module:
         raise TaskError(f"{what} is not Python: {' '.join(str(error).split())[:100]}") from None
 
 
-def pytest_file(*parts: str) -> HiddenTests:
+def _pytest_file(*parts: str) -> HiddenTests:
     """A test file that imports all of the solution; its ids are found by a run of the solution."""
     text = "\n".join(["from solution import *", *parts]) + "\n"
     return HiddenTests(files=text_tree({TEST_FILE: text}, "test"), fail_to_pass=(TEST_FILE,))
 
 
-def function_item(
+def _function_item(
     *,
     id: str,
     prompt: str,
@@ -85,7 +85,7 @@ def function_item(
 # --------------------------------------------------------------------------- MBPP
 
 
-class MbppRow(TaskRow):
+class _MbppRow(TaskRow):
     """Columns of the full and of the sanitized set."""
 
     task_id: Id
@@ -104,27 +104,27 @@ class Mbpp:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        found = MbppRow.model_validate(row)
+        found = _MbppRow.model_validate(row)
         asserts = [*found.test_list, *found.challenge_test_list]
         if not asserts:
             raise TaskError("test_list is empty: nothing can be graded")
-        function = tested_function("\n".join(asserts), found.code)
+        function = _tested_function("\n".join(asserts), found.code)
         stub = signature(found.code, function)
         before = "\n".join([*found.test_imports, found.test_setup_code]).strip()
         head = stub.partition("\n")[0].removesuffix(":")
-        return function_item(
+        return _function_item(
             id=f"mbpp/{found.task_id}",
             prompt=f"{found.text.strip()}\n\nWrite it in {ENTRY} as `{head}`.\n",
             starter=stub,
             gold=found.code,
             category="mbpp",
             options=options,
-            cases=() if before else assert_cases("\n".join(asserts), function),
-            tests=pytest_file(before, *(_as_test(text, n) for n, text in enumerate(asserts, 1))),
+            cases=() if before else _assert_cases("\n".join(asserts), function),
+            tests=_pytest_file(before, *(_as_test(text, n) for n, text in enumerate(asserts, 1))),
         )
 
 
-def tested_function(tests: str, code: str) -> str:
+def _tested_function(tests: str, code: str) -> str:
     """The function of the solution that the tests call. Raises TaskError."""
     called = [
         node.func.id
@@ -138,7 +138,7 @@ def tested_function(tests: str, code: str) -> str:
     raise TaskError("the tests call no function of the solution")
 
 
-def assert_cases(tests: str, function: str) -> tuple[Case, ...]:
+def _assert_cases(tests: str, function: str) -> tuple[Case, ...]:
     """A case for each assert, or () where one says more than a call and a value."""
     try:
         cases = [assert_case(node, function, function) for node in parsed(tests, "tests").body]
@@ -155,7 +155,7 @@ def _as_test(text: str, number: int) -> str:
 # --------------------------------------------------------------------------- EvalPlus
 
 
-class PlusRow(TaskRow):
+class _PlusRow(TaskRow):
     """Columns of HumanEval+ (entry_point, canonical_solution) and of MBPP+ (code, test_list)."""
 
     task_id: Id
@@ -174,35 +174,35 @@ class EvalPlus:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        found = PlusRow.model_validate(row)
+        found = _PlusRow.model_validate(row)
         if found.entry_point:
             function, gold = found.entry_point, found.prompt + found.canonical_solution
             starter = found.prompt + "    pass\n"
             prompt = f"Complete the function {function} in {ENTRY}.\n\n{found.prompt.strip()}\n"
         else:
-            function = tested_function("\n".join(found.test_list), found.code)
+            function = _tested_function("\n".join(found.test_list), found.code)
             gold, starter = found.code, signature(found.code, function)
             head = starter.partition("\n")[0].removesuffix(":")
             prompt = f"{found.prompt.strip()}\n\nWrite it in {ENTRY} as `{head}`.\n"
         parsed(gold, "the solution")
         # Where the asserts stand in the module they are run by its import.
         call = f"check({function})" if found.entry_point else "pass"
-        return function_item(
+        return _function_item(
             id=f"evalplus/{found.task_id}",
             prompt=prompt,
             starter=starter,
             gold=gold,
             category="evalplus",
             options=options,
-            cases=plus_cases(found.test, function),
-            tests=pytest_file(
+            cases=_plus_cases(found.test, function),
+            tests=_pytest_file(
                 f"from solution import {function}\n", found.test, f"\n\ndef test_all():\n    {call}\n"
             ),
             timeout_s=30.0,
         )
 
 
-def plus_cases(test: str, function: str) -> tuple[Case, ...]:
+def _plus_cases(test: str, function: str) -> tuple[Case, ...]:
     """Cases of `inputs` and `results`, two lists of literals that a loop compares by the set's usual
     `assertion`; () for any other test."""
     lists: dict[str, ast.expr] = {}
@@ -281,7 +281,7 @@ def _is_floats(value: object) -> bool:
 # --------------------------------------------------------------------------- BigCodeBench
 
 
-class BigCodeRow(TaskRow):
+class _BigCodeRow(TaskRow):
     """Columns of BigCodeBench."""
 
     task_id: Text
@@ -300,18 +300,18 @@ class BigCodeBench:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        found = BigCodeRow.model_validate(row)
+        found = _BigCodeRow.model_validate(row)
         gold = found.complete_prompt + found.canonical_solution
         parsed(gold, "the solution")
         parsed(found.test, "test")
-        return function_item(
+        return _function_item(
             id=found.task_id,
             prompt=f"Complete {found.entry_point} in {ENTRY}.\n\n{found.complete_prompt.strip()}\n",
             starter=found.complete_prompt + "    pass\n",
             gold=gold,
             category="bigcodebench",
             options=options,
-            tests=pytest_file(f"from solution import {found.entry_point}\n", found.test),
+            tests=_pytest_file(f"from solution import {found.entry_point}\n", found.test),
             image=found.image,
             timeout_s=60.0,
         )

@@ -29,7 +29,7 @@ from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, Tre
 TEST_TIMEOUT_S = 600.0
 
 
-class HarborEnvironment(TaskRow):
+class _HarborEnvironment(TaskRow):
     """[environment] of task.toml."""
 
     docker_image: str = ""
@@ -40,7 +40,7 @@ class HarborEnvironment(TaskRow):
     mcp_servers: list[Any] = Field(default_factory=list)
 
 
-class HarborPhase(TaskRow):
+class _HarborPhase(TaskRow):
     """[agent], [verifier] and [solution]."""
 
     timeout_sec: Seconds | None = None
@@ -53,13 +53,13 @@ class HarborPhase(TaskRow):
     """[verifier]: commands that save what only a running service shows."""
 
 
-class HarborFile(TaskRow):
+class _HarborFile(TaskRow):
     """task.toml."""
 
-    environment: HarborEnvironment = HarborEnvironment()
-    agent: HarborPhase = HarborPhase()
-    verifier: HarborPhase = HarborPhase()
-    solution: HarborPhase = HarborPhase()
+    environment: _HarborEnvironment = _HarborEnvironment()
+    agent: _HarborPhase = _HarborPhase()
+    verifier: _HarborPhase = _HarborPhase()
+    solution: _HarborPhase = _HarborPhase()
     steps: list[Any] = Field(default_factory=list)
 
 
@@ -76,7 +76,7 @@ class HarborFormat:
             if not (folder / "instruction.md").is_file():
                 raise TaskError("instruction.md is missing")
             prompt = (folder / "instruction.md").read_text("utf-8").strip()
-        parsed = HarborFile.model_validate(keys)
+        parsed = _HarborFile.model_validate(keys)
         tests, solve = tree_of_folder(folder / "tests"), tree_of_folder(folder / "solution")
         if "test.sh" not in tests:
             raise TaskError("tests/test.sh is missing: nothing can be graded")
@@ -134,7 +134,7 @@ def _item(
     )
 
 
-def _check_supported(folder: Path, parsed: HarborFile) -> None:
+def _check_supported(folder: Path, parsed: _HarborFile) -> None:
     """Raises TaskError for what would be graded otherwise than Harbor grades it."""
     own, tests = parsed.environment, parsed.verifier
     separate = tests.environment or tests.environment_mode != "shared" or tests.collect
@@ -212,7 +212,7 @@ def _workdir(dockerfile: Path) -> str:
 # --------------------------------------------------------------------------- Terminal-Bench 1
 
 
-class TerminalBenchFile(TaskRow):
+class _TerminalBenchFile(TaskRow):
     """task.yaml of Terminal-Bench 1."""
 
     instruction: str
@@ -236,7 +236,7 @@ class TerminalBenchFormat:
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         folder = place.path
-        parsed = TerminalBenchFile.model_validate(yaml_mapping(folder / "task.yaml"))
+        parsed = _TerminalBenchFile.model_validate(yaml_mapping(folder / "task.yaml"))
         _check_one_service(folder)
         run, solution = folder / "run-tests.sh", folder / "solution.sh"
         if not run.is_file():

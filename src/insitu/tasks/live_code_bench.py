@@ -22,7 +22,7 @@ from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text, read_plac
 from insitu.types import Case, Exchange
 
 
-class LiveTest(TaskRow):
+class _LiveTest(TaskRow):
     input: str
     output: str
     testtype: str = "stdin"
@@ -49,19 +49,19 @@ class _OnlyText(pickle.Unpickler):
         raise pickle.UnpicklingError(f"holds {module}.{name}")
 
 
-class LiveMetadata(TaskRow):
+class _LiveMetadata(TaskRow):
     func_name: str = ""
 
 
-class LiveRow(TaskRow):
+class _LiveRow(TaskRow):
     """The columns of LiveCodeBench's code generation that insitu uses."""
 
     question_id: Text
     question_content: Text
     starter_code: str = ""
-    public_test_cases: Annotated[list[LiveTest], BeforeValidator(_live_tests)] = Field(default_factory=list)
-    private_test_cases: Annotated[list[LiveTest], BeforeValidator(_live_tests)] = Field(default_factory=list)
-    metadata: Annotated[LiveMetadata | None, BeforeValidator(json_column)] = None
+    public_test_cases: Annotated[list[_LiveTest], BeforeValidator(_live_tests)] = Field(default_factory=list)
+    private_test_cases: Annotated[list[_LiveTest], BeforeValidator(_live_tests)] = Field(default_factory=list)
+    metadata: Annotated[_LiveMetadata | None, BeforeValidator(json_column)] = None
 
 
 class LiveCodeBench:
@@ -71,14 +71,14 @@ class LiveCodeBench:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = LiveRow.model_validate(row)
+        parsed = _LiveRow.model_validate(row)
         tests = [*parsed.public_test_cases, *parsed.private_test_cases]
         kinds = {test.testtype for test in tests}
         if len(kinds) > 1 or kinds - {"stdin", "functional"}:
             raise TaskError(f"tests of type {', '.join(sorted(kinds))}: stdin or functional are supported")
         function = ""
         if kinds == {"functional"}:
-            function = (parsed.metadata or LiveMetadata()).func_name
+            function = (parsed.metadata or _LiveMetadata()).func_name
             if not function:
                 raise TaskError("functional tests need metadata.func_name")
             function = f"Solution.{function}" if "class Solution" in parsed.starter_code else function
@@ -96,7 +96,7 @@ class LiveCodeBench:
         return problem_item(problem, options)
 
 
-def _live_call(function: str, test: LiveTest) -> Case:
+def _live_call(function: str, test: _LiveTest) -> Case:
     """One argument per line, each as JSON."""
     try:
         args = tuple(json.loads(line) for line in test.input.split("\n") if line.strip())

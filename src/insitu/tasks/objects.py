@@ -20,7 +20,7 @@ from insitu.types import Limits, Oracle, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectLocation(RowLocation):
+class _ObjectLocation(RowLocation):
     """Position of an entry in its list or iterator."""
 
     entry: object = field(compare=False)
@@ -29,9 +29,9 @@ class ObjectLocation(RowLocation):
         return self.entry if isinstance(self.entry, Mapping) else {}
 
 
-def location(entry: object, number: int) -> ObjectLocation:
+def location(entry: object, number: int) -> _ObjectLocation:
     """Return the location of entry `number`, from 1."""
-    return ObjectLocation(path=Path("tasks.source"), number=number, entry=entry)
+    return _ObjectLocation(path=Path("tasks.source"), number=number, entry=entry)
 
 
 class ObjectFormat:
@@ -44,7 +44,7 @@ class ObjectFormat:
         return (location(entry, number) for number, entry in enumerate(self._entries, 1))
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        entry = place.entry if isinstance(place, ObjectLocation) else row
+        entry = place.entry if isinstance(place, _ObjectLocation) else row
         if isinstance(entry, Mapping):
             return PlainJsonl().build(row, place, options)
         task, oracle = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)

@@ -34,14 +34,14 @@ class CaseRow(OwnRow):
     """False: 1, 1.0 and true are equal, as in Python."""
 
 
-class ExchangeRow(OwnRow):
+class _ExchangeRow(OwnRow):
     """A hidden run of a program: what it reads, and what it must print."""
 
     input: str
     output: str
 
 
-class CheckRow(OwnRow):
+class _CheckRow(OwnRow):
     """A hidden command."""
 
     command: Text
@@ -50,7 +50,7 @@ class CheckRow(OwnRow):
     weight: Annotated[float, Field(gt=0)] = 1.0
 
 
-class PlainRow(OwnRow):
+class _PlainRow(OwnRow):
     """One task."""
 
     id: Text
@@ -64,12 +64,12 @@ class PlainRow(OwnRow):
     setup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     entry: str = ""
     cases: list[CaseRow] = Field(default_factory=list)
-    io: list[ExchangeRow] = Field(default_factory=list)
+    io: list[_ExchangeRow] = Field(default_factory=list)
     tests: dict[str, str] = Field(default_factory=dict)
     """Hidden files, put over the work folder when it is judged."""
     fail_to_pass: OwnIds = ()
     pass_to_pass: OwnIds = ()
-    checks: list[CheckRow] = Field(default_factory=list)
+    checks: list[_CheckRow] = Field(default_factory=list)
     gold: dict[str, str] = Field(default_factory=dict)
     gold_patch: str = ""
     protected: Texts = ()
@@ -104,7 +104,7 @@ class PlainRow(OwnRow):
         return "pytest" if self.fail_to_pass else UNTESTED
 
 
-def plain_item(row: PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tree] = ({}, {}, {})) -> Item:
+def _plain_item(row: _PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tree] = ({}, {}, {})) -> Item:
     """`more`: files, tests and gold that do not stand in the row itself."""
     if row.runner == UNTESTED:
         options.allow_untested()
@@ -160,7 +160,7 @@ class PlainJsonl:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        return plain_item(PlainRow.model_validate(row), options)
+        return _plain_item(_PlainRow.model_validate(row), options)
 
 
 class PlainFolder:
@@ -183,8 +183,8 @@ class PlainFolder:
         for key, names in seen.items():
             if names:
                 keys.setdefault(key, {}).update(names)
-        parsed = PlainRow.model_validate({"id": folder.name, **keys})
-        return plain_item(parsed, options, (safe_tree(parts[0]), safe_tree(parts[1]), safe_tree(parts[2])))
+        parsed = _PlainRow.model_validate({"id": folder.name, **keys})
+        return _plain_item(parsed, options, (safe_tree(parts[0]), safe_tree(parts[1]), safe_tree(parts[2])))
 
 
 def task_folders(path: Path, mark: str) -> Iterator[RowLocation]:

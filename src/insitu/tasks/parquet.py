@@ -14,7 +14,7 @@ from insitu.tasks.row_files import RawRow, RowLocation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParquetLocation(RowLocation):
+class _ParquetLocation(RowLocation):
     """Position of a row in a Parquet file."""
 
     group: int
@@ -34,7 +34,7 @@ def parquet_rows(path: Path) -> Iterator[RowLocation]:
     for group in range(file.num_row_groups):
         for index in range(file.metadata.row_group(group).num_rows):
             number += 1
-            yield ParquetLocation(path=path, number=number, group=group, index=index)
+            yield _ParquetLocation(path=path, number=number, group=group, index=index)
 
 
 def _open(path: Path) -> Any:

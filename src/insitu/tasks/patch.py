@@ -20,7 +20,7 @@ NO_NEWLINE = "\\"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileChange:
+class _FileChange:
     """One file of a diff, in the direction in which it is applied."""
 
     old: str
@@ -33,7 +33,7 @@ class FileChange:
     """(index of the first line, lines before, lines after)."""
 
 
-def read_patch(text: str, *, reverse: bool = False) -> list[FileChange]:
+def _read_patch(text: str, *, reverse: bool = False) -> list[_FileChange]:
     """The changes of a diff. Raises TaskError for what is no diff of text files inside the folder."""
     if not text.strip():
         raise TaskError("the patch is empty")
@@ -49,18 +49,18 @@ def read_patch(text: str, *, reverse: bool = False) -> list[FileChange]:
 
 def patched_paths(text: str) -> tuple[str, ...]:
     """Every path that a diff touches, sorted. Raises TaskError."""
-    return tuple(sorted({path for change in read_patch(text) for path in (change.old, change.new) if path}))
+    return tuple(sorted({path for change in _read_patch(text) for path in (change.old, change.new) if path}))
 
 
 def apply_patch(tree: Tree, text: str, *, reverse: bool = False) -> dict[str, FileEntry]:
     """`tree` with the diff applied. Raises TaskError in one line, naming the file, when it does not apply."""
     result = dict(tree)
-    for change in read_patch(text, reverse=reverse):
+    for change in _read_patch(text, reverse=reverse):
         _apply(result, change)
     return result
 
 
-def _change(file: PatchedFile, reverse: bool) -> FileChange:
+def _change(file: PatchedFile, reverse: bool) -> _FileChange:
     old, new = _path(file.source_file), _path(file.target_file)
     shown = new or old or "(no name)"
     info = [] if file.patch_info is None else [str(line) for line in file.patch_info]
@@ -76,7 +76,7 @@ def _change(file: PatchedFile, reverse: bool) -> FileChange:
     if reverse:
         old, new, modes = new, old, (modes[1], modes[0])
     mode = modes[1]
-    return FileChange(
+    return _FileChange(
         old=old,
         new=new,
         executable=None if mode is None else mode.endswith("755"),
@@ -121,7 +121,7 @@ def _hunk(hunk: Hunk, reverse: bool) -> tuple[int, tuple[bytes, ...], tuple[byte
     return (start - 1 if length else start), tuple(before), tuple(after)
 
 
-def _apply(tree: dict[str, FileEntry], change: FileChange) -> None:
+def _apply(tree: dict[str, FileEntry], change: _FileChange) -> None:
     if change.old and change.old not in tree:
         raise TaskError(f"the patch does not apply: {change.old} is not there")
     if change.new and change.new != change.old and change.new in tree:
@@ -136,7 +136,7 @@ def _apply(tree: dict[str, FileEntry], change: FileChange) -> None:
     tree[change.new] = FileEntry(content=content, executable=executable)
 
 
-def _edited(content: bytes, change: FileChange) -> bytes:
+def _edited(content: bytes, change: _FileChange) -> bytes:
     lines = _split(content)
     out: list[bytes] = []
     at = 0

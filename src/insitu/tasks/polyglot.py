@@ -25,7 +25,7 @@ PROMPT = "Write {files} in Python 3. Keep the names that are there; hidden tests
 TIMEOUT_S = 60.0
 
 
-class PolyglotFiles(TaskRow):
+class _PolyglotFiles(TaskRow):
     """Paths below the exercise; `exemplar` in concept exercises."""
 
     solution: list[str]
@@ -36,10 +36,10 @@ class PolyglotFiles(TaskRow):
     """Shown to whoever solves it, and not to be changed."""
 
 
-class PolyglotConfig(TaskRow):
+class _PolyglotConfig(TaskRow):
     """.meta/config.json."""
 
-    files: PolyglotFiles
+    files: _PolyglotFiles
 
 
 class PolyglotFormat:
@@ -56,7 +56,7 @@ class PolyglotFormat:
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         folder = place.path
-        config = PolyglotConfig.model_validate(parse_object(read_text(folder / MARK), str(folder / MARK)))
+        config = _PolyglotConfig.model_validate(parse_object(read_text(folder / MARK), str(folder / MARK)))
         named = config.files
         examples = named.example or named.exemplar
         if not named.solution or not named.test:
@@ -87,7 +87,7 @@ class PolyglotFormat:
         )
 
 
-def _hidden(folder: Path, named: PolyglotFiles) -> list[str]:
+def _hidden(folder: Path, named: _PolyglotFiles) -> list[str]:
     """The tests, and what lies beside them: the configuration of some exercises leaves helpers out."""
     shown = {*named.solution, *named.editor, *named.test}
     beside = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink())

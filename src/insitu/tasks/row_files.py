@@ -150,7 +150,7 @@ def _names(key: str, field: FieldInfo) -> list[object]:
     return list(alias.choices) if isinstance(alias, AliasChoices) else [alias or key]
 
 
-def parse_ids(value: object) -> tuple[str, ...]:
+def _parse_ids(value: object) -> tuple[str, ...]:
     """Test ids from a list, a JSON string or a Python literal: the data sets use all three.
     Anything else is refused; a string is never taken apart into letters. Raises ValueError."""
     if isinstance(value, str):
@@ -191,9 +191,9 @@ def parse_texts(value: object) -> tuple[str, ...]:
     return tuple(item for item in value if item.strip())
 
 
-TestIds = Annotated[tuple[str, ...], BeforeValidator(parse_ids)]
+TestIds = Annotated[tuple[str, ...], BeforeValidator(_parse_ids)]
 OwnIds = Annotated[
-    tuple[str, ...], BeforeValidator(lambda value: () if value in (None, "") else parse_ids(value))
+    tuple[str, ...], BeforeValidator(lambda value: () if value in (None, "") else _parse_ids(value))
 ]
 """The same where ids may be left out: null and an empty text are none."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(parse_texts)]

@@ -26,7 +26,7 @@ MAX_LABEL_CHARS = 256
 F2P_SCRIPT = ".insitu/f2p_test.py"
 
 
-class SweproRow(TaskRow):
+class _SweproRow(TaskRow):
     """Run script and parser as paths below tasks.assets, or as texts."""
 
     run_script_path: str = ""
@@ -41,7 +41,7 @@ class SweproRow(TaskRow):
     pass_to_pass: TestIds = Field(default=(), validation_alias=AliasChoices("pass_to_pass", "PASS_TO_PASS"))
 
 
-class RemoteRow(TaskRow):
+class _RemoteRow(TaskRow):
     """The nested spelling."""
 
     instance_id: str = ""
@@ -51,7 +51,7 @@ class RemoteRow(TaskRow):
     f2p_script: str = ""
 
 
-class MetadataRow(TaskRow):
+class _MetadataRow(TaskRow):
     """What the row says of its task."""
 
     instance_id: str = ""
@@ -59,18 +59,18 @@ class MetadataRow(TaskRow):
     workdir: str = ""
     problem_statement: str = ""
     pre_commands: Texts = ()
-    swepro: SweproRow | None = None
+    swepro: _SweproRow | None = None
     eval_cmd: str | None = None
     gold_patch: str = Field(default="", validation_alias=AliasChoices("golden_patch", "gold_patch", "patch"))
-    remote_env_info: RemoteRow | None = None
+    remote_env_info: _RemoteRow | None = None
 
 
-class SlimeRow(TaskRow):
+class _SlimeRow(TaskRow):
     """One row."""
 
     prompt: Any = ""
     label: Any = None
-    metadata: MetadataRow
+    metadata: _MetadataRow
 
 
 class SlimeFormat:
@@ -80,8 +80,8 @@ class SlimeFormat:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = SlimeRow.model_validate(row)
-        meta, remote = parsed.metadata, parsed.metadata.remote_env_info or RemoteRow()
+        parsed = _SlimeRow.model_validate(row)
+        meta, remote = parsed.metadata, parsed.metadata.remote_env_info or _RemoteRow()
         label = parsed.label if isinstance(parsed.label, str) and len(parsed.label) < MAX_LABEL_CHARS else ""
         name = meta.instance_id or remote.instance_id or label
         if not name:
@@ -105,7 +105,7 @@ class SlimeFormat:
         )
 
 
-def _before(meta: MetadataRow, remote: RemoteRow) -> list[str]:
+def _before(meta: _MetadataRow, remote: _RemoteRow) -> list[str]:
     """Commands before the agent. A text of several lines may have them as backslash-n. The last line of
     before_repo_set_cmd brings the hidden tests in, so it is left out."""
     before = [text.replace("\\n", "\n") for text in meta.pre_commands or remote.pre_commands]
@@ -115,7 +115,9 @@ def _before(meta: MetadataRow, remote: RemoteRow) -> list[str]:
     return [*lines[:-1], *before]
 
 
-def _judged_by(meta: MetadataRow, remote: RemoteRow, options: LoadOptions) -> tuple[GradingPlan, HiddenTests]:
+def _judged_by(
+    meta: _MetadataRow, remote: _RemoteRow, options: LoadOptions
+) -> tuple[GradingPlan, HiddenTests]:
     if meta.swepro is not None:
         row = meta.swepro
         if not row.fail_to_pass:

@@ -66,7 +66,7 @@ Number = Annotated[
 OrEmpty = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 
 
-class InstallConfig(TaskRow):
+class _InstallConfig(TaskRow):
     """What SWE-rebench says of running the tests."""
 
     test_cmd: Texts = ()
@@ -98,7 +98,7 @@ class SweRow(TaskRow):
         default=(), validation_alias=AliasChoices("test_cmds", "test_cmd", "test_command")
     )
     log_parser: OrEmpty = ""
-    install_config: InstallConfig = InstallConfig()
+    install_config: _InstallConfig = _InstallConfig()
     workdir: OrEmpty = ""
 
     @field_validator("fail_to_pass")
@@ -116,7 +116,7 @@ class SweRow(TaskRow):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweFormat:
+class _SweFormat:
     """One set of the family."""
 
     name: str
@@ -263,7 +263,7 @@ class SweFolders:
                 keys.setdefault(key, read_text(found))
         if (folder / "tests.json").is_file():
             keys |= parse_object(read_text(folder / "tests.json"), str(folder / "tests.json"))
-        return SweFormat(name="swe_bench").item(SweRow.model_validate(keys), options)
+        return _SweFormat(name="swe_bench").item(SweRow.model_validate(keys), options)
 
 
 HEX = re.compile(r"^[0-9a-f]{7,40}$")
@@ -276,7 +276,7 @@ def commit(value: str, what: str) -> str:
     return value
 
 
-SWE_BENCH = SweFormat(name="swe_bench")
-SWE_BENCH_LIVE = SweFormat(name="swe_bench_live", needs_command=True)
-SWE_GYM = SweFormat(name="swe_gym")
-SWE_REBENCH = SweFormat(name="swe_rebench", needs_command=True)
+SWE_BENCH = _SweFormat(name="swe_bench")
+SWE_BENCH_LIVE = _SweFormat(name="swe_bench_live", needs_command=True)
+SWE_GYM = _SweFormat(name="swe_gym")
+SWE_REBENCH = _SweFormat(name="swe_rebench", needs_command=True)

@@ -57,7 +57,7 @@ def pro_script(selected: tuple[str, ...]) -> str:
     )
 
 
-class ProRow(SweRow):
+class _ProRow(SweRow):
     """F2P and P2P are Python literals under keys of either case."""
 
     before_repo_set_cmd: str = ""
@@ -76,7 +76,7 @@ class ProFormat:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = ProRow.model_validate(row)
+        parsed = _ProRow.model_validate(row)
         if not parsed.test_patch.strip():
             raise TaskError("test_patch is empty: there are no hidden tests")
         texts = {
@@ -91,7 +91,7 @@ class ProFormat:
             id=parsed.instance_id,
             issue=parsed.problem_statement,
             setup=Setup(
-                image=options.image(pro_image(parsed), parsed.instance_id),
+                image=options.image(_pro_image(parsed), parsed.instance_id),
                 workdir=parsed.workdir or "/app",
                 commands=scrubbed(*reset),
                 timeout_s=600.0,
@@ -112,7 +112,7 @@ class ProFormat:
         )
 
 
-def pro_image(row: ProRow) -> str:
+def _pro_image(row: _ProRow) -> str:
     """The tag in the row, else <owner>.<repo>-<id without instance_>, cut at what a registry takes."""
     tag = row.dockerhub_tag
     if not tag:
@@ -130,7 +130,7 @@ def _asset(options: LoadOptions, instance_id: str, name: str) -> str:
     raise TaskError(f"no {name} for this row under {options.assets}")
 
 
-class SmithRow(TaskRow):
+class _SmithRow(TaskRow):
     """`patch` is what broke the repository."""
 
     instance_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$")]
@@ -158,7 +158,7 @@ class SmithFormat:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = SmithRow.model_validate(row)
+        parsed = _SmithRow.model_validate(row)
         ids = [*parsed.fail_to_pass, *parsed.pass_to_pass]
         files = tuple(sorted({test.split("::")[0] for test in ids}))
         if parsed.test_cmd:
@@ -225,7 +225,7 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_statuses)]
 R2eStatus = Literal["PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"]
 
 
-class R2eRow(TaskRow):
+class _R2eRow(TaskRow):
     """Its columns hold JSON as text."""
 
     docker_image: Text
@@ -248,7 +248,7 @@ class R2eFormat:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = R2eRow.model_validate(row)
+        parsed = _R2eRow.model_validate(row)
         if "PASSED" not in parsed.expected.values():
             raise TaskError("expected_output_json has no test that passes: nothing could show a solution")
         tests = _r2e_tests(parsed.execution_result_content)

@@ -24,7 +24,7 @@ DATA_SUFFIXES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestCommand:
+class _TestCommand:
     """How a repository's tests are run and read."""
 
     command: str
@@ -34,42 +34,42 @@ class TestCommand:
     env: str = ""
 
 
-_RA = TestCommand(command="pytest -rA", parser="pytest")
-_QUIET = TestCommand(command="pytest -n0 -rA", parser="pytest")
-REPOSITORIES: Mapping[str, TestCommand] = {
-    "astropy/astropy": TestCommand(
+_RA = _TestCommand(command="pytest -rA", parser="pytest")
+_QUIET = _TestCommand(command="pytest -n0 -rA", parser="pytest")
+REPOSITORIES: Mapping[str, _TestCommand] = {
+    "astropy/astropy": _TestCommand(
         command="pytest -rA -vv -o console_output_style=classic --tb=no", parser="pytest_v2"
     ),
-    "django/django": TestCommand(
+    "django/django": _TestCommand(
         command="./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
         parser="django",
         style="labels",
         env="export LANG=en_US.UTF-8 LANGUAGE=en_US:en LC_ALL=en_US.UTF-8 PYTHONIOENCODING=utf8",
     ),
-    "matplotlib/matplotlib": TestCommand(command="pytest -rA", parser="matplotlib"),
-    "mwaskom/seaborn": TestCommand(command="pytest --no-header -rA", parser="seaborn"),
+    "matplotlib/matplotlib": _TestCommand(command="pytest -rA", parser="matplotlib"),
+    "mwaskom/seaborn": _TestCommand(command="pytest --no-header -rA", parser="seaborn"),
     "pallets/flask": _RA,
-    "psf/requests": TestCommand(command="pytest -rA", parser="pytest_options"),
+    "psf/requests": _TestCommand(command="pytest -rA", parser="pytest_options"),
     "pydata/xarray": _RA,
-    "pylint-dev/pylint": TestCommand(command="pytest -rA", parser="pytest_options"),
+    "pylint-dev/pylint": _TestCommand(command="pytest -rA", parser="pytest_options"),
     "pytest-dev/pytest": _RA,
-    "scikit-learn/scikit-learn": TestCommand(command="pytest -rA", parser="pytest_v2"),
-    "sphinx-doc/sphinx": TestCommand(command="tox --current-env -epy39 -v --", parser="pytest_v2"),
-    "sympy/sympy": TestCommand(
+    "scikit-learn/scikit-learn": _TestCommand(command="pytest -rA", parser="pytest_v2"),
+    "sphinx-doc/sphinx": _TestCommand(command="tox --current-env -epy39 -v --", parser="pytest_v2"),
+    "sympy/sympy": _TestCommand(
         command="PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose",
         parser="sympy",
     ),
-    "pandas-dev/pandas": TestCommand(command="pytest -rA --tb=long", parser="pytest"),
-    "python/mypy": TestCommand(command="pytest -rA", parser="pytest", style="names"),
+    "pandas-dev/pandas": _TestCommand(command="pytest -rA --tb=long", parser="pytest"),
+    "python/mypy": _TestCommand(command="pytest -rA", parser="pytest", style="names"),
     "getmoto/moto": _QUIET,
-    "dask/dask": TestCommand(command="pytest -n0 -rA --color=no", parser="pytest"),
+    "dask/dask": _TestCommand(command="pytest -n0 -rA --color=no", parser="pytest"),
     "conan-io/conan": _QUIET,
     "modin-project/modin": _QUIET,
     "iterative/dvc": _RA,
     "project-monai/monai": _RA,
-    "bokeh/bokeh": TestCommand(command="pytest -rA -n0", parser="pytest"),
-    "facebookresearch/hydra": TestCommand(command="pytest -rA --tb=long", parser="pytest"),
-    "pydantic/pydantic": TestCommand(
+    "bokeh/bokeh": _TestCommand(command="pytest -rA -n0", parser="pytest"),
+    "facebookresearch/hydra": _TestCommand(command="pytest -rA --tb=long", parser="pytest"),
+    "pydantic/pydantic": _TestCommand(
         command="pytest -rA --tb=short -vv -o console_output_style=classic --no-header", parser="pytest"
     ),
 }
@@ -97,7 +97,7 @@ def test_files(paths: Sequence[str]) -> list[str]:
     return [path for path in paths if not path.endswith(tuple(DATA_SUFFIXES))]
 
 
-def repository_script(known: TestCommand, paths: Sequence[str], ids: Sequence[str]) -> str:
+def repository_script(known: _TestCommand, paths: Sequence[str], ids: Sequence[str]) -> str:
     """The script for a repository of the table; `paths`: those of its test patch."""
     files = test_files(paths)
     if known.style == "labels":

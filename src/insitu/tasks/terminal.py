@@ -18,7 +18,7 @@ from insitu.types import WORKDIR, Check, GradingPlan, HiddenTests, Oracle, Setup
 VERIFY_TIMEOUT_S = 60.0
 
 
-class VerifyRow(OwnRow):
+class _VerifyRow(OwnRow):
     """One verify command."""
 
     command: Text
@@ -34,13 +34,13 @@ def _commands(value: object) -> object:
     return [{"command": item} for item in parse_texts(value)]
 
 
-class TerminusRow(TaskRow):
+class _TerminusRow(TaskRow):
     """Columns of the terminal environment, with its own limits."""
 
     id: str = Field(default="", validation_alias=AliasChoices("id", "task_id", "name"))
     prompt: Text
     setup: Texts = Field(default=(), validation_alias=AliasChoices("setup", "setup_scripts"))
-    verify: Annotated[list[VerifyRow], BeforeValidator(_commands)] = Field(
+    verify: Annotated[list[_VerifyRow], BeforeValidator(_commands)] = Field(
         validation_alias=AliasChoices("verify", "verify_scripts")
     )
     files: dict[str, str] = Field(default_factory=dict)
@@ -62,7 +62,7 @@ class TerminusFormat:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = TerminusRow.model_validate(row)
+        parsed = _TerminusRow.model_validate(row)
         if not parsed.verify:
             raise TaskError("verify is empty: nothing can be graded")
         name = parsed.id or f"{place.path.name.partition('.')[0]}-{place.number}"

@@ -54,7 +54,7 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class _Fault:
     """The edit that solves a task: the smallest unique text that is wrong, and what it must become."""
 
     old: str
@@ -71,7 +71,7 @@ class ToyProblem:
     header: tuple[str, ...]
     """Lines before the function."""
     faulty: Function
-    fault: Fault
+    fault: _Fault
 
     @property
     def path(self) -> str:
@@ -142,13 +142,13 @@ FAMILIES: dict[str, Maker] = {
 }
 
 
-def _function(rng: random.Random, category: str) -> tuple[Function, Fault]:
+def _function(rng: random.Random, category: str) -> tuple[Function, _Fault]:
     params = rng.sample(VARIABLES, 3 if category == "variable" else 2)
     meaning, right, wrong = FAMILIES[category](rng, params)
     if category == "no_return":
-        now, fault = wrong, Fault(old=wrong, new=f"return {right}")
+        now, fault = wrong, _Fault(old=wrong, new=f"return {right}")
     else:
-        now, fault = f"return {wrong}", Fault(old=wrong, new=right)
+        now, fault = f"return {wrong}", _Fault(old=wrong, new=right)
     rng.shuffle(params)
     made = Function(
         name=rng.choice(FUNCTIONS), params=tuple(params), meaning=meaning, right=f"return {right}", now=now
@@ -209,7 +209,7 @@ def _told_apart(problem: ToyProblem) -> bool:
     return seen[-1] and any(seen[:-1])
 
 
-def check_script(problem: ToyProblem) -> str:
+def _check_script(problem: ToyProblem) -> str:
     """check.py: one visible example; when it fails, the source of the failing function."""
     args = visible_inputs(problem)
     want = call_function(problem.text(solved=True), problem.faulty.name, args)
@@ -229,10 +229,10 @@ def check_output(problem: ToyProblem, text: str) -> str:
     return "fail\n" + text[text.index("def ") :] + "\n"
 
 
-def to_task(problem: ToyProblem, limits: Limits) -> Task:
+def _to_task(problem: ToyProblem, limits: Limits) -> Task:
     files: Tree = {
         problem.path: FileEntry(content=problem.text(solved=False).encode()),
-        "check.py": FileEntry(content=check_script(problem).encode()),
+        "check.py": FileEntry(content=_check_script(problem).encode()),
     }
     grading = GradingPlan(runner="json_io", entry=problem.path, protected=("check.py",), timeout_s=4.0)
     return Task(
@@ -286,7 +286,7 @@ class ToySource:
     def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
         made = self._made[split]
         while len(made) < start + count:
-            task = to_task(make_problem(self._next[split], self._kinds), self._limits)
+            task = _to_task(make_problem(self._next[split], self._kinds), self._limits)
             self._next[split] += 1
             if split_of(task.content_hash) == split and task.content_hash not in self._seen:
                 self._seen.add(task.content_hash)
@@ -302,6 +302,6 @@ class ToySource:
     def problem(self, task: Task) -> ToyProblem:
         """The generated problem behind a task, for the oracle and for scripted demonstrators."""
         problem = make_problem(int(task.id.removeprefix("toy-")), self._kinds)
-        if to_task(problem, self._limits).content_hash != task.content_hash:
+        if _to_task(problem, self._limits).content_hash != task.content_hash:
             raise TaskError(f"{task.id} does not come from this source")
         return problem

@@ -28,7 +28,7 @@ TEST_FILE = {"python": "test_solution.py", "julia": "hidden_tests.jl"}
 JULIA_DONE = "insitu: all tests passed"
 
 
-class HumanEvalRow(TaskRow):
+class _HumanEvalRow(TaskRow):
     """The five columns of the set."""
 
     task_id: Text
@@ -54,7 +54,7 @@ class HumanEval:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = HumanEvalRow.model_validate(row)
+        parsed = _HumanEvalRow.model_validate(row)
         entry = ENTRY["python"]
         cases = cases_of(parsed.test, parsed.entry_point)
         return make_item(
@@ -74,7 +74,7 @@ class HumanEval:
         )
 
 
-def _checked_by(row: HumanEvalRow) -> HiddenTests:
+def _checked_by(row: _HumanEvalRow) -> HiddenTests:
     """The set's own test, run as it is meant: with all names of the module at hand."""
     text = (
         "from solution import *\n"
@@ -86,7 +86,7 @@ def _checked_by(row: HumanEvalRow) -> HiddenTests:
     return HiddenTests(files={path: FileEntry(content=text.encode())}, fail_to_pass=(f"{path}::test_check",))
 
 
-class UnitTestRow(TaskRow):
+class _UnitTestRow(TaskRow):
     """A single file to write. Column names of HumanEval and of code sets with hidden test_code are taken."""
 
     id: str = Field(validation_alias=AliasChoices("id", "task_id"), min_length=1)
@@ -130,7 +130,7 @@ class UnitTests:
         return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        parsed = UnitTestRow.model_validate(row)
+        parsed = _UnitTestRow.model_validate(row)
         entry = parsed.entry or ENTRY[parsed.language]
         files: dict[str, FileEntry] = dict(text_tree(parsed.files, "files"))
         # A work folder with nothing in it would have no base to fail.
@@ -153,7 +153,7 @@ class UnitTests:
         )
 
 
-def _judged_by(row: UnitTestRow, entry: str) -> tuple[str, HiddenTests, tuple[Case, ...]]:
+def _judged_by(row: _UnitTestRow, entry: str) -> tuple[str, HiddenTests, tuple[Case, ...]]:
     if row.cases:
         cases = [
             Case(function=c.function, args=tuple(c.args), expected=c.expected, exact=c.exact)
@@ -166,7 +166,7 @@ def _judged_by(row: UnitTestRow, entry: str) -> tuple[str, HiddenTests, tuple[Ca
         check = Check(name=path, command=f"julia --startup-file=no {path}", markers=(JULIA_DONE,))
         return "command", HiddenTests(files=_one(path, text), checks=(check,)), ()
     hidden = row.tests or {path: row.test}
-    names = list(hidden) if row.test else [name for name in hidden if is_test_file(name)]
+    names = list(hidden) if row.test else [name for name in hidden if _is_test_file(name)]
     ids = row.fail_to_pass or tuple(one for name in names for one in _ids(name, hidden[name]))
     if not names:
         raise TaskError("tests has no file named test_*.py or *_test.py: nothing can be graded")
@@ -175,7 +175,7 @@ def _judged_by(row: UnitTestRow, entry: str) -> tuple[str, HiddenTests, tuple[Ca
     return "pytest", HiddenTests(files=text_tree(hidden, "tests"), fail_to_pass=ids), ()
 
 
-def is_test_file(path: str) -> bool:
+def _is_test_file(path: str) -> bool:
     """By name, as pytest has it."""
     name = path.rpartition("/")[2]
     return name.endswith("_test.py") or (name.startswith("test_") and name.endswith(".py"))

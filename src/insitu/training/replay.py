@@ -25,7 +25,7 @@ from insitu.training.start_model import check_start_model
 from insitu.types import Group, Rollout
 
 
-class ReplayObserver(Protocol):
+class _ReplayObserver(Protocol):
     """The view of a replay."""
 
     def stage(self, name: str, total: int = 0) -> None: ...
@@ -35,7 +35,7 @@ class ReplayObserver(Protocol):
     def note(self, text: str) -> None: ...
 
 
-def stored_groups(store: Store, step: int) -> Sequence[Group]:
+def _stored_groups(store: Store, step: int) -> Sequence[Group]:
     """Return the groups of one training step as collected."""
     rollouts = store.step_rollouts(step)
 
@@ -48,7 +48,7 @@ def stored_groups(store: Store, step: int) -> Sequence[Group]:
     ]
 
 
-async def _replay(run_dir: Path, view: ReplayObserver) -> Mapping[str, Any]:
+async def _replay(run_dir: Path, view: _ReplayObserver) -> Mapping[str, Any]:
     config = read_config(run_dir)
     async with AsyncExitStack() as stack:
         store = stack.enter_context(read_store(run_dir))
@@ -67,7 +67,7 @@ async def _replay(run_dir: Path, view: ReplayObserver) -> Mapping[str, Any]:
         plan_config, differing = PlanConfig.of(config), []
         view.stage("replay", len(steps))
         for record in steps:
-            plan = plan_step(stored_groups(store, record.step), plan_config)
+            plan = plan_step(_stored_groups(store, record.step), plan_config)
             await learner.step(plan)
             same_plan = plan.digest == record.plan_hash
             if not same_plan or learner.weights != record.metrics["weights"]:
@@ -83,6 +83,6 @@ async def _replay(run_dir: Path, view: ReplayObserver) -> Mapping[str, Any]:
         }
 
 
-def replay(run_dir: Path, view: ReplayObserver) -> Mapping[str, Any]:
+def replay(run_dir: Path, view: _ReplayObserver) -> Mapping[str, Any]:
     """Repeat the training of a stored run. Raises InsituError."""
     return run_interruptible(_replay(run_dir, view))

@@ -67,12 +67,12 @@ Go on with the task from here, in the JSON form described at the start. The term
 {screen}"""
 
 
-class ModelReply(TypedDict):
+class _ModelReply(TypedDict):
     role: str
     content: str
 
 
-class RequestRejected(Exception):
+class _RequestRejected(Exception):
     """The model's server rejected the request; `overflow`: the conversation is too long."""
 
     def __init__(self, text: str, *, overflow: bool) -> None:
@@ -90,10 +90,10 @@ class Model:
         self.used = 0
         """Prompt plus reply tokens of the last call, counted by the model's server."""
 
-    def complete(self, messages: list[ModelReply]) -> str:
+    def complete(self, messages: list[_ModelReply]) -> str:
         """Return the model's reply to a conversation.
 
-        Raises RequestRejected.
+        Raises _RequestRejected.
         """
         body = json.dumps({"model": self._name, "messages": messages}).encode()
         head = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
@@ -114,24 +114,24 @@ class Model:
             if 400 <= status < 500 or not retries_left:
                 break
             time.sleep(1.0)
-        raise RequestRejected(
+        raise _RequestRejected(
             f"the model answered {status}: {text[:300]}", overflow="context_length_exceeded" in text
         )
 
 
-class TerminusConversation:
+class _TerminusConversation:
     """One append-only conversation with the model."""
 
     def __init__(self, model: Model, first: str) -> None:
         self._model = model
-        self.messages: list[ModelReply] = [{"role": "user", "content": first}]
+        self.messages: list[_ModelReply] = [{"role": "user", "content": first}]
 
     def ask(self, text: str = "") -> str:
         """Append `text` and the model's reply to it; return the reply.
 
-        Raises RequestRejected and then appends nothing.
+        Raises _RequestRejected and then appends nothing.
         """
-        messages = [*self.messages, *([ModelReply(role="user", content=text)] if text else [])]
+        messages = [*self.messages, *([_ModelReply(role="user", content=text)] if text else [])]
         reply = self._model.complete(messages)
         self.messages = [*messages, {"role": "assistant", "content": reply}]
         return reply
@@ -139,36 +139,36 @@ class TerminusConversation:
     def ask_truncating(self, text: str) -> str:
         """Call `ask`, dropping the newest exchanges until the conversation fits.
 
-        Raises RequestRejected.
+        Raises _RequestRejected.
         """
         while True:
             try:
                 return self.ask(text)
-            except RequestRejected as error:
+            except _RequestRejected as error:
                 if not error.overflow or len(self.messages) < 4:
                     raise
                 del self.messages[-2:]
 
 
-class Unreadable(Exception):
+class _Unreadable(Exception):
     """The reply violates the protocol."""
 
 
-def read_reply(text: str) -> tuple[list[tuple[str, float]], bool]:
+def _read_reply(text: str) -> tuple[list[tuple[str, float]], bool]:
     """Return ((keystrokes, seconds to wait) of each command, whether the task is reported complete).
 
-    Raises Unreadable.
+    Raises _Unreadable.
     """
     start = text.find("{")
     if start < 0:
-        raise Unreadable("there is no JSON object in it")
+        raise _Unreadable("there is no JSON object in it")
     try:
         found, _ = json.JSONDecoder(strict=False).raw_decode(text, start)
     except ValueError as error:
-        raise Unreadable(f"the JSON cannot be read: {error}") from error
+        raise _Unreadable(f"the JSON cannot be read: {error}") from error
     commands = found.get("commands", [])
     if not isinstance(commands, list):
-        raise Unreadable('"commands" is not a list')
+        raise _Unreadable('"commands" is not a list')
     return list(_commands(commands)), found.get("task_complete") is True
 
 
@@ -176,33 +176,33 @@ def _commands(commands: list[object]) -> Iterator[tuple[str, float]]:
     for number, command in enumerate(commands, 1):
         keys = command.get("keystrokes") if isinstance(command, dict) else None
         if not isinstance(command, dict) or not isinstance(keys, str):
-            raise Unreadable(f'command {number} has no text in "keystrokes"')
+            raise _Unreadable(f'command {number} has no text in "keystrokes"')
         wait = command.get("duration", FIRST_S)
         if not isinstance(wait, int | float) or not 0 <= wait < float("inf"):
-            raise Unreadable(f'"duration" of command {number} is not a number of seconds')
+            raise _Unreadable(f'"duration" of command {number} is not a number of seconds')
         yield keys, min(float(wait), LONGEST_S)
 
 
-class TerminusLoop:
+class _TerminusLoop:
     """Agent loop: send the screen to the model and type its keystrokes until it is done."""
 
     def __init__(self, task: str, model: Model, terminal: Terminal, full_tokens: int) -> None:
         self._model, self._terminal, self._full = model, terminal, full_tokens
         self._opening = f"{PROTOCOL}{task}"
         first = f"{self._opening}\n\nThe terminal shows:\n{terminal.screen.news()}"
-        self._conversation = TerminusConversation(model, first)
+        self._conversation = _TerminusConversation(model, first)
 
     def run(self) -> None:
         """Run until the model has confirmed completion.
 
-        Raises RequestRejected and Unreadable.
+        Raises _RequestRejected and _Unreadable.
         """
         observed, claimed, unreadable = "", False, 0
         while True:
             reply = self._reply(observed)
             try:
-                commands, done = read_reply(reply)
-            except Unreadable as error:
+                commands, done = _read_reply(reply)
+            except _Unreadable as error:
                 unreadable += 1
                 if unreadable == UNREADABLE:
                     raise
@@ -221,13 +221,13 @@ class TerminusLoop:
     def _reply(self, observed: str) -> str:
         """Return the model's next reply, after a hand-over if the context is full.
 
-        Raises RequestRejected.
+        Raises _RequestRejected.
         """
         if observed and self._model.used + len(observed) // 3 >= self._full:
             return self._hand_over()
         try:
             return self._conversation.ask(observed)
-        except RequestRejected as error:
+        except _RequestRejected as error:
             if not error.overflow or not observed:
                 raise
             return self._hand_over()
@@ -235,7 +235,7 @@ class TerminusLoop:
     def _hand_over(self) -> str:
         old, screen = self._conversation, self._terminal.screen.shown()
         summary = old.ask_truncating(SUMMARISE)
-        new = TerminusConversation(
+        new = _TerminusConversation(
             self._model, self._opening + PICK_UP.format(summary=summary, screen=screen)
         )
         questions = new.ask()
@@ -244,7 +244,7 @@ class TerminusLoop:
         return new.ask(GO_ON.format(answers=answers, screen=screen))
 
 
-def hand_over_at() -> int:
+def _hand_over_at() -> int:
     """Return the conversation length in tokens at which to hand over."""
     # Room for four replies: two of the old conversation, the questions between them and the pending reply.
     context, reply = int(os.environ["CONTEXT_TOKENS"]), int(os.environ["CALL_TOKENS"])
@@ -254,8 +254,8 @@ def hand_over_at() -> int:
 def main() -> int:
     terminal = Terminal()
     try:
-        TerminusLoop(sys.stdin.read(), Model(), terminal, hand_over_at()).run()
-    except (RequestRejected, Unreadable) as error:
+        _TerminusLoop(sys.stdin.read(), Model(), terminal, _hand_over_at()).run()
+    except (_RequestRejected, _Unreadable) as error:
         print(error, file=sys.stderr)
         return 1
     finally:

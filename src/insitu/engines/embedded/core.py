@@ -74,7 +74,7 @@ class _Request:
 
 
 @dataclass(slots=True)
-class EngineStats:
+class _EngineStats:
     """Counters since the start."""
 
     steps: int = 0
@@ -97,7 +97,7 @@ class EmbeddedCore:
         """Create the sampler; raise EngineError for invalid options or a failed self-check."""
         _check_options(model, options)
         self.options = options
-        self.stats = EngineStats()
+        self.stats = _EngineStats()
         self._model = model
         self._pin_threads()
         with torch.inference_mode():

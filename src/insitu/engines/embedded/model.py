@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
         return x * scale * self.weight
 
 
-def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+def _rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each [length, head_dim], in the half-split layout of Qwen3."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / config.rope_theta**half)
@@ -138,7 +138,7 @@ class Qwen3(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        cos, sin = rope_tables(config, config.max_position_embeddings)
+        cos, sin = _rope_tables(config, config.max_position_embeddings)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

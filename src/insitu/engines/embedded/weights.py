@@ -22,13 +22,13 @@ _IDLE = 129
 """Positions after the last one, for idle rows."""
 
 
-class NamedParameters(Protocol):
+class _NamedParameters(Protocol):
     """The part of a model that its checksum needs."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
-def checksum(model: NamedParameters) -> str:
+def checksum(model: _NamedParameters) -> str:
     """Return the hex SHA-256 over name, shape and fp32 bytes of all parameters in name order."""
     return checksum_of(dict(model.named_parameters()))
 
@@ -50,7 +50,7 @@ _SMALL = 2**15
 """Entries of a matrix up to which a packed product is slower."""
 
 
-class PackedLinear:
+class _PackedLinear:
     """x -> x W^T for a copy of W, prepacked where that pays."""
 
     __slots__ = ("_packed", "_weight")
@@ -85,14 +85,14 @@ class LayerWeights:
             return weight.view(n, hd, -1)[:, order].flatten(0, 1)
 
         q, k = interleaved(attn.q_proj.weight, heads), interleaved(attn.k_proj.weight, kv_heads)
-        self.qkv = PackedLinear(torch.cat([q, k, attn.v_proj.weight]) * _gain(layer.input_layernorm))
+        self.qkv = _PackedLinear(torch.cat([q, k, attn.v_proj.weight]) * _gain(layer.input_layernorm))
         q_norm = attn.q_norm.weight[order]
         k_norm = attn.k_norm.weight[order] * hd**0.5
         self.qk_norm = torch.cat([q_norm.expand(heads, hd), k_norm.expand(kv_heads, hd)]).contiguous()
-        self.out = PackedLinear(attn.o_proj.weight)
+        self.out = _PackedLinear(attn.o_proj.weight)
         gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        self.gate_up = PackedLinear(gate_up * _gain(layer.post_attention_layernorm))
-        self.down = PackedLinear(mlp.down_proj.weight)
+        self.gate_up = _PackedLinear(gate_up * _gain(layer.post_attention_layernorm))
+        self.down = _PackedLinear(mlp.down_proj.weight)
 
 
 def _gain(norm: RMSNorm) -> Tensor:
@@ -111,7 +111,7 @@ class SamplerWeights:
         with torch.inference_mode():
             self.layers = [LayerWeights(layer, order) for layer in model.model.blocks]
             self.embed = model.model.embed_tokens.weight.clone()
-            self.head = PackedLinear(model.lm_head.weight * _gain(model.model.norm))
+            self.head = _PackedLinear(model.lm_head.weight * _gain(model.model.norm))
             turns = torch.complex(model.cos[:, :half], model.sin[:, :half])
             self.turns = torch.cat([turns, turns[:1].expand(_IDLE, half)]).unsqueeze(1)
             self.least = torch.tensor((c.hidden_size * c.rms_norm_eps) ** 0.5)

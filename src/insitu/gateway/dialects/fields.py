@@ -45,7 +45,7 @@ class Fields:
         for name, value in body.items():
             if not value or name in self.read or name in self.advisory:
                 continue
-            if name in self.refused or refers_to_state(name, value):
+            if name in self.refused or _refers_to_state(name, value):
                 raise refuse(within + name[:_NAME_CHARS])
 
     def ignored_params(self, body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
@@ -70,7 +70,7 @@ def unknown_fields(names: Sequence[str]) -> tuple[str, str]:
     return "unknown_fields", json_text([name[:_NAME_CHARS] for name in names[:_NAMED]])
 
 
-def refers_to_state(name: str, value: object) -> bool:
+def _refers_to_state(name: str, value: object) -> bool:
     """Return whether an unlisted field refers to data stored at the provider.
 
     Decided by its name and the names within it. A boolean or a number refers to nothing.

@@ -181,7 +181,7 @@ def _one(tools: _Tools, tool: Mapping[str, object], space: str, param: str) -> N
     name = string(tool.get("name"), f"{param}.name")
     if not name:
         raise WireError("invalid_request", f"'{param}.name' must not be empty.", f"{param}.name")
-    flat = flat_name(space, name)
+    flat = _flat_name(space, name)
     if flat in tools.taken:  # a call could not say which of the two it means
         tools.dropped.append(("dropped_tool", flat))
         return
@@ -202,7 +202,7 @@ def _one(tools: _Tools, tool: Mapping[str, object], space: str, param: str) -> N
         tools.names[flat] = json_text({"type": kind, "name": name, "namespace": space})
 
 
-def flat_name(space: str, name: str) -> str:
+def _flat_name(space: str, name: str) -> str:
     """Return the name of a namespaced tool for the model."""
     return f"{space}__{name}" if space else name
 
@@ -286,11 +286,11 @@ class _Reader:
             self._say(before, reasoning=before.reasoning + text, pointers=before.pointers + pointers)
 
     def _call(self, item: Mapping[str, object], param: str) -> None:
-        name = flat_name(
+        name = _flat_name(
             string(item.get("namespace"), f"{param}.namespace"), string(item.get("name"), f"{param}.name")
         )
         if item.get("type") == "custom_tool_call":
-            arguments = free_form(string(item.get("input"), f"{param}.input"))
+            arguments = _free_form(string(item.get("input"), f"{param}.input"))
         else:
             arguments = string(item.get("arguments"), f"{param}.arguments")
         self._add_call(
@@ -327,7 +327,7 @@ class _Reader:
         )
 
 
-def free_form(text: str) -> str:
+def _free_form(text: str) -> str:
     """Return the arguments of the function for a free-form tool."""
     return json_text({"input": text})
 

@@ -22,7 +22,7 @@ MAX_OUTPUT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
+class _CheckResult:
     """Result of one check."""
 
     passed: bool
@@ -61,7 +61,7 @@ class CommandRunner(RunnerBase):
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
         await candidate.lay(sandbox, candidate.hidden(oracle.tests), owner="root")
-        done: list[CheckResult] = []
+        done: list[_CheckResult] = []
         for check in oracle.tests.checks:
             done.append(await _run_check(sandbox, check, limits))
             if done[-1].timed_out:
@@ -70,16 +70,16 @@ class CommandRunner(RunnerBase):
         return report(oracle.tests.checks, done)
 
 
-async def _run_check(sandbox: Sandbox, check: Check, limits: RunLimits) -> CheckResult:
+async def _run_check(sandbox: Sandbox, check: Check, limits: RunLimits) -> _CheckResult:
     argv = ["sh", "-c", LIMITED, "check", str(limits.cpu_s), check.command]
     result = await run_in(sandbox, argv, limits, max_output_bytes=MAX_OUTPUT_BYTES)
     found = all(marker.encode() in result.stdout for marker in check.markers)
     passed = result.exit_code == 0 and found and not result.timed_out
     cpu, memory = out_of_cpu(result, limits.cpu_s), result.out_of_memory
-    return CheckResult(passed=passed, timed_out=result.timed_out, cpu=cpu, memory=memory)
+    return _CheckResult(passed=passed, timed_out=result.timed_out, cpu=cpu, memory=memory)
 
 
-def report(checks: tuple[Check, ...], done: list[CheckResult]) -> RunReport:
+def report(checks: tuple[Check, ...], done: list[_CheckResult]) -> RunReport:
     """Return the report over all checks; checks of weight 0 must pass as well."""
     passed = sum(one.passed for one in done)
     weight = sum(check.weight for check in checks)

@@ -50,7 +50,7 @@ class ChannelTampered(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class _Claim:
     """The sandbox's answer to one case."""
 
     ok: bool
@@ -148,14 +148,14 @@ def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: 
     return RunReport(outcome=outcome, passed=passed, total=total, reason=reason, complete=True)
 
 
-def _first_error(claims: Sequence[Claim]) -> str:
+def _first_error(claims: Sequence[_Claim]) -> str:
     for number, claim in enumerate(claims):
         if not claim.ok:
             return f"; case {number} raised {claim.value}"
     return ""
 
 
-def read_claims(data: bytes, ids: Sequence[str]) -> list[Claim]:
+def read_claims(data: bytes, ids: Sequence[str]) -> list[_Claim]:
     """Return claims in the order of `ids`, possibly fewer. Raises ChannelTampered.
 
     A last line without newline, of a killed process, is ignored.
@@ -166,7 +166,7 @@ def read_claims(data: bytes, ids: Sequence[str]) -> list[Claim]:
     return [_read_claim(line, key) for line, key in zip(lines, ids, strict=False)]
 
 
-def _read_claim(line: bytes, key: str) -> Claim:
+def _read_claim(line: bytes, key: str) -> _Claim:
     try:
         answer = json.loads(line, parse_constant=_no_constant, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError):
@@ -178,7 +178,7 @@ def _read_claim(line: bytes, key: str) -> Claim:
     ok, value = answer[1], answer[2]
     if not ok and not (type(value) is str and value.isascii() and value.isidentifier() and len(value) <= 40):
         raise ChannelTampered("an error has no name")
-    return Claim(ok=ok, value=value)
+    return _Claim(ok=ok, value=value)
 
 
 def _no_constant(text: str) -> object:

@@ -35,10 +35,10 @@ def encode(value: object, depth: int, budget: list[int]) -> str:
         if value - value != 0.0:
             raise ValueError("not finite")
         return float.__repr__(value)
-    return encode_many(value, depth, budget)
+    return _encode_many(value, depth, budget)
 
 
-def encode_many(value: object, depth: int, budget: list[int]) -> str:
+def _encode_many(value: object, depth: int, budget: list[int]) -> str:
     """Return the JSON text of a container."""
     if type(value) is list:
         return "[" + ",".join([encode(item, depth + 1, budget) for item in value]) + "]"
@@ -47,11 +47,11 @@ def encode_many(value: object, depth: int, budget: list[int]) -> str:
     if type(value) is set or type(value) is frozenset:
         return tagged("set", sorted([encode(item, depth + 1, budget) for item in value]))
     if type(value) is dict:
-        return encode_dict(value, depth, budget)
+        return _encode_dict(value, depth, budget)
     raise TypeError("not a JSON value")
 
 
-def encode_dict(value: dict[object, object], depth: int, budget: list[int]) -> str:
+def _encode_dict(value: dict[object, object], depth: int, budget: list[int]) -> str:
     if all([type(key) is str for key in value]):
         pairs = [quote(key) + ":" + encode(item, depth + 1, budget) for key, item in value.items()]  # type: ignore[arg-type]
         return "{" + ",".join(pairs) + "}"
@@ -73,7 +73,7 @@ def send(out: int, text: str) -> None:
         data = data[posix.write(out, data) :]
 
 
-def error_name(error: BaseException) -> str:
+def _error_name(error: BaseException) -> str:
     name = type(error).__name__
     plain = type(name) is str and name.isascii() and name.isidentifier() and len(name) <= 40
     return name if plain else "Error"
@@ -148,7 +148,7 @@ def main() -> None:
     try:
         names = load(job["root"], job["entry"], stdlib)
     except BaseException as error:  # noqa: BLE001 - whatever the candidate raises is its own doing
-        broken = error_name(error)
+        broken = _error_name(error)
     left = job["max_bytes"]
     for key, function, args in job["calls"]:
         claim = ",false," + quote(broken)
@@ -156,7 +156,7 @@ def main() -> None:
             try:
                 claim = ",true," + answer(names, function, args, left)
             except BaseException as error:  # noqa: BLE001
-                claim = ",false," + quote(error_name(error))
+                claim = ",false," + quote(_error_name(error))
         left -= len(claim)
         send(out, "[" + quote(key) + claim + "]")
     posix._exit(0)  # without atexit handlers and threads of the candidate

@@ -38,7 +38,7 @@ _SUMMARY = re.compile(r"(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S.*)")
 _VERBOSE = re.compile(r"(\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \(.*\))?(?:\s+\[\s*\d+%\])?\s*")
 
 
-def pytest_summary(lines: list[str]) -> Outcomes:
+def _pytest_summary(lines: list[str]) -> Outcomes:
     """Parse the short test summary, `-rA`. A reason follows ` - `; skipped tests are listed without ids."""
     for line in lines:
         match = _SUMMARY.fullmatch(line.rstrip())
@@ -61,12 +61,12 @@ def pytest_verbose(lines: list[str]) -> Outcomes:
         match = _VERBOSE.fullmatch(line)
         if match and "::" in match[1] and not match[1].startswith((PASSED, FAILED, ERROR)):
             yield match[1], match[2]
-    yield from pytest_summary(lines)
+    yield from _pytest_summary(lines)
 
 
 def pytest_options(lines: list[str]) -> Outcomes:
     """Parse as pytest, with a path in a parameter cut to its last part."""
-    for name, outcome in pytest_summary(lines):
+    for name, outcome in _pytest_summary(lines):
         head, bracket, rest = name.partition("[")
         option = rest.removesuffix("]")
         if bracket and option.startswith("/") and not option.startswith("//") and "*" not in option:
@@ -74,9 +74,9 @@ def pytest_options(lines: list[str]) -> Outcomes:
         yield name, outcome
 
 
-def pytest_r2e(lines: list[str]) -> Outcomes:
+def _pytest_r2e(lines: list[str]) -> Outcomes:
     """Parse as pytest, with ids without the file: Class.test."""
-    for name, outcome in pytest_summary(lines):
+    for name, outcome in _pytest_summary(lines):
         yield ".".join(name.split("::")[1:]) or name, outcome
 
 
@@ -168,7 +168,7 @@ def jest(lines: list[str]) -> Outcomes:
 _SKIPPED_WORDS = re.compile(r"\((?:skipped)\)|\[(?:skip|skipped|pending|todo)\]", re.IGNORECASE)
 
 
-def symbols(lines: list[str]) -> Outcomes:
+def _symbols(lines: list[str]) -> Outcomes:
     """Parse a mark before each name, `✔ [tag]: name (3ms)`, or words for a skipped test."""
     for line in lines:
         match = re.fullmatch(r"\s*([✓✔✕✖✘\u00d7○◌◦⚪])\s*(?:\[[^\]]*\]:)?\s*:?\s*(\S.*)", line)
@@ -265,7 +265,7 @@ def _objects(lines: list[str]) -> Iterator[Mapping[str, object]]:
 
 def matplotlib(lines: list[str]) -> Outcomes:
     """Parse as pytest, with two enum members as numbers, as newer versions of Python print them."""
-    for name, outcome in pytest_summary(lines):
+    for name, outcome in _pytest_summary(lines):
         yield name.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"), outcome
 
 
@@ -284,11 +284,11 @@ def tests_json(lines: list[str]) -> Outcomes:
 PARSERS: Mapping[str, Parser] = {
     "matplotlib": matplotlib,
     "tests_json": tests_json,
-    "pytest": pytest_summary,
+    "pytest": _pytest_summary,
     "pytest_v2": pytest_verbose,
     "pytest_verbose": pytest_verbose,
     "pytest_options": pytest_options,
-    "r2e": pytest_r2e,
+    "r2e": _pytest_r2e,
     "seaborn": pytest_verbose,
     "django": django,
     "unittest": django,
@@ -298,7 +298,7 @@ PARSERS: Mapping[str, Parser] = {
     "cargo": cargo,
     "jest": jest,
     "jest_json": jest_json,
-    "js_4": symbols,
+    "js_4": _symbols,
     "vitest": jest,
     "mocha": mocha,
     "tap": tap,

@@ -40,7 +40,7 @@ MAX_RECORD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileResult:
+class _FileResult:
     """Result of one test file."""
 
     outcomes: Mapping[str, str]
@@ -121,7 +121,7 @@ class PytestRunner(RunnerBase):
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
         session = _Session(sandbox, task, oracle, candidate, limits)
-        ran: list[FileResult] = []
+        ran: list[_FileResult] = []
         try:
             for path in _files(oracle.tests):
                 try:
@@ -158,7 +158,7 @@ class _Session:
         self._began, self._runs = time.time(), 0
         self._folders: frozenset[str] = frozenset()
 
-    async def judge(self, path: str) -> FileResult:
+    async def judge(self, path: str) -> _FileResult:
         """Run one file in all its forms. Raises RecordsTampered."""
         entry = self._hidden.get(path)
         if entry is None:
@@ -176,7 +176,7 @@ class _Session:
         drawn = await asyncio.to_thread(
             draw, path, text, self._tests.fail_to_pass, required, self._rng, seed=key
         )
-        ran, found = await self._round(drawn, FileResult(outcomes={}))
+        ran, found = await self._round(drawn, _FileResult(outcomes={}))
         if found.uneven and not ran.ended:
             drawn = draw(path, text, self._tests.fail_to_pass, required, self._rng, seed=key, rows=False)
             ran, found = await self._round(drawn, ran)
@@ -196,7 +196,7 @@ class _Session:
             raise RecordsTampered("a run has records that do not fit its tests")
         return ran
 
-    async def _round(self, drawn: MutantRound, ran: FileResult) -> tuple[FileResult, MutantResults]:
+    async def _round(self, drawn: MutantRound, ran: _FileResult) -> tuple[_FileResult, MutantResults]:
         """Run the plan until the result is decided. Raises RecordsTampered."""
         runs: list[Mapping[str, str]] = []
         found = drawn.judge(runs)
@@ -219,7 +219,7 @@ class _Session:
                 break
         return ran, found
 
-    async def _scored(self, drawn: MutantRound, ran: FileResult, found: MutantResults) -> FileResult:
+    async def _scored(self, drawn: MutantRound, ran: _FileResult, found: MutantResults) -> _FileResult:
         """Run a failed file once unmutated, where the reward `fraction` needs all outcomes."""
         if self._reward != "fraction":
             return ran
@@ -291,7 +291,7 @@ async def run_file(sandbox: Sandbox, path: str, known: Iterable[str], limits: Ru
     return run
 
 
-def _checked(run: FileRun, path: str, controlled: Controlled) -> FileResult:
+def _checked(run: FileRun, path: str, controlled: Controlled) -> _FileResult:
     """Check the canaries of one run. Raises RecordsTampered."""
     canaries = [run.outcomes.get(f"{path}::{name}", "") for name in controlled.must_fail]
     if any(outcome in ("passed", "xpassed") for outcome in canaries):
@@ -307,7 +307,7 @@ def _checked(run: FileRun, path: str, controlled: Controlled) -> FileResult:
         trouble = f"the process ended before its tests{for_memory(run.out_of_memory)}"
     elif good < len(controlled.must_pass) and failed == len(canaries):
         trouble = "a test that must pass did not"
-    return FileResult(
+    return _FileResult(
         outcomes=real,
         controls=(failed, good, 0),
         trouble=trouble,
@@ -317,7 +317,7 @@ def _checked(run: FileRun, path: str, controlled: Controlled) -> FileResult:
     )
 
 
-def report(tests: HiddenTests, ran: Sequence[FileResult]) -> RunReport:
+def report(tests: HiddenTests, ran: Sequence[_FileResult]) -> RunReport:
     """Return the report over all files."""
     outcomes = {name: outcome for one in ran for name, outcome in one.outcomes.items()}
     f2p = sum(outcomes.get(name) == "passed" for name in tests.fail_to_pass)
@@ -348,7 +348,7 @@ def report(tests: HiddenTests, ran: Sequence[FileResult]) -> RunReport:
     )
 
 
-def _turned(ran: Sequence[FileResult], failed: int) -> str:
+def _turned(ran: Sequence[_FileResult], failed: int) -> str:
     unseen, tests = (sum(one.unseen[n] for one in ran) for n in range(2))
     line = f"{failed} turned tests failed, {unseen} of {tests} tests were turned unseen"
     for count, what in (

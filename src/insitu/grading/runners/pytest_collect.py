@@ -21,10 +21,10 @@ MAX_NAMED = 3
 
 def whole_files(tests: HiddenTests) -> tuple[str, ...]:
     """Return required test files without test ids."""
-    return tuple(name for name in tests.fail_to_pass if is_whole(name))
+    return tuple(name for name in tests.fail_to_pass if _is_whole(name))
 
 
-def is_whole(name: str) -> bool:
+def _is_whole(name: str) -> bool:
     return name.endswith(".py") and "::" not in name
 
 
@@ -48,7 +48,7 @@ class PytestCollect(PytestRunner):
                 run = await run_file(sandbox, path, known, limits)
             except RecordsTampered as found:
                 raise TaskError(f"{path}: {found}") from None
-            self.collected[path] = passed_ids(task.id, path, run)
+            self.collected[path] = _passed_ids(task.id, path, run)
             await sandbox.kill_all()
         if not any(self.collected.values()):
             files = ", ".join(self.collected)
@@ -63,7 +63,7 @@ class PytestCollect(PytestRunner):
         return replace(oracle, tests=replace(tests, fail_to_pass=kept))
 
 
-def passed_ids(task_id: str, path: str, run: FileRun) -> tuple[str, ...]:
+def _passed_ids(task_id: str, path: str, run: FileRun) -> tuple[str, ...]:
     """Return the tests of a file that the solution passes. Raises TaskError where it fails one."""
     where = f"task {task_id}: {path}, with the solution"
     if run.uncollected:

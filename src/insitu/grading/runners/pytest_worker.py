@@ -17,7 +17,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-class ResultPipe:
+class _ResultPipe:
     def __init__(self, nonce: str) -> None:
         self.fd, self.nonce, self.seq = os.dup(1), nonce, 0
 
@@ -28,10 +28,10 @@ class ResultPipe:
             line = line[os.write(self.fd, line) :]
 
 
-class TestRecorder:
+class _TestRecorder:
     """A pytest plugin: sends the outcome of each test once, after all its phases."""
 
-    def __init__(self, channel: ResultPipe) -> None:
+    def __init__(self, channel: _ResultPipe) -> None:
         self.channel = channel
         self.phases: list[str] = []
 
@@ -76,7 +76,7 @@ def limit(address_space: int, cpu_s: int) -> None:
             continue  # the sandbox is tighter already
 
 
-def search_path(root: str, target: str) -> list:  # type: ignore[type-arg]
+def _search_path(root: str, target: str) -> list:  # type: ignore[type-arg]
     """Return folders of the candidate's modules and the tests' helpers; last on sys.path."""
     folder = os.path.dirname(f"{root}/{target}")  # noqa: PTH120 - runs before anything is worth importing
     while os.path.exists(f"{folder}/__init__.py") and folder != root:  # noqa: PTH110
@@ -98,7 +98,7 @@ def planted(root: str, target: str, known: list) -> str:  # type: ignore[type-ar
 def main() -> None:
     sys.path[:] = [path for path in sys.path if path]
     job = read_job()
-    channel = ResultPipe(job["nonce"])
+    channel = _ResultPipe(job["nonce"])
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -115,10 +115,10 @@ def main() -> None:
     channel.send("", "start")
     limit(job["address_space"], job["cpu_s"])
     os.chdir(root)
-    sys.path += search_path(root, target)
+    sys.path += _search_path(root, target)
     sys.argv[:] = ["pytest"]
     where = ("-c", job["bundle"] + "/insitu.ini", "--rootdir", root, "--confcutdir", root, target)
-    code = int(pytest.main([*OPTIONS, *where], plugins=[TestRecorder(channel)]))
+    code = int(pytest.main([*OPTIONS, *where], plugins=[_TestRecorder(channel)]))
     channel.send("", "end")
     os._exit(code)  # without atexit handlers and threads of the candidate
 

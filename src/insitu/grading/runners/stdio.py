@@ -36,7 +36,7 @@ Check = Callable[[str, str, str], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputResult:
+class _InputResult:
     """Result of one input."""
 
     passed: bool
@@ -82,12 +82,12 @@ class StdioRunner(RunnerBase):
     ) -> RunReport:
         check = self._check_of(task, oracle, limits.parallel)
         await candidate.lay(sandbox)
-        answered: list[InputResult] = []
+        answered: list[_InputResult] = []
         total = len(oracle.exchanges)
         for exchange in oracle.exchanges:
             try:
                 answered.append(await _run_input(sandbox, task, exchange, limits, check))
-            except CheckFailed as failed:
+            except _CheckFailed as failed:
                 return RunReport(outcome=Outcome.INFRA, passed=0, total=total, reason=str(failed))
             await sandbox.kill_all()
             if not answered[-1].passed and task.grading.reward == "binary":
@@ -115,12 +115,12 @@ class StdioRunner(RunnerBase):
             try:
                 return await checker.call(lambda function: _is_right(function, stdin, expected, printed))
             except GradeError as error:
-                raise CheckFailed(str(error)) from error
+                raise _CheckFailed(str(error)) from error
 
         return check
 
 
-class CheckFailed(Exception):
+class _CheckFailed(Exception):
     """The user's checker is broken; another sandbox would not help."""
 
 
@@ -134,7 +134,7 @@ def _is_right(function: Callable[..., object], stdin: str, expected: str, printe
 
 async def _run_input(
     sandbox: Sandbox, task: Task, exchange: Exchange, limits: RunLimits, check: Check
-) -> InputResult:
+) -> _InputResult:
     address_space = str(2 * limits.memory_bytes >> 10)
     argv = ["sh", "-c", LIMITED, "run", str(limits.cpu_s), address_space, limits.python, task.grading.entry]
     most = max(limits.max_output_bytes, len(exchange.expected.encode()) + MORE_OUTPUT)
@@ -143,16 +143,16 @@ async def _run_input(
     )
     if result.timed_out or out_of_cpu(result, limits.cpu_s):
         what = "time" if result.timed_out else "CPU time"
-        return InputResult(passed=False, reason=f"out of {what}", timed_out=True, cpu=not result.timed_out)
+        return _InputResult(passed=False, reason=f"out of {what}", timed_out=True, cpu=not result.timed_out)
     why = _wrong(result)
     if why:
-        return InputResult(passed=False, reason=why)
+        return _InputResult(passed=False, reason=why)
     try:
         printed = result.stdout.decode()
     except UnicodeDecodeError:
-        return InputResult(passed=False, reason="the output is not UTF-8")
+        return _InputResult(passed=False, reason="the output is not UTF-8")
     right = await check(exchange.stdin, exchange.expected, printed)
-    return InputResult(passed=right, reason="" if right else "a wrong output")
+    return _InputResult(passed=right, reason="" if right else "a wrong output")
 
 
 def _wrong(result: ExecResult) -> str:
@@ -161,7 +161,7 @@ def _wrong(result: ExecResult) -> str:
     return "too much output" if result.truncated else ""
 
 
-def report(answered: list[InputResult], total: int) -> RunReport:
+def report(answered: list[_InputResult], total: int) -> RunReport:
     """Return the report over all inputs."""
     passed = sum(one.passed for one in answered)
     failed = next(((n, one) for n, one in enumerate(answered) if not one.passed), None)

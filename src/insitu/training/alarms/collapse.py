@@ -56,7 +56,7 @@ class CollapseAlarm:
         return [f"{self._skipped} steps in a row without an update, the last because {reason}"]
 
     def _reward_alarm(self) -> list[str]:
-        best, now = best_and_now(self._rewards)
+        best, now = _best_and_now(self._rewards)
         if not self._once("reward", now < self._share * best and self._fell()):
             return []
         return [
@@ -65,7 +65,7 @@ class CollapseAlarm:
         ]
 
     def _entropy_alarm(self) -> list[str]:
-        best, now = best_and_now(self._entropies)
+        best, now = _best_and_now(self._entropies)
         if not self._once("entropy", now < ENTROPY_LEFT * best and self._fell()):
             return []
         return [
@@ -75,8 +75,8 @@ class CollapseAlarm:
 
     def _fell(self) -> bool:
         """Return whether the reward is below its best by more than noise explains."""
-        best, now = best_and_now(self._rewards)
-        return best - now >= max(LEAST_FALL, NOISE * scatter(self._rewards))
+        best, now = _best_and_now(self._rewards)
+        return best - now >= max(LEAST_FALL, NOISE * _scatter(self._rewards))
 
     def _once(self, what: str, bad: bool) -> bool:
         new = bad and what not in self._active
@@ -84,7 +84,7 @@ class CollapseAlarm:
         return new
 
 
-def best_and_now(values: list[float]) -> tuple[float, float]:
+def _best_and_now(values: list[float]) -> tuple[float, float]:
     """Return the highest earlier mean of WINDOW consecutive steps, and the last one.
 
     Equal where there are too few.
@@ -95,7 +95,7 @@ def best_and_now(values: list[float]) -> tuple[float, float]:
     return max(means[:-WINDOW]), means[-1]
 
 
-def scatter(values: list[float]) -> float:
+def _scatter(values: list[float]) -> float:
     """Estimate the standard deviation of one step from neighbours, unaffected by a trend."""
     if len(values) < 2:
         return 0.0

@@ -24,7 +24,7 @@ NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InfraFailures:
+class _InfraFailures:
     """Counts of one step."""
 
     tries: int
@@ -61,7 +61,7 @@ class InfraFailureRate:
         if rollout.status is not Status.INFRA_FAILED:
             self._tries[rollout.task_id] += 1
 
-    def close_step(self) -> InfraFailures:
+    def close_step(self) -> _InfraFailures:
         """Return the counts since the last call and reset them."""
         tries, masked = self._tries, self._masked
         self._tries, self._masked = Counter(), Counter()
@@ -70,7 +70,7 @@ class InfraFailureRate:
             key=lambda row: (-row[1] / row[2], row[0]),
         )
         worst = [row for row in worst if 2 * row[1] > row[2]]
-        counts = InfraFailures(tries=tries.total(), masked=masked.total(), worst=worst)
+        counts = _InfraFailures(tries=tries.total(), masked=masked.total(), worst=worst)
         if not counts.masked:
             return counts
         much = counts.tries >= LEAST_TRIES and counts.rate >= self._alarm_at

@@ -32,7 +32,7 @@ Committed = Callable[[], Path | None]
 """Returns the last committed step's checkpoint; None before the first."""
 
 
-class RestartableLearner(Protocol):
+class _RestartableLearner(Protocol):
     """The part of a learner that is supervised: client.Learner, or a fake."""
 
     @property
@@ -71,7 +71,7 @@ class LearnerSupervisor:
 
     def __init__(
         self,
-        learner: RestartableLearner,
+        learner: _RestartableLearner,
         publisher: Publisher,
         committed: Committed,
         *,

@@ -53,7 +53,7 @@ Out = Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
+class _Tiling:
     """How positions x vocabulary of a head are divided."""
 
     rows: int
@@ -65,20 +65,20 @@ class Tiling:
     """Bytes of a tile beside the gradients, casts included."""
 
 
-def cut_of(hidden: Tensor, weight: Tensor, *, gpu: bool) -> Tiling:
+def cut_of(hidden: Tensor, weight: Tensor, *, gpu: bool) -> _Tiling:
     """Return the tiling for hidden [N, d] and weight [V, d], which may be meta tensors."""
-    used = computed_in(hidden.dtype, gpu=gpu)
+    used = _computed_in(hidden.dtype, gpu=gpu)
     cast = 0 if weight.dtype == hidden.dtype == used else used.itemsize
     positions, width = hidden.shape
     return tiling(positions, width, weight.shape[0], element=used.itemsize, gpu=gpu, cast=cast)
 
 
-def computed_in(dtype: torch.dtype, *, gpu: bool) -> torch.dtype:
+def _computed_in(dtype: torch.dtype, *, gpu: bool) -> torch.dtype:
     """Return the dtype of matrix products: bfloat16 with a float32 result exists on GPUs only."""
     return torch.float32 if dtype == torch.bfloat16 and not gpu else dtype
 
 
-def tiling(positions: int, hidden: int, vocab: int, *, element: int, gpu: bool, cast: int = 0) -> Tiling:
+def tiling(positions: int, hidden: int, vocab: int, *, element: int, gpu: bool, cast: int = 0) -> _Tiling:
     """Return the tiling for `positions` x `vocab`.
 
     element: bytes per number in the computed dtype. cast: the same where the weight must be cast, else 0.
@@ -104,7 +104,7 @@ class _Shape:
     element: int
     gpu: bool
 
-    def cut(self, cast: int) -> Tiling:
+    def cut(self, cast: int) -> _Tiling:
         """Return the largest equal tiles within the budget, at least one row or block.
 
         cast: as in Tiling, -1 = a chunk's.
@@ -119,7 +119,7 @@ class _Shape:
         parts = math.ceil(self.positions / most)
         return self._of(min(most, math.ceil(self.positions / parts / step) * step), cast)
 
-    def _of(self, rows: int, cast: int) -> Tiling:
+    def _of(self, rows: int, cast: int) -> _Tiling:
         vocab, hidden, element = self.vocab, self.hidden, self.element
         columns = min(vocab, _columns(rows) if self.gpu else CPU_TILE[1])
         if cast < 0:
@@ -130,7 +130,7 @@ class _Shape:
         row = -(-vocab // 64) * 64 * element + columns * 4 + hidden * (4 + element)
         row += 4 * math.ceil(vocab / columns) + 64
         held = rows * row + hidden * (cast * element + rounded)
-        return Tiling(rows=rows, columns=columns, cast=cast, held=held)
+        return _Tiling(rows=rows, columns=columns, cast=cast, held=held)
 
 
 def _columns(rows: int) -> int:
@@ -289,7 +289,7 @@ class ChunkedHead:
         rows, columns, vocab = self.cut.rows, self.cut.columns, weight.shape[0]
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         make = hidden.new_empty
-        used = computed_in(hidden.dtype, gpu=gpu)
+        used = _computed_in(hidden.dtype, gpu=gpu)
         self._x = make((rows, columns), dtype=self.dtype)
         # rows aligned to 64 numbers for matrix products
         self._e = make((rows, -(-vocab // 64) * 64), dtype=used)[:, :vocab] if store else None
@@ -321,7 +321,7 @@ class ChunkedHead:
 
     def _states(self, part: slice) -> Tensor:
         """Return hidden states of the positions in the computed dtype."""
-        return self.hidden[part].to(computed_in(self.hidden.dtype, gpu=on_gpu(self.hidden.device)))
+        return self.hidden[part].to(_computed_in(self.hidden.dtype, gpu=on_gpu(self.hidden.device)))
 
     def stats(self, part: slice, targets: Tensor, ref: Tensor | None = None) -> Stats:
         """Return statistics of the positions `part`; their exponentials are valid until the next call."""

@@ -70,7 +70,7 @@ class _TokenHead(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class HeadInputs:
+class _HeadInputs:
     """Inputs of an objective besides hidden states and the weight."""
 
     targets: Tensor
@@ -87,7 +87,7 @@ class HeadInputs:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, call: HeadInputs
+        ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, call: _HeadInputs
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head = ChunkedHead(hidden, weight.detach(), call.temperature, store=call.train, kernels=call.kernels)
         found = _ScoreBuffer.empty(call.targets.shape[0], head)
@@ -184,7 +184,7 @@ def objective(
     autograd; `total` must then enter the loss unscaled.
     """
     train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    call = HeadInputs(targets, temperature, loss, into if weight.requires_grad else None, kernels, train)
+    call = _HeadInputs(targets, temperature, loss, into if weight.requires_grad else None, kernels, train)
     total, *scores = _Fused.apply(hidden, weight, call)  # type: ignore[no-untyped-call]
     return FusedLoss(total, Scores(*scores))
 
@@ -215,7 +215,7 @@ def score(model: Policy, hidden: Tensor, targets: Tensor, temperature: float) ->
     return scores(hidden, model.head_weight, targets, temperature)
 
 
-def predictors(prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _predictors(prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shift a batch so that position t of the inputs predicts token t of the targets.
 
     prefix [P], rows [B, T], mask [B, T] -> (prefix, inputs [B, T'], targets [B, T'], mask [B, T']). The last
@@ -245,7 +245,7 @@ def score_masked(
 
 def chosen(model: Policy, prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden states [N, d] that predict the masked tokens, those tokens [N] and their rows [N]."""
-    prefix, inputs, targets, mask = predictors(prefix, rows, mask)
+    prefix, inputs, targets, mask = _predictors(prefix, rows, mask)
     targets, mask = targets.to(model.device), mask.to(model.device)
     hidden = model.hidden(prefix, inputs)
     return hidden[mask], targets[mask], mask.nonzero()[:, 0]

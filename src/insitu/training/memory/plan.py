@@ -51,7 +51,7 @@ _SUGGESTED = Lora(rank=16, alpha=32.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryNeed:
+class _MemoryNeed:
     """Bytes of the device and of the host."""
 
     device: int
@@ -89,7 +89,7 @@ class MemoryPlanner:
         self._first = 0
         """Options of the ladder before this index have run out of memory."""
         self._scored_by = reference
-        self._known: dict[tuple[MemoryOptions, bool], list[tuple[BatchShape, MemoryNeed]]] = {}
+        self._known: dict[tuple[MemoryOptions, bool], list[tuple[BatchShape, _MemoryNeed]]] = {}
         if not isinstance(policy, Qwen3):
             self._need(self._model, BatchShape(prefix=0, rows=1, width=2, trained=1), PLAIN, first=True)
 
@@ -197,7 +197,7 @@ class MemoryPlanner:
                 return False
         return False
 
-    def _there(self, need: MemoryNeed) -> bool:
+    def _there(self, need: _MemoryNeed) -> bool:
         return need.device <= self.limit and need.host <= self._host
 
     def _of(self, lora: Lora | None, config: Any = None, *, frozen: bool = False) -> MemoryPredictor:
@@ -217,10 +217,10 @@ class MemoryPlanner:
 
     def _need(
         self, model: MemoryPredictor, load: BatchShape, techniques: MemoryOptions, *, first: bool
-    ) -> MemoryNeed:
+    ) -> _MemoryNeed:
         found = model.predict(load, techniques, first=first)
         scoring = self._reference.scoring(load, techniques) if self._reference is not None else 0
-        return MemoryNeed(device=max(found.peak, found.states + scoring), host=found.host)
+        return _MemoryNeed(device=max(found.peak, found.states + scoring), host=found.host)
 
     def _refusal(self, plan: StepPlan, micro: MicroBatch, load: BatchShape, *, first: bool) -> str:
         row = max((plan.rows[i] for i in micro.rows), key=lambda r: len(r.ids))

@@ -209,7 +209,7 @@ class MemoryModel(MemoryPredictor):
         self._policy = HfPolicy(model.train(), dtype=dtype, lora=lora)
         if frozen:
             self._policy.freeze()
-        buffers = gathered_bytes(model, decoder_layers(model), dtype) if shards > 1 else 0
+        buffers = _gathered_bytes(model, decoder_layers(model), dtype) if shards > 1 else 0
         super().__init__(self._policy, model, kernels, shards=shards, buffers=buffers)
         self._alike = alike(decoder_layers(model))
 
@@ -250,7 +250,7 @@ class MemoryModel(MemoryPredictor):
         return meter.peaks, policy.mode.offload.bytes - offloaded
 
 
-def gathered_bytes(model: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype) -> int:
+def _gathered_bytes(model: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype) -> int:
     """Return the peak bytes of a sharded rank for other ranks' parts and for gradients not yet reduced.
 
     Outside of layers, weights are whole from the forward to the end of the backward, and gradients twice

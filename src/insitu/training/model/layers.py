@@ -62,7 +62,7 @@ class Raw(nn.Module):
         return type(self.inner).forward(self.inner, *args, **kwargs)
 
 
-def cast_call(raw: Raw, dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _cast_call(raw: Raw, dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call with every floating-point parameter in `dtype`; gradients flow to the parameters."""
     cast = {n: p.to(dtype) for n, p in raw.named_parameters() if p.is_floating_point() and p.dtype != dtype}
     return functional_call(raw, cast, args, dict(kwargs)) if cast else raw(*args, **kwargs)
@@ -83,7 +83,7 @@ def wrap_layer(layer: nn.Module, mode: Mode) -> None:
         def compute(*inputs: Any) -> Any:
             before, CURRENT.attend = CURRENT.attend, attend
             try:
-                return cast_call(raw, mode.dtype, inputs, kwargs)
+                return _cast_call(raw, mode.dtype, inputs, kwargs)
             finally:
                 CURRENT.attend = before
 
@@ -108,7 +108,7 @@ def wrap_layer(layer: nn.Module, mode: Mode) -> None:
 def wrap_cast(module: nn.Module, mode: Mode) -> None:
     """Make a module without techniques (a final norm) run in the compute dtype."""
     ref = weakref.ref(module)
-    module.forward = lambda *a, **k: cast_call(Raw(alive(ref)), mode.dtype, a, k)
+    module.forward = lambda *a, **k: _cast_call(Raw(alive(ref)), mode.dtype, a, k)
 
 
 def _mlp(ref: weakref.ref[nn.Module], mode: Mode, x: Tensor) -> Tensor:

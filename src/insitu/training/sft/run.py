@@ -57,7 +57,7 @@ MODEL = "model"
 """Folder of a run directory with the whole model, where checkpoints hold adapters."""
 
 
-class SftObserver(Protocol):
+class _SftObserver(Protocol):
     """The view of supervised training."""
 
     def begin(self, title: str, rollouts: int) -> None: ...
@@ -86,7 +86,7 @@ class SftOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class _Course:
     """All steps of a run."""
 
     lessons: tuple[SftExample, ...] = field(repr=False)
@@ -185,7 +185,7 @@ def _again(
     return tuple(lessons)
 
 
-def _course(config: Config, run_store: Store, renderer: ChatRenderer) -> Course:
+def _course(config: Config, run_store: Store, renderer: ChatRenderer) -> _Course:
     lessons, words = _lessons(config, run_store, renderer)
     table = config.sft
     steps = schedule(
@@ -194,19 +194,19 @@ def _course(config: Config, run_store: Store, renderer: ChatRenderer) -> Course:
         epochs=table.epochs,
         seed=config.run.seed,
     )
-    return Course(lessons=lessons, steps=tuple(steps), words=words, plan=PlanConfig.of(config))
+    return _Course(lessons=lessons, steps=tuple(steps), words=words, plan=PlanConfig.of(config))
 
 
 class Steps:
     """The steps of one run, from the store's state to the last."""
 
     def __init__(
-        self, run: RunDir, store: Store, metrics: MetricsFile, learner: Learner, view: SftObserver
+        self, run: RunDir, store: Store, metrics: MetricsFile, learner: Learner, view: _SftObserver
     ) -> None:
         self._run, self._store, self._metrics, self._learner = run, store, metrics, learner
         self._view = view
 
-    async def run(self, course: Course, clock: WallClock) -> None:
+    async def run(self, course: _Course, clock: WallClock) -> None:
         config = self._run.config
         last = self._store.last_step()
         count = len(course.steps)
@@ -246,7 +246,7 @@ def _metrics(result: StepResult, step: int, lessons: Sequence[SftExample]) -> di
     }
 
 
-async def _sft(config: Config, view: SftObserver, options: SftOptions) -> Mapping[str, Any]:
+async def _sft(config: Config, view: _SftObserver, options: SftOptions) -> Mapping[str, Any]:
     resume = options.resume
     if resume is not None and (summary := finished_run(resume, view.note, SFT)) is not None:
         return summary
@@ -298,7 +298,7 @@ async def _whole(run: RunDir, learner: Learner, checkpoint: Path) -> Path:
     return run.path / MODEL
 
 
-def _summary(run: RunDir, store: Store, course: Course, clock: WallClock) -> Mapping[str, Any]:
+def _summary(run: RunDir, store: Store, course: _Course, clock: WallClock) -> Mapping[str, Any]:
     last = store.steps()[-1]
     return {
         "source": run.config.sft.run,
@@ -328,7 +328,7 @@ def report(summary: Mapping[str, Any]) -> str:
     )
 
 
-def sft(config: Config, view: SftObserver, options: SftOptions | None = None) -> Mapping[str, Any]:
+def sft(config: Config, view: _SftObserver, options: SftOptions | None = None) -> Mapping[str, Any]:
     """Run or continue to the end; return the content of summary.json.
 
     Raises InsituError, or KeyboardInterrupt after a clean stop.

@@ -22,11 +22,11 @@ def states(model: Policy, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         hidden, targets, _ = chosen(model, batch.layout.prefix, batch.layout.ids, batch.layout.mask)
         return hidden, targets
     tree = batch.layout
-    hidden = model.flat(_index(tree.ids), _index(tree.positions), tree_attend(tree, model))
+    hidden = model.flat(_index(tree.ids), _index(tree.positions), _tree_attend(tree, model))
     return hidden[_index(tree.at).to(hidden.device)], _index(tree.target).to(hidden.device)
 
 
-def tree_attend(tree: Tree, model: Policy) -> Attend:
+def _tree_attend(tree: Tree, model: Policy) -> Attend:
     """Return the attention of a tree on the model's device."""
     pieces = tree_pieces(tree)
     if by_pieces(pieces, model.device.type, model.compute_dtype, model.head_dim):

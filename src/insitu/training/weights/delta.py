@@ -41,7 +41,7 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class _Delta:
     """The header of a delta."""
 
     base: int
@@ -102,12 +102,12 @@ def write_delta(path: Path, old: Path, new: Path) -> int:
     return size
 
 
-def read_delta(path: Path) -> Delta:
+def read_delta(path: Path) -> _Delta:
     """Read the header. Raises EngineError for other files."""
     try:
         raw = orjson.loads(read_notes(path)["delta"])
         target = Manifest(version=raw["version"], checksum=raw["checksum"], tensors=raw["tensors"])
-        return Delta(base=raw["base"], base_checksum=raw["base_checksum"], target=target)
+        return _Delta(base=raw["base"], base_checksum=raw["base_checksum"], target=target)
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"{path} is not a delta of weights: {error!r}") from error
 

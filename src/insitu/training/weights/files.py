@@ -133,7 +133,7 @@ class DiskPublisher:
         sent = await self._bring(folder, version)
         self.sent_bytes = sent.sent_bytes
         receipt = await self._load(folder, version)
-        check_receipt(receipt, version, sent.tensors)
+        _check_receipt(receipt, version, sent.tensors)
         self._last = folder, version, sent.tensors
         await asyncio.to_thread(_prune, self._options.folder, folder, self._options.kept)
         return receipt
@@ -147,7 +147,7 @@ class DiskPublisher:
             raise EngineError("nothing was published yet, so nothing can be restored")
         folder, version, tensors = self._last
         receipt = await self._load(folder, version)
-        check_receipt(receipt, version, tensors)
+        _check_receipt(receipt, version, tensors)
         return receipt
 
     async def _bring(self, folder: Path, version: int) -> ExportResult:
@@ -201,7 +201,7 @@ class DeltaPublisher(DiskPublisher):
         return sent
 
 
-def check_receipt(receipt: Receipt, version: int, tensors: Mapping[str, str]) -> None:
+def _check_receipt(receipt: Receipt, version: int, tensors: Mapping[str, str]) -> None:
     """Raise EngineError unless the receipt is for the published weights."""
     if receipt.version != version:
         raise EngineError(f"the engine's receipt is for version {receipt.version}, published was {version}")

@@ -19,7 +19,7 @@ from insitu.training.weights.files import PublishOptions
 Transport = Literal["ipc", "nccl"]
 
 
-class SupportsTransfer(Protocol):
+class _SupportsTransfer(Protocol):
     """The part of the learner that is used: its side of each transfer, with a deadline."""
 
     async def transfer(self, do: str, **more: Any) -> dict[str, Any]: ...
@@ -29,7 +29,7 @@ class TransferPublisher:
     """Publishes by CUDA IPC or NCCL."""
 
     def __init__(
-        self, learner: SupportsTransfer, engine: VllmEngine, options: PublishOptions, transport: Transport
+        self, learner: _SupportsTransfer, engine: VllmEngine, options: PublishOptions, transport: Transport
     ) -> None:
         self._learner, self._engine, self._options, self._transport = learner, engine, options, transport
         self._ready = False

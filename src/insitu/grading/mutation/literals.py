@@ -15,9 +15,10 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 
 TOLERANCE = 1e-11
-"""Floats no further apart may compare equal: ten times the absolute tolerance of `pytest.approx`."""
-SIGNIFICANT = 5
-"""Significant digits that may change: later ones may compare equal."""
+"""Numbers no further apart may compare equal: ten times the absolute tolerance of `pytest.approx`."""
+STEPS = 10**5
+"""Numbers whose distance is no more than the larger one divided by this may compare equal: ten times the
+relative tolerance of `pytest.approx`."""
 _BASES = {"0x": 16, "0o": 8, "0b": 2}
 _VOWELS = "aeiou"
 _CONSONANTS = "".join(c for c in string.ascii_lowercase if c not in _VOWELS)
@@ -59,12 +60,11 @@ def _alike(token: str, other: str) -> bool:
 
 def _distinct(tokens: Sequence[str]) -> bool:
     values = [ast.literal_eval(token) for token in tokens]
-    if isinstance(values[0], float):
-        values.sort()
-        # inf - inf is nan, which is not greater.
-        return all(b - a > TOLERANCE for a, b in itertools.pairwise(values))
-    # Some tests compare case-insensitively.
-    return len({v.lower() if isinstance(v, str | bytes) else v for v in values}) == len(values)
+    if isinstance(values[0], str | bytes):  # some tests compare case-insensitively
+        return len({value.lower() for value in values}) == len(values)
+    # inf - inf is nan, which is not greater. An int may be too large for a float: no division.
+    pairs = itertools.pairwise(sorted(map(abs, values)))
+    return all(b - a > TOLERANCE and (b - a) * STEPS > b for a, b in pairs)
 
 
 def _kinds(token: str, rng: random.Random) -> Iterator[list[str]]:
@@ -90,7 +90,7 @@ def _numbers(token: str, rng: random.Random) -> Iterator[list[str]]:
     last = first + max(1, len(core)) - 1
     # A single last digit may be zero, unless there is an exponent: 0e5 is unusual.
     zero = first == last == len(written) - 1 and not re.search("[eEjJ]", token[end:])
-    spots = list(range(first, min(last + 1, first + SIGNIFICANT))) if core or zero else []
+    spots = list(range(first, last + 1)) if core or zero else []
     for spot in rng.sample(spots, len(spots)):
         inside = first < spot < last
         digits = next(kind for kind in _HEX if written[spot] in kind)[:base]

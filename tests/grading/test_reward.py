@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -137,6 +138,9 @@ async def test_an_exception_is_a_failure_with_its_place() -> None:
 
     with pytest.raises(GradeError, match=r"raised RuntimeError\('the judge is down'\) \(test_reward.py line"):
         await score(broken)
+    with pytest.raises(TimeoutError):  # the task's later timeouts work
+        async with asyncio.timeout(0):
+            await asyncio.sleep(1)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.TAMPERED, Outcome.REFUSED])

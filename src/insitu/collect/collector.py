@@ -371,7 +371,12 @@ class Collector:
 
         try:
             async with AttemptDeadline() as deadline:
-                rollout = await self._attempts.run(spec, on_start, on_cancelled, self._live.wait)
+                # In a task of its own: before Python 3.13 a TaskGroup that fails inside leaves its task
+                # marked as being cancelled, and a failed attempt would pass for a cancelled one here.
+                running = asyncio.ensure_future(
+                    self._attempts.run(spec, on_start, on_cancelled, self._live.wait)
+                )
+                rollout = await running
                 current = asyncio.current_task()
                 if current is not None and current.cancelling():
                     on_cancelled(rollout)

@@ -25,13 +25,14 @@ import numpy as np
 from insitu.agents.base import ModelAccess
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
+from insitu.concurrency import run_all
 from insitu.config import WARM_START, Config, demo_preset, load_config
 from insitu.demo.demonstrator import Habits, Step, plan_turns
 from insitu.demo.rendered_demonstrations import Demonstration
 from insitu.demo.sft_data import Recorded, SftJob, write_job, write_recorded
 from insitu.demo.vocabulary import CONTROL, build_tokenizer
 from insitu.engines.scripted import ScriptedEngine
-from insitu.errors import TrainError, first_error
+from insitu.errors import TrainError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime.agents import limits_of
 from insitu.runtime.run import open_runtime
@@ -132,12 +133,7 @@ async def _record(
             found[play.rollout_id] = trajectory.segments
             view.advance(len(found))
 
-        try:
-            async with asyncio.TaskGroup() as running:
-                for play in plays:
-                    running.create_task(one(play))
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
+        await run_all(*(one(play) for play in plays))
     return found
 
 

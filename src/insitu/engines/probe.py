@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from insitu.concurrency import run_all
 from insitu.engines.base import Engine
-from insitu.errors import EngineError, first_error
+from insitu.errors import EngineError
 from insitu.types import FloatArray, Generation, IntArray, RequestKey, SamplingParams
 
 TOLERANCE = 0.1
@@ -97,12 +98,7 @@ class _Probe:
         return reply
 
     async def many(self, prompt: IntArray, temperature: float, count: int = DRAWS) -> list[Generation]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self.sample(prompt, 1, temperature)) for _ in range(count)]
-        except ExceptionGroup as error:
-            raise first_error(error) from error
-        return [task.result() for task in tasks]
+        return await run_all(*(self.sample(prompt, 1, temperature) for _ in range(count)))
 
     # ----------------------------------------------------------------------- the checks
 

@@ -8,16 +8,16 @@ timeout: the trainer's half runs beside the server's call, and both have one.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from insitu.concurrency import run_all
 from insitu.engines.base import PauseMode, Receipt
 from insitu.engines.vllm import VllmEngine
 from insitu.engines.vllm_control import Proof
 from insitu.engines.weight_mapping import WeightMapping, map_weights
-from insitu.errors import EngineError, InsituError, first_error
+from insitu.errors import EngineError
 
 _WIDTHS: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one value, as torch names its type."""
@@ -62,7 +62,7 @@ async def world_size(engine: VllmEngine) -> int:
 
 async def initialise(engine: VllmEngine, info: Mapping[str, object], beside: Beside | None = None) -> None:
     """Initialise the transfer once per server; raise InsituError."""
-    await _both(_post(engine, "/init_weight_transfer_engine", {"init_info": dict(info)}), beside)
+    await _post_beside(engine, "/init_weight_transfer_engine", {"init_info": dict(info)}, beside)
 
 
 async def receive(
@@ -85,8 +85,8 @@ async def receive(
     proof = await _proof(fed, sorted(sent.names), summed)
     async with engine.updating(version, mode):
         await _post(engine, "/start_weight_update", None)
-        info = {**sent.info(), **more}
-        await _both(_post(engine, "/update_weights", {"update_info": info}), beside)
+        info = {"update_info": {**sent.info(), **more}}
+        await _post_beside(engine, "/update_weights", info, beside)
         await _post(engine, "/finish_weight_update", {"weight_version": str(version)})
         return await engine.settle(proof, version, before, mode)
 
@@ -104,15 +104,11 @@ async def _post(engine: VllmEngine, path: str, body: Mapping[str, object] | None
     await engine.http.post(path, body, deadline_s=engine.http.options.call_deadline_s)
 
 
-async def _both(call: Awaitable[None], beside: Beside | None) -> None:
-    """Run both halves concurrently; if one fails the other is cancelled."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_awaited(call))
-            if beside is not None:
-                group.create_task(_awaited(beside()))
-    except* InsituError as found:
-        raise first_error(found) from None
+async def _post_beside(
+    engine: VllmEngine, path: str, body: Mapping[str, object], beside: Beside | None
+) -> None:
+    """Post and run `beside` concurrently; if one fails the other is cancelled."""
+    await run_all(_post(engine, path, body), *([] if beside is None else [_awaited(beside())]))
 
 
 async def _awaited(work: Awaitable[object]) -> None:

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from insitu.errors import GradeError, InsituError, TaskError, first_error
+from insitu.concurrency import run_all
+from insitu.errors import GradeError, InsituError, TaskError
 from insitu.grading.grader import Grader
 from insitu.grading.reward import RewardFunction
 from insitu.grading.trust import below
@@ -94,22 +95,12 @@ class TaskJudge:
             await asyncio.to_thread(reward.finished, task, rollout, base, row) for rollout in rollouts
         ]
         group = tuple(one for one in finished if one is not None) if reward.group else ()
-        try:
-            async with asyncio.TaskGroup() as running:
-                scored = [
-                    None
-                    if one is None
-                    else running.create_task(_member(reward, replace(one, group=group), rollout))
-                    for one, rollout in zip(finished, rollouts, strict=True)
-                ]
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
-        return [
-            replace(rollout, reward=rollout.verdict.reward if rollout.verdict else None)
-            if done is None
-            else done.result()
-            for done, rollout in zip(scored, rollouts, strict=True)
-        ]
+        return await run_all(
+            *(
+                _member(reward, one and replace(one, group=group), rollout)
+                for one, rollout in zip(finished, rollouts, strict=True)
+            )
+        )
 
     async def base(self, task: Task) -> Tree:
         """Return the task's initial files; raise SandboxError."""
@@ -129,8 +120,10 @@ class TaskJudge:
         await self._grader.close()
 
 
-async def _member(reward: RewardFunction, finished: FinishedRollout, rollout: Rollout) -> Rollout:
+async def _member(reward: RewardFunction, finished: FinishedRollout | None, rollout: Rollout) -> Rollout:
     """Score one rollout; in a group, which has no attempt to repeat, a failure leaves it without a reward."""
+    if finished is None:
+        return replace(rollout, reward=rollout.verdict.reward if rollout.verdict else None)
     try:
         return await reward.score(finished, rollout)
     except GradeError as error:

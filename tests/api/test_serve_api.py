@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import insitu
+from insitu.cli import main
 from insitu.shutdown import descendants
 
 SMALL = {"engine.max_rows": 8, "limits.max_call_tokens": 8, "model.max_context_tokens": 1024}
@@ -46,10 +47,12 @@ async def test_sessions_are_sealed_with_a_reward_and_give_rows(tmp_path: Path) -
         with pytest.raises(insitu.InsituError, match="first exists already"):
             server.session("first")
         await asyncio.to_thread(ask, second)
-    assert sorted(file.name for file in (path / "sessions").iterdir()) == ["first.json", "session-1.json"]
-    sessions = json.loads((path / "summary.json").read_text())["sessions"]
-    assert sessions["first"]["reward"] == 1.0
-    assert "reward" not in sessions["session-1"]
+    run = insitu.open_run(path)
+    assert [(rollout.id, rollout.reward) for rollout in run.rollouts()] == [
+        ("first", 1.0),
+        ("session-1", None),
+    ]
+    assert (run.kind, run.ledger.trained, run.ledger.balanced) == ("serve", 0, True)
     with pytest.raises(insitu.InsituError, match="the server does not run"):
         server.session()
     async with insitu.serve(overrides=SMALL, run={"dir": str(tmp_path / "again")}) as server:
@@ -58,6 +61,32 @@ async def test_sessions_are_sealed_with_a_reward_and_give_rows(tmp_path: Path) -
         assert (await session.seal_async(0.0)).captured > 0
     assert descendants(os.getpid()) == before
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("insitu")]
+
+
+def test_served_sessions_are_shown_exported_and_imitated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, copy = tmp_path / "run", tmp_path / "rollouts.jsonl"
+    with insitu.serve(overrides=SMALL, run={"dir": str(source)}) as server:
+        for reward in (1.0, 0.0, None):
+            session = server.session(task="greet")
+            ask(session)
+            session.seal(reward=reward)
+    assert main(["show", str(source)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 sessions of 1 tasks, 2 with a reward, 0.500 on average" in shown
+    assert "greet: 1 0 -" in shown
+    assert main(["export", str(source), "--out", str(copy)]) == 0
+    exported = [json.loads(line) for line in copy.read_text().splitlines()]
+    stored = insitu.open_run(source).rollouts(task="greet")
+    assert [one["id"] for one in exported] == [one.id for one in stored]
+    assert exported[0]["trajectory"]["segments"][0]["ids"] == stored[0].tokens().ids.tolist()
+    imitated = tmp_path / "imitated"
+    assert main(["sft", str(source), f"run.dir={imitated}", "sft.epochs=1", "sft.decay=constant"]) == 0
+    assert "3 rollouts, 1 chosen; 1 below sft.min_reward; 1 not graded" in " ".join(
+        sorted(capsys.readouterr().out.split("\n"))
+    )
+    assert insitu.open_run(imitated).steps[0].metrics["rollouts"] == 1
 
 
 def test_a_start_that_fails_raises_and_leaves_nothing(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ async def upstream(agent: str, tmp_path: Path) -> AsyncIterator[tuple[Gateway, S
             url=f"{listener.origin}/s/{session.public_id}", model=MODEL, key=session.secret, max_wait_s=30.0
         )
         async with (
-            open_provider(options, tmp_path / "records", numbered=True) as backend,
+            open_provider(options, tmp_path / "records") as backend,
             Gateway(backend) as gateway,
         ):
             yield gateway, engine

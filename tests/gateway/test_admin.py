@@ -15,7 +15,6 @@ from gateway_rig import ASK, TOOLS, Rig, call, said
 from insitu.chat.template import TemplateRenderer
 from insitu.errors import ConfigError
 from insitu.gateway.admin import Admin
-from insitu.gateway.request import GatewayConfig
 from insitu.types import Limits, Message
 
 SUBMIT = {"name": "submit", "description": "Hand in.", "parameters": {"type": "object"}}
@@ -173,27 +172,6 @@ async def test_it_is_bounded(renderer: TemplateRenderer) -> None:
             for status in (201, 429):
                 async with rig.http.post(f"{listener.origin}/sessions", json={}, headers=auth) as response:
                     assert response.status == status
-
-
-def logs_of(folder: Path) -> list[Path]:
-    return list(folder.glob("*.log"))
-
-
-async def test_the_log_of_what_falls_out_goes_when_the_operator_has_it(
-    renderer: TemplateRenderer, tmp_path: Path
-) -> None:
-    async with AdminRig(renderer, [said("x")], config=GatewayConfig(log_dir=tmp_path)) as rig:
-        names = []
-        for _ in range(4):
-            _, opened = await rig.ask("POST", "/sessions", {})
-            names.append(opened["public_id"])
-        for name in names:
-            assert (await rig.ask("POST", f"/sessions/{name}/seal"))[0] == 200
-            if name == names[0]:
-                assert (await rig.ask("GET", f"/sessions/{name}/export"))[0] == 200
-        assert [kept.session.public_id for kept in rig.admin.sealed()] == names[2:]
-        own = rig.session.public_id
-    assert {file.stem for file in logs_of(tmp_path)} == {own, *names[1:]}
 
 
 async def test_a_unix_socket_serves_it_too(renderer: TemplateRenderer, tmp_path: Path) -> None:

@@ -88,10 +88,9 @@ async def test_a_server_as_engine(tmp_path: Path, kind: str) -> None:
             serve.process.send_signal(signal.SIGINT)
             sealed = await serve.event("sealed")
             assert sealed["captured"] == sealed["trained"] == reply["usage"]["completion_tokens"]
-        stored = json.loads((tmp_path / "run" / "sessions" / "serve-0.json").read_text())
-        row = stored["rows"][0]
-        sampled = [token for token, mask in zip(row["ids"], row["mask"], strict=True) if mask]
-        assert sampled == fake.sampler.received[-1].ids
+        (stored,) = insitu.open_run(tmp_path / "run").rollouts()
+        tokens = stored.tokens()
+        assert tokens.ids[tokens.mask].tolist() == fake.sampler.received[-1].ids
 
 
 async def test_an_engine_that_cannot_be_trusted_is_not_served(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ async def test_sessions_with_calls_under_way_are_sealed_at_the_same_time(tmp_pat
             await asyncio.wait(calls)
         assert [session["rollout_id"] for session in sealed] == names
         assert all(session["trained"] > 0 for session in sealed)
-        assert json.loads((tmp_path / "run" / "summary.json").read_text())["sessions"].keys() == set(names)
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["rewards"].keys() == set(names)
 
 
 async def test_a_server_that_restarts_is_waited_for_and_its_session_lives(tmp_path: Path) -> None:
@@ -195,7 +194,7 @@ async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> 
             serve.process.send_signal(signal.SIGINT)
             sealed = await serve.event("sealed")
             assert sealed["cost"] == pytest.approx((100 * 1 + 20 * 2.5) / 1e6)
-        (line,) = (tmp_path / "run" / "sessions" / "serve-0.jsonl").read_text().splitlines()
+        (line,) = (tmp_path / "run" / "sessions" / "serve-0.1.jsonl").read_text().splitlines()
         assert json.loads(line)["request"] == asked
 
 

@@ -98,25 +98,22 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
             status, opened = call(f"{admin['origin']}/sessions", {"rollout_id": name}, admin["secret"])
             assert status < 300, opened
             named.append(opened["public_id"])
-        for name in named[1:]:
-            assert call(f"{admin['origin']}/sessions/{name}/seal", {}, admin["secret"])[0] == 200
+        sealing = f"{admin['origin']}/sessions/{named[1]}/seal"
+        assert call(sealing, {"reward": 0.5}, admin["secret"])[0] == 200
         forget(f"{admin['origin']}/sessions/{named[2]}", admin["secret"])
-        assert sorted(file.suffix for file in (run / "sessions").iterdir()) == [".log"] * 4
+        assert sorted(file.suffix for file in (run / "sessions").iterdir()) == [".log"] * 3
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         rest = [json.loads(line) for line in out.splitlines()]
         assert [event["event"] for event in rest] == ["sealed"] * 4 + ["end"]
-        assert [event["rollout_id"] for event in rest[2:4]] == ["../mine", "sealed"]
+        assert [event["rollout_id"] for event in rest[:4]] == ["sealed", "serve-0", "serve-1", "../mine"]
         assert not list((run / "sessions").glob("*.log")), "nothing is left to recover"
-        for event in rest[:4]:
-            assert Path(event["file"]).parent == run / "sessions"
-            assert Path(event["file"]).stat().st_mode & 0o777 == 0o600
-        assert rest[0]["captured"] == rest[0]["trained"] == told["sampled_tokens"]
-        assert rest[1]["captured"] == 0
-        stored = json.loads((run / "sessions" / "serve-0.json").read_text())
-        assert sum(stored["rows"][0]["mask"]) == told["sampled_tokens"]
-        assert json.loads((run / "summary.json").read_text())["sessions"].keys() > {"serve-0", "serve-1"}
+        assert rest[1]["captured"] == rest[1]["trained"] == told["sampled_tokens"]
+        assert rest[2]["captured"] == 0
+    assert json.loads((run / "summary.json").read_text())["rewards"]["sealed"] == [0.5]
+    first = insitu.open_run(run).rollout("serve-0")
+    assert first.tokens().mask.sum() == told["sampled_tokens"]
 
 
 def test_what_a_person_gets_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

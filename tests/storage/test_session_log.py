@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import insitu
 from insitu.errors import RecordError
 from insitu.gateway.request import GatewayConfig
+from insitu.storage.run_dir import RunDir
 from insitu.storage.session_log import LogFile, _sized, recover
 from insitu.types import Message, Trajectory
 
@@ -23,7 +24,7 @@ from render_families import write_renderer  # noqa: E402
 
 from insitu.chat.model_files import read_folder  # noqa: E402
 from insitu.chat.template import TemplateRenderer, template_renderer  # noqa: E402
-from insitu.serving.run import SESSIONS, recover_run  # noqa: E402
+from insitu.serving.served import SESSIONS, recover_run  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -168,16 +169,17 @@ def test_a_log_is_never_overwritten(tmp_path: Path) -> None:
 async def test_a_person_gets_the_sessions_of_a_killed_server_back(
     category: TemplateRenderer, tmp_path: Path
 ) -> None:
-    folder = tmp_path / SESSIONS
-    folder.mkdir()
+    run = tmp_path / "run"
+    folder = run / SESSIONS
+    with RunDir.create(insitu.load_config(None, {"run.dir": str(run)})):
+        folder.mkdir()
     async with Rig(category, SCRIPT, config=GatewayConfig(log_dir=folder)) as rig:
         await history(rig)
         sampled = rig.session.stats.sampled_tokens
-        name = rig.session.public_id
-    out = io.StringIO()
-    assert recover_run(tmp_path, out) == 1
-    assert f"r/0: 5 turns, sampled {sampled}" in out.getvalue()
-    told = json.loads((folder / f"{name}.json").read_text())
-    assert told["ledger"]["captured"] == sampled
-    assert sum(sum(row["mask"]) for row in told["rows"]) == told["ledger"]["trained"]
-    assert recover_run(tmp_path / "nowhere", out) == 0
+    (rollout,) = recover_run(run)
+    assert (rollout.id, rollout.reward, len(rollout.turns)) == ("r/0", None, 5)
+    assert rollout.trajectory.ledger.captured == sampled
+    (stored,) = insitu.open_run(run).rollouts(phase="serve")
+    assert stored.trajectory.ledger == rollout.trajectory.ledger
+    assert stored.tokens().mask.sum() == stored.trajectory.ledger.trained
+    assert recover_run(run) == recover_run(tmp_path / "nowhere") == []

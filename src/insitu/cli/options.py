@@ -15,7 +15,7 @@ from insitu.cli.init import ENGINES
 
 GROUPS = {
     "train": ("demo", "init", "train", "sft", "rollout"),
-    "look": ("show", "replay", "grade"),
+    "look": ("show", "export", "replay", "grade"),
     "tasks": ("tasks", "attack"),
     "tools": ("serve", "recover", "conformance", "install", "doctor"),
 }
@@ -86,6 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("run", type=_path, metavar="RUN", help="run directory")
     show.add_argument("--json", action="store_true", help="print summary.json")
     show.set_defaults(verb=verbs.show_verb)
+    export = commands.add_parser(
+        "export", description="write a run's rollouts as JSON lines: tokens, logprobs, rewards"
+    )
+    export.add_argument("run", type=_path, metavar="RUN", help="run directory")
+    export.add_argument("--out", type=_path, metavar="FILE", help="JSONL file (default: stdout)")
+    export.add_argument("--phase", default="", help="only these: train, rollout, serve, eval_after ...")
+    export.set_defaults(verb=verbs.export_verb)
     _add_conformance(commands)
     _add_attack(commands)
     _add_tasks(commands)
@@ -213,7 +220,7 @@ def _add_tasks(commands: Any) -> None:
 
 
 def _add_recover(commands: Any) -> None:
-    recover = commands.add_parser("recover", description="export the sessions of a killed `insitu serve`")
+    recover = commands.add_parser("recover", description="store the sessions of a killed `insitu serve`")
     recover.add_argument("run", type=_path, metavar="RUN", help="its run directory")
     recover.set_defaults(verb=verbs.recover_verb)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -246,6 +247,29 @@ def show_verb(options: argparse.Namespace) -> int:
     return 0
 
 
+def export_verb(options: argparse.Namespace) -> int:
+    """Write one JSON object per stored rollout."""
+    import orjson
+
+    from insitu.api import open_run
+
+    def text(content: object) -> object:
+        if not isinstance(content, bytes):
+            raise TypeError(type(content).__name__)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(content).decode()}
+
+    run = open_run(options.run)
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(options.out.open("wb")) if options.out else sys.stdout.buffer
+        for rollout in run.rollouts(phase=options.phase or None):
+            numpy = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+            out.write(orjson.dumps(rollout.to_dict(), default=text, option=numpy))
+    return 0
+
+
 def serve_verb(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C, which is a success."""
     from insitu.config import load_config
@@ -318,10 +342,15 @@ def grade_verb(options: argparse.Namespace) -> int:
 
 
 def recover_verb(options: argparse.Namespace) -> int:
-    from insitu.serving.run import recover_run
+    from insitu.serving.served import recover_run
 
-    if not recover_run(options.run, sys.stdout):
+    found = recover_run(options.run)
+    if not found:
         raise ConfigError(f"{options.run} holds no log of an unsealed session")
+    for rollout in found:
+        ledger = rollout.trajectory.ledger
+        kept = f"sampled {ledger.captured}, trainable {ledger.trained}"
+        print(f"{rollout.id}: {len(rollout.turns)} turns, {kept}; {rollout.error}")
     return 0
 
 

@@ -2,7 +2,7 @@
 
     POST   /sessions                 open one: its public id, the agent's secret, the host tools' secret
     GET    /sessions                 all of them; /sessions/{id} one, /sessions/{id}/calls its host tool calls
-    POST   /sessions/{id}/seal       refuse further calls, finish running ones, balance the ledger
+    POST   /sessions/{id}/seal       refuse further calls, finish running ones, take the reward
     GET    /sessions/{id}/export     the captured tokens: ?form=..., ?format=json|npz
     DELETE /sessions/{id}            abort it, or forget a sealed one
     GET    /stats                    the gateway's counters
@@ -19,7 +19,7 @@ import hmac
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar
@@ -76,6 +76,7 @@ class _SessionBody(_Body):
     """Options of a new session."""
 
     rollout_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    task: Annotated[str, Field(max_length=200)] = ""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     limits: _LimitsBody = _LimitsBody()
@@ -87,6 +88,7 @@ class _SealBody(_Body):
     """Options of sealing."""
 
     deadline_s: Annotated[float, Field(ge=0, le=600)] = 10.0
+    reward: float | None = None
 
 
 class _AdminError(Exception):
@@ -95,18 +97,6 @@ class _AdminError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Sealed:
-    """A session sealed by the operator or after its timeout."""
-
-    session: Session
-    trajectory: Trajectory
-    exported: bool = False
-    """The operator has exported it."""
-    written: bool = False
-    """It was exported to the run directory."""
 
 
 class Admin:
@@ -120,8 +110,12 @@ class Admin:
         limits: Limits | None = None,
         max_sessions: int = 4096,
         sealed_kept: int = 64,
+        on_sealed: Callable[[Session, Trajectory], None] = lambda session, trajectory: None,
     ) -> None:
-        """Take the limits for what requests leave out. Raises ConfigError for a short secret."""
+        """Take the limits for what requests leave out, and what stores a session that the operator seals.
+
+        Raises ConfigError for a short secret.
+        """
         self.secret = secrets.token_urlsafe(32) if secret is None else secret
         if len(self.secret) < 16:
             raise ConfigError("the admin secret must have at least 16 characters")
@@ -129,8 +123,10 @@ class Admin:
         self._gateway = gateway
         self._limits = limits or Limits()
         self._max_sessions, self._sealed_kept = max_sessions, sealed_kept
+        self._on_sealed = on_sealed
         self._open: dict[str, Session] = {}
-        self._sealed: OrderedDict[str, Sealed] = OrderedDict()
+        self._names: set[str] = set()
+        self._sealed: OrderedDict[str, tuple[Session, Trajectory]] = OrderedDict()
 
     def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]:
         """Serve the operator through a unix socket. Raises SetupError."""
@@ -143,20 +139,14 @@ class Admin:
     def adopt(self, session: Session) -> None:
         """Add a session that was opened in process."""
         self._open[session.public_id] = session
+        self._names.add(session.rollout_id)
 
-    def sealed(self) -> list[Sealed]:
-        """Return the sessions kept for export, in the order of sealing."""
-        return list(self._sealed.values())
-
-    def keep(self, sealed: Sealed) -> None:
-        """Keep a session for export until there are too many newer ones."""
-        public_id = sealed.session.public_id
-        self._open.pop(public_id, None)
-        self._sealed[public_id] = sealed
+    def keep(self, session: Session, trajectory: Trajectory) -> None:
+        """Keep a sealed session for export until there are too many newer ones."""
+        self._open.pop(session.public_id, None)
+        self._sealed[session.public_id] = session, trajectory
         while len(self._sealed) > self._sealed_kept:
-            _, oldest = self._sealed.popitem(last=False)
-            if oldest.exported:
-                oldest.session.calls.drop_log()
+            self._sealed.popitem(last=False)
 
     # ----------------------------------------------------------------------- requests
 
@@ -195,7 +185,7 @@ class Admin:
 
     async def _collection(self, http: web.BaseRequest) -> web.Response:
         if http.method == "GET":
-            found = [*self._open.values(), *(kept.session for kept in self._sealed.values())]
+            found = [*self._open.values(), *(session for session, _ in self._sealed.values())]
             return _json({"sessions": [describe(session) for session in found]})
         if http.method == "POST":
             return await self._create(http)
@@ -206,8 +196,8 @@ class Admin:
         rollout_id = body.rollout_id or f"session-{secrets.token_hex(6)}"
         if len(self._open) >= self._max_sessions:
             raise _AdminError(429, f"{self._max_sessions} sessions are open")
-        if any(session.rollout_id == rollout_id for session in self._open.values()):
-            raise _AdminError(409, "a session of this rollout is open")
+        if rollout_id in self._names:
+            raise _AdminError(409, "a session of this rollout exists")
         limits = body.limits.over(self._limits)
         session = self._gateway.open_session(
             rollout_id,
@@ -217,6 +207,7 @@ class Admin:
             tools=None if body.tools is None else [HostTool(**tool.model_dump()) for tool in body.tools],
             shim=TextShim(**body.shim.model_dump()) if body.shim else None,
         )
+        session.task = body.task
         self.adopt(session)
         return _json(
             {
@@ -235,7 +226,7 @@ class Admin:
         if asked == ("DELETE", ""):
             return await self._delete(name)
         kept = self._sealed.get(name)
-        session = kept.session if kept else self._open.get(name)
+        session = kept[0] if kept else self._open.get(name)
         if session is None:
             _unknown()
         if asked == ("GET", ""):
@@ -245,24 +236,26 @@ class Admin:
         if asked == ("GET", "export"):
             if kept is None:
                 raise _AdminError(409, "the session is not sealed")
-            return await self._export(http, kept)
+            return await self._export(http, *kept)
         raise _AdminError(405 if action in ("", "seal", "calls", "export") else 404, "no such operation")
 
     async def _seal(self, http: web.BaseRequest, name: str) -> web.Response:
         raw = await read_json(http, self._gateway.config, 1 << 16) if http.can_read_body else {}
         body = _parsed(_SealBody, raw)
         if name in self._sealed:
-            return _json(describe(self._sealed[name].session, self._sealed[name].trajectory))
+            return _json(describe(*self._sealed[name]))
         session = self._open.get(name)
         if session is None:
             _unknown()
         if session.state == "draining":
             raise _AdminError(409, "the session is being sealed")
+        session.reward = body.reward
         try:
             trajectory = await session.seal(body.deadline_s)
         finally:
             self._open.pop(name, None)
-        self.keep(Sealed(session=session, trajectory=trajectory))
+        self.keep(session, trajectory)
+        self._on_sealed(session, trajectory)
         return _json(describe(session, trajectory))
 
     async def _delete(self, name: str) -> web.Response:
@@ -271,24 +264,22 @@ class Admin:
         if session is not None:
             await session.abandon()
         elif kept is not None:
-            session = kept.session
+            session = kept[0]
         else:
             _unknown()
         session.calls.drop_log()
         return _json({"status": "deleted"})
 
-    async def _export(self, http: web.BaseRequest, kept: Sealed) -> web.Response:
+    async def _export(self, http: web.BaseRequest, session: Session, trajectory: Trajectory) -> web.Response:
         form = FORMS.get(http.query.get("form", "chains"))
         kind = http.query.get("format", "json")
         if form is None or kind not in ("json", "npz"):
             raise _AdminError(400, f"form is one of {', '.join(FORMS)}; format is json or npz")
         dump = export_json if kind == "json" else export_npz
-        session = kept.session
         if not isinstance(session.calls, TokenCalls):
             raise _AdminError(409, "a provider's calls have no tokens: their text is in the run directory")
         shape = session.calls.export(form)
-        raw = await asyncio.to_thread(dump, form, shape, kept.trajectory, temperature=session.temperature)
-        kept.exported = True
+        raw = await asyncio.to_thread(dump, form, shape, trajectory, temperature=session.temperature)
         content_type = "application/json" if kind == "json" else "application/octet-stream"
         return web.Response(body=raw, content_type=content_type)
 

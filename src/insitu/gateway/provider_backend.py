@@ -44,13 +44,11 @@ but each has a line in the record."""
 class ProviderBackend:
     """Opens sessions over one provider; made by `open_provider`."""
 
-    def __init__(
-        self, client: aiohttp.ClientSession, options: ProviderOptions, records: Path, *, numbered: bool
-    ) -> None:
+    def __init__(self, client: aiohttp.ClientSession, options: ProviderOptions, records: Path) -> None:
         self.spent = Spent()
         """Over all sessions."""
         self.outage: Outage
-        self._client, self._options, self._records, self._numbered = client, options, records, numbered
+        self._client, self._options, self._records = client, options, records
         self._base = checked_url(options.url, "engine.url")
         self._server: ServerState
         self._provider: Provider
@@ -89,7 +87,7 @@ class ProviderBackend:
             raise ConfigError(
                 "host tools need an engine: a provider's request bodies are forwarded unchanged"
             )
-        path = record_path(self._records, session.rollout_id, numbered=self._numbered)
+        path = record_path(self._records, session.rollout_id)
         record = TextRecord(path, session.rollout_id)
         return ProviderCalls(session, record, self, self._server, self._provider)
 
@@ -224,12 +222,10 @@ class ProviderCalls:
 
 
 @asynccontextmanager
-async def open_provider(
-    options: ProviderOptions, records: Path, *, numbered: bool = False
-) -> AsyncIterator[ProviderBackend]:
+async def open_provider(options: ProviderOptions, records: Path) -> AsyncIterator[ProviderBackend]:
     """Open connections to a provider whose sessions each have a file in `records`.
 
-    `numbered`: several sessions of one rollout id get a file each. Raises ConfigError for a bad URL.
+    Raises ConfigError for a bad URL.
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=options.connect_deadline_s)
     connector = aiohttp.TCPConnector(limit=options.max_concurrent, keepalive_timeout=10.0)
@@ -237,7 +233,7 @@ async def open_provider(
     async with aiohttp.ClientSession(
         timeout=timeout, connector=connector, trust_env=False, auto_decompress=False, cookie_jar=jar
     ) as client:
-        yield ProviderBackend(client, options, records, numbered=numbered)
+        yield ProviderBackend(client, options, records)
 
 
 async def check_reachable(url: str, deadline_s: float) -> None:

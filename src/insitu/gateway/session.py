@@ -51,6 +51,10 @@ class Session:
         self.tools = tools or ToolBox()
         self.listener = listener
         self.state: State = "open"
+        self.task = ""
+        """Task that the operator opened it for; sessions of one task form a group."""
+        self.reward: float | None = None
+        """Set by the operator before it is sealed; None = not graded."""
         self.left = False
         """The agent reported that it is done."""
         self.failure: BaseException | None = None

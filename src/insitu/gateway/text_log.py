@@ -74,11 +74,9 @@ def _record_name(rollout_id: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", rollout_id).lstrip(".") or "session"
 
 
-def record_path(records: Path, rollout_id: str, *, numbered: bool) -> Path:
-    """Return the file of a session; `numbered`: NAME.N.jsonl with the first unused number N."""
+def record_path(records: Path, rollout_id: str) -> Path:
+    """Return the file of a session, NAME.N.jsonl with the first unused number N."""
     name = _record_name(rollout_id)
-    if not numbered:
-        return records / f"{name}.jsonl"
     return next(path for n in count(1) if not (path := records / f"{name}.{n}.jsonl").exists())
 
 

@@ -43,6 +43,6 @@ async def open_upstream(config: Config, records: Path) -> AsyncIterator[Provider
     """
     options = upstream_options(config)
     await check_reachable(options.url, options.connect_deadline_s)
-    async with open_provider(options, records, numbered=True) as provider:
+    async with open_provider(options, records) as provider:
         provider.spent = spent_in(records)
         yield provider

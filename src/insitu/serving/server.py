@@ -15,14 +15,10 @@ from insitu.config import Config
 from insitu.errors import GatewayError
 from insitu.gateway.session import Session
 from insitu.serving.console import Console
-from insitu.serving.run import Served, open_served, open_session
-from insitu.serving.session_export import Ledgers, export, finish
-from insitu.storage.run_dir import SESSIONS, RunDir
+from insitu.serving.served import Served, open_served
 from insitu.types import Ledger, Segment, Trajectory
 
 T = TypeVar("T")
-SEAL_S = 10.0
-"""Time that running calls get to finish when their session is sealed."""
 
 
 class ServedSession:
@@ -33,6 +29,7 @@ class ServedSession:
         self._server, self._session = server, session
         self._trajectory: Trajectory | None = None
         self.id = session.rollout_id
+        self.task = session.task
         self.anthropic_url = self.gemini_url = f"{origin}/s/{session.public_id}"
         """Base URL of these SDKs."""
         self.openai_url = f"{self.anthropic_url}/v1"
@@ -40,15 +37,14 @@ class ServedSession:
         self.key = session.secret
         self.model = model_name(server.config)
         """Model name that the agent requests."""
-        self.reward: float | None = None
 
     def __repr__(self) -> str:
         return f"ServedSession({self.id!r}, {self.openai_url!r})"
 
     def seal(self, reward: float | None = None) -> Ledger:
-        """End the session, write its export and return the account of its tokens.
+        """End the session, store it as a rollout and return the account of its tokens.
 
-        Raises GatewayError when it is sealed already.
+        Without a reward it is not graded. Raises GatewayError when it is sealed already.
         """
         return self._server.call(self._seal(reward))
 
@@ -72,9 +68,8 @@ class ServedSession:
         return self._trajectory
 
     async def _seal(self, reward: float | None) -> Ledger:
-        self.reward = reward
-        self._trajectory = await self._session.seal(SEAL_S)
-        self._server.export(self, self._session, self._trajectory)
+        self._session.reward = reward
+        self._trajectory = await self._server.served.seal(self._session)
         return self._trajectory.ledger
 
 
@@ -82,30 +77,36 @@ class Server:
     """A served model; a context manager, with `with` and with `async with`.
 
     It runs on an event loop in a thread of its own, so it works in scripts, notebooks and coroutines alike.
-    At its end all sessions are sealed and exported to the run directory.
+    At its end all sessions are sealed and stored in the run directory, as rollouts.
     """
 
     def __init__(self, config: Config) -> None:
         """Serve the model of `config`, whose run directory is named."""
         self.config = config
         self.path = Path(config.run.dir)
-        """Run directory with the exported sessions."""
+        """Run directory with the stored sessions; `insitu.open_run` reads it."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="insitu-serve")
         self._started: Future[Served] = Future()
         self._ended: Future[None] | None = None
         self._main: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
-        self._sessions: list[Session] = []
-        self._ledgers: Ledgers = {}
         self._count = 0
 
     @property
     def address(self) -> str:
         """Address of the gateway, http://127.0.0.1:PORT."""
-        return self._started.result().origin
+        return self.served.origin
 
-    def session(self, name: str = "") -> ServedSession:
-        """Open a session for one run of an agent; `name` becomes its id and the name of its export."""
-        return self.call(self._open(name))
+    @property
+    def served(self) -> Served:
+        """The running gateway; for calls on the server's loop."""
+        return self._started.result()
+
+    def session(self, name: str = "", *, task: str = "") -> ServedSession:
+        """Open a session for one run of an agent; `name` becomes its rollout's id.
+
+        Sessions of one `task` (default: the name) form a group. Raises GatewayError for a used name.
+        """
+        return self.call(self._open(name, task))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's loop and return its result."""
@@ -118,12 +119,6 @@ class Server:
             raise GatewayError("the server does not run: use it inside `with insitu.serve(...)`")
         return asyncio.run_coroutine_threadsafe(work, self._main.result()[0])
 
-    def export(self, served: ServedSession, session: Session, trajectory: Trajectory) -> None:
-        """Write a sealed session to the run directory."""
-        self._sessions.remove(session)
-        numbers = export(Console(None), self.path / SESSIONS, served.id, session, trajectory)
-        self._ledgers[served.id] = {**numbers, "reward": served.reward}
-
     def start(self) -> None:
         """Start serving; raise InsituError when it fails."""
         self._ended = self._pool.submit(lambda: asyncio.run(self._serve()))
@@ -135,7 +130,7 @@ class Server:
                 self.stop()
 
     def stop(self) -> None:
-        """Seal and export the open sessions and stop; raise what ended the server."""
+        """Seal and store the open sessions and stop; raise what ended the server."""
         if self._ended is None:
             return
         if not self._ended.done():
@@ -170,25 +165,16 @@ class Server:
     ) -> None:
         await asyncio.shield(asyncio.to_thread(self.stop))
 
-    async def _open(self, name: str) -> ServedSession:
-        served, name = self._started.result(), name or f"session-{self._count}"
+    async def _open(self, name: str, task: str) -> ServedSession:
+        name = name or f"session-{self._count}"
         self._count += 1
-        if name in self._ledgers or any(session.rollout_id == name for session in self._sessions):
-            raise GatewayError(f"session {name} exists already")
-        session = open_session(served, name)
-        self._sessions.append(session)
-        return ServedSession(self, session, served.origin)
+        return ServedSession(self, self.served.open(name, task), self.served.origin)
 
     async def _serve(self) -> None:
         main = asyncio.current_task()
         if main is None:
             raise GatewayError("the server runs outside of a task")
         self._main.set_result((asyncio.get_running_loop(), main))
-        console = Console(None)
-        with RunDir.create(self.config) as run:
-            async with open_served(run, console) as served:
-                self._started.set_result(served)
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    await finish(console, run, self._sessions, served.gateway, None, self._ledgers)
+        async with open_served(self.config, Console(None)) as served:
+            self._started.set_result(served)
+            await served.expire()

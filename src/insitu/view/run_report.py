@@ -86,8 +86,9 @@ def show_run(run_dir: Path) -> str:
     """
     config = read_config(run_dir)
     with read_store(run_dir) as store:
-        head = f"{run_dir}: {config.harness.agent}, seed {config.run.seed}"
         kind = store.meta().get(KIND)
+        agent = "served" if kind == "serve" else config.harness.agent
+        head = f"{run_dir}: {agent}, seed {config.run.seed}"
         if kind is not None:
             return "\n".join([head, *_decided_lines(run_dir, store, kind)]) + "\n"
         lines = [head, *_step_lines(store), *_eval_lines(store, config.run.eval_tasks)]
@@ -121,7 +122,10 @@ def _decided_lines(run_dir: Path, store: Store, kind: str) -> Iterator[str]:
         rollouts = store.outcomes(phase, step)
         ends = Counter(o.status.value if o.outcome is None else o.outcome.value for o in rollouts)
         yield f"  {len(rollouts)} rollouts so far: {', '.join(f'{name} {n}' for name, n in ends.items())}"
-    yield f"not finished; continue with: insitu {kind} --resume {run_dir}"
+    if kind == "serve":
+        yield f"not finished: serving, or killed (insitu recover {run_dir})"
+    else:
+        yield f"not finished; continue with: insitu {kind} --resume {run_dir}"
 
 
 def _scores(store: Store, phase: str) -> dict[str, Score]:

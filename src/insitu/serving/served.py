@@ -69,26 +69,23 @@ class SessionStore:
         members.append(rollout.id)
 
 
+def _rollout(name: str, trajectory: Trajectory, **more: Any) -> Rollout:
+    """Return a session's rollout; its task is the name unless `more` has one."""
+    given = {"task_id": name, "status": Status.OK, "reward": None, "timings": Timings(), **more}
+    nothing: dict[str, Any] = {"category": "", "verdict": None, "changed": {}, "deleted": ()}
+    return Rollout(id=name, trajectory=trajectory, **nothing, **given)
+
+
 def rollout_of(session: Session, trajectory: Trajectory) -> Rollout:
     """Return a sealed session as a rollout; one that the infrastructure broke has no reward."""
     stats = session.stats
-    status = Status.TRUNCATED if stats.budget_stop or stats.truncated else Status.OK
+    more = {"task_id": session.task or session.rollout_id, "timings": Timings(engine_s=stats.engine_s)}
     if stats.infra_error:
-        status = Status.INFRA_FAILED
         trajectory = replace(trajectory, ledger=reassign(trajectory.ledger, "infra"))
-    return Rollout(
-        id=session.rollout_id,
-        task_id=session.task or session.rollout_id,
-        category="",
-        status=status,
-        reward=None if stats.infra_error else session.reward,
-        trajectory=trajectory,
-        verdict=None,
-        changed={},
-        deleted=(),
-        timings=Timings(engine_s=stats.engine_s),
-        error=stats.infra_error,
-    )
+        more |= {"status": Status.INFRA_FAILED, "error": stats.infra_error}
+        return _rollout(session.rollout_id, trajectory, **more)
+    status = Status.TRUNCATED if stats.budget_stop or stats.truncated else Status.OK
+    return _rollout(session.rollout_id, trajectory, **more, status=status, reward=session.reward)
 
 
 class Served:
@@ -239,27 +236,16 @@ def recover_run(path: Path) -> list[Rollout]:
     Raises RecordError.
     """
     logs = sorted((path / SESSIONS).glob("*.log"))
+    found: list[Rollout] = []
     if not logs:
-        return []
-    found = []
+        return found
     with RunDir.open(path) as run, run.store() as store:
         store.set_meta(KIND, SERVE)
         sessions = SessionStore(store)
         for log in logs:
             session = recover(log)
-            rollout = Rollout(
-                id=session.rollout_id,
-                task_id=session.rollout_id,
-                category="",
-                status=Status.OK,
-                reward=None,
-                trajectory=session.forest.trajectory(),
-                verdict=None,
-                changed={},
-                deleted=(),
-                timings=Timings(),
-                error="the gateway was killed" + (", its log is torn at its end" if session.torn else ""),
-            )
+            error = "the gateway was killed" + (", its log is torn at its end" if session.torn else "")
+            rollout = _rollout(session.rollout_id, session.forest.trajectory(), error=error)
             if store.state(rollout.id) is None:  # else killed between storing it and deleting the log
                 sessions.put(rollout)
                 found.append(rollout)

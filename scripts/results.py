@@ -1,0 +1,108 @@
+"""Write docs/results.md from the records in benchmarks/results.
+
+`python scripts/results.py` writes the page. `--check` compares it and looks up the figures that the README
+and docs quote. `--record NAME COMMAND...` runs a command whose last line on stdout is JSON and stores it.
+`page.md` beside the records is the template (Jinja): prose, and tables with figures taken from records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+FIGURE = re.compile(
+    r"(?<![\w.])\d[\d,]*(?:\.\d+)? (?:ms|\u00d7)|(?<![\w.])\d+\.\d+ %|(?<![\w.])0\.\d{3}(?!\d)"
+)
+"""Measured figures in prose: milliseconds, a factor, a percentage with decimals, a rate of three decimals."""
+REPORTS = {
+    f"{name}.md"
+    for name in ("results", "gateway-cost", "asynchronous", "failures", "servers", "sft", "DESIGN")
+}
+"""Pages with tables of their own figures, each with command and date."""
+
+
+def records() -> dict[str, Any]:
+    """Return name -> record; names as in the template, with underscores."""
+    paths = sorted(RECORDS.glob("*.json"))
+    return {path.stem.replace("-", "_"): json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def duration(seconds: int) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes} min {rest} s"
+
+
+def thousands(number: int) -> str:
+    return f"{number:,}"
+
+
+def page() -> str:
+    """Return the text of docs/results.md."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(RECORDS),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters |= {"duration": duration, "thousands": thousands}
+    found = records()
+    return environment.get_template("page.md").render(found, records=found)
+
+
+def unknown_figures() -> list[str]:
+    """Return figures in README and docs that the page does not have."""
+    known = PAGE.read_text(encoding="utf-8")
+    pages = [ROOT / "README.md", *(path for path in (ROOT / "docs").glob("*.md") if path.name not in REPORTS)]
+    return [
+        f"{path.relative_to(ROOT)} quotes {figure!r}, which is not in docs/results.md"
+        for path in pages
+        for figure in FIGURE.findall(path.read_text(encoding="utf-8"))
+        if not re.search(rf"(?<![\d.]){re.escape(figure)}", known)
+    ]
+
+
+def record(name: str, command: list[str]) -> None:
+    """Run a command and store its result."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+    commit = ["git", "describe", "--always", "--dirty"]
+    found = {
+        "command": " ".join(command),
+        "machine": f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": subprocess.run(commit, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip(),
+        "load_average": os.getloadavg()[0],
+        "result": json.loads(done.stdout.splitlines()[-1]),
+    }
+    text = json.dumps(found, indent=2, ensure_ascii=False)
+    (RECORDS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--record"]:
+        record(arguments[1], arguments[2:])
+    elif arguments == ["--check"]:
+        wrong = unknown_figures()
+        if PAGE.read_text(encoding="utf-8") != page():
+            wrong.append("docs/results.md differs from its records: run python scripts/results.py")
+        print("\n".join(wrong), end="\n" if wrong else "")
+        return 1 if wrong else 0
+    else:
+        PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -30,14 +30,18 @@ class _ByteTable:
 
         Raises OverflowError for negative ids, as the library does.
         """
+        return b"".join(self.pieces(ids)).decode("utf-8", "replace")
+
+    def pieces(self, ids: IntArray) -> list[bytes]:
+        """Return the bytes of each id; none for ids outside the vocabulary."""
         tokens, pieces = ids.tolist(), self._pieces
         try:
-            return b"".join([pieces[i] for i in tokens]).decode("utf-8", "replace")
+            return [pieces[i] for i in tokens]
         except KeyError:
             for i in tokens:
                 if i not in pieces:
                     pieces[i] = _bytes(self._token(i))
-            return b"".join([pieces[i] for i in tokens]).decode("utf-8", "replace")
+            return [pieces[i] for i in tokens]
 
 
 def byte_table(tokenizer: Tokenizer) -> _ByteTable | None:

@@ -112,6 +112,12 @@ class Codec:
             return self._bytes.text(ids)
         return str(self._stock.decode(ids.tolist(), skip_special_tokens=False))
 
+    def pieces(self, ids: IntArray) -> list[bytes]:
+        """Return the bytes of each id, for display; joined and decoded they are `decode` of all."""
+        if self._bytes is not None:
+            return self._bytes.pieces(ids)
+        return [str(self._stock.decode([i], skip_special_tokens=False)).encode() for i in ids.tolist()]
+
     def decode_marked(self, ids: IntArray) -> str:
         """Return the text of ids in the form that `encode` takes.
 

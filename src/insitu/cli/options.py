@@ -15,7 +15,7 @@ from insitu.cli.init import ENGINES
 
 GROUPS = {
     "train": ("demo", "init", "train", "sft", "rollout"),
-    "look": ("show", "export", "replay", "grade"),
+    "look": ("view", "show", "export", "replay", "grade"),
     "tasks": ("tasks", "attack"),
     "tools": ("serve", "recover", "conformance", "install", "doctor"),
 }
@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_rollout(commands)
     _add_serve(commands)
     _add_recover(commands)
+    _add_view(commands)
     replay = commands.add_parser(
         "replay", description="repeat a stored run's training and compare it bit for bit"
     )
@@ -201,6 +202,25 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--json", action="store_true", help="one JSON object per line")
     serve.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key")
     serve.set_defaults(verb=verbs.serve_verb)
+
+
+def _add_view(commands: Any) -> None:
+    view = commands.add_parser("view", description="look at runs in the browser")
+    view.add_argument(
+        "runs",
+        nargs="*",
+        type=_path,
+        metavar="RUN",
+        help="run directories, or folders of them (default: runs)",
+    )
+    view.add_argument("--port", type=int, help="port (default: 7430, or the next free one)")
+    view.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    view.add_argument(
+        "--allow-network", action="store_true", help="permit a --host that other machines can reach"
+    )
+    view.add_argument("--no-open", action="store_true", help="open no browser")
+    view.add_argument("--json", action="store_true", help='print {"url": ..., "token": ...}')
+    view.set_defaults(verb=verbs.view_verb)
 
 
 def _add_tasks(commands: Any) -> None:

@@ -270,6 +270,24 @@ def export_verb(options: argparse.Namespace) -> int:
     return 0
 
 
+def view_verb(options: argparse.Namespace) -> int:
+    """Serve the viewer until Ctrl-C, which is a success."""
+    from insitu.shutdown import run_interruptible
+    from insitu.view.web.command import ViewOptions, view
+
+    chosen = ViewOptions(
+        paths=options.runs,
+        host=options.host,
+        port=options.port,
+        allow_network=options.allow_network,
+        opens=not options.no_open,
+        json=options.json,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        run_interruptible(view(chosen, sys.stdout))
+    return 0
+
+
 def serve_verb(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C, which is a success."""
     from insitu.config import load_config

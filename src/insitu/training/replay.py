@@ -35,7 +35,7 @@ class _ReplayObserver(Protocol):
     def note(self, text: str) -> None: ...
 
 
-def _stored_groups(store: Store, step: int) -> Sequence[Group]:
+def stored_groups(store: Store, step: int) -> Sequence[Group]:
     """Return the groups of one training step as collected."""
     rollouts = store.step_rollouts(step)
 
@@ -67,7 +67,7 @@ async def _replay(run_dir: Path, view: _ReplayObserver) -> Mapping[str, Any]:
         plan_config, differing = PlanConfig.of(config), []
         view.stage("replay", len(steps))
         for record in steps:
-            plan = plan_step(_stored_groups(store, record.step), plan_config)
+            plan = plan_step(stored_groups(store, record.step), plan_config)
             await learner.step(plan)
             same_plan = plan.digest == record.plan_hash
             if not same_plan or learner.weights != record.metrics["weights"]:

@@ -1,0 +1,368 @@
+"""Read-only queries over the store of a run: every SQL statement of the viewer and of `insitu.open_run`.
+
+A `RunReader` is opened per use and closed at once: an open read would keep SQLite from truncating the log of
+the process that writes. Statements are interrupted after `QUERY_S` seconds.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from insitu.errors import RecordError
+from insitu.storage.store import Store
+
+QUERY_S = 2.0
+PAGE = 200
+"""Most rows of one page of rollouts."""
+_PROGRESS_OPS = 20_000
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|[0-9a-fA-F]{12,}|\d+")
+_TABLES = """
+FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) LEFT JOIN states s USING (rollout_id)
+"""
+_ROW = """
+SELECT r.rowid AS "row", r.rollout_id AS id, r.ulid, r.phase, r.step, r.group_no AS "group", r.slot,
+  r.task_id AS task, r.category, r.status, r.reward, r.attempt, r.error, r.timings, r.ledger, r.egress,
+  v.outcome, v.trust, v.passed, v.total, v.reason, v.dropped_paths AS dropped,
+  s.state, s.reason AS fate, s.version, s.oldest, s.account,
+  (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id) AS calls
+"""
+FILTERS: Mapping[str, str] = {
+    "phase": "r.phase = :phase",
+    "step": "r.step = :step",
+    "account": "s.account = :account",
+    "group": "r.group_no = :group",
+    "task": "r.task_id = :task",
+    "category": "r.category = :category",
+    "status": "r.status = :status",
+    "outcome": "COALESCE(v.outcome, 'none') = :outcome",
+    "trust": "v.trust = :trust",
+    "state": "s.state = :state",
+    "fate": "s.reason = :fate",
+    "excluded": "json_extract(r.ledger, '$.excluded.' || :excluded) > 0",
+    "why": "varying(v.reason) = :why",
+    "error": "varying(r.error) = :error",
+    "solved": "COALESCE(r.reward >= 1.0, 0) = :solved",
+    "min_reward": "r.reward >= :min_reward",
+    "max_reward": "r.reward <= :max_reward",
+    "dropped": "(v.dropped_paths <> '[]') = :dropped",
+    "egress": "(COALESCE(r.egress, 0) > 0) = :egress",
+    "retried": "(r.attempt > 1) = :retried",
+    "q": "(r.rollout_id LIKE :q ESCAPE '\\' OR r.task_id LIKE :q ESCAPE '\\' OR r.error LIKE :q ESCAPE '\\'"
+    " OR v.reason LIKE :q ESCAPE '\\')",
+}
+"""Filter of a list of rollouts -> condition. `outcome` none = not graded; `q` = in id, task or reason."""
+NUMBERS = frozenset(
+    {"step", "account", "group", "solved", "min_reward", "max_reward", "dropped", "egress", "retried"}
+)
+"""Filters whose value is a number; the others are text."""
+SORTS: Mapping[str, str] = {
+    "id": "r.rollout_id",
+    "task": "r.task_id",
+    "status": "r.status",
+    "outcome": "COALESCE(v.outcome, '')",
+    "step": "r.step",
+    "reward": "COALESCE(r.reward, -1e9)",
+    "attempt": "r.attempt",
+    "egress": "COALESCE(r.egress, -1)",
+    "version": "COALESCE(s.oldest, -1)",
+    "calls": "(SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)",
+    "sampled": "json_extract(r.ledger, '$.captured')",
+    "trained": "json_extract(r.ledger, '$.trained')",
+    **{
+        name: f"COALESCE(json_extract(r.timings, '$.{name}'), 0)"
+        for name in ("queued_s", "agent_s", "engine_s", "grade_s", "total_s")
+    },
+}
+"""Sort key of a list of rollouts -> expression that is never NULL. Without one: newest first."""
+
+STATES = "SELECT state, reason, COUNT(*) AS n FROM states GROUP BY state, reason ORDER BY n DESC"
+STEPS = "SELECT * FROM steps WHERE step > :after ORDER BY step"
+ONE_STEP = """
+SELECT s.*, (SELECT tokens FROM ledger l WHERE l.step = s.step AND l.entry = 'captured') AS captured
+FROM steps s WHERE s.step = :step
+"""
+LEDGER = "SELECT step, entry, tokens FROM ledger WHERE step > :after"
+STEP_SCORES = """
+SELECT s.account AS step, SUM(r.reward >= 1.0) AS solved, COUNT(*) AS total, SUM(r.reward) AS reward_sum
+FROM states s JOIN rollouts r USING (rollout_id)
+WHERE s.account > :after AND r.reward IS NOT NULL GROUP BY s.account
+"""
+HELDOUT_SCORES = """
+SELECT phase, step, category, SUM(reward >= 1.0) AS solved, COUNT(*) AS total, SUM(reward) AS reward_sum
+FROM rollouts WHERE phase <> 'train' AND reward IS NOT NULL GROUP BY phase, step, category ORDER BY step
+"""
+WHY = """
+SELECT r.status, v.outcome, varying(COALESCE(NULLIF(v.reason, ''), r.error)) AS text, COUNT(*) AS n,
+  MAX(r.rollout_id) AS example, MIN(r.step) AS first_step, MAX(r.step) AS last_step,
+  NULLIF(v.reason, '') IS NULL AS of_error
+FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) WHERE COALESCE(r.reward, 0) < 1.0
+GROUP BY r.status, v.outcome, text ORDER BY n DESC LIMIT 60
+"""
+FACETS = """
+SELECT r.phase, r.status, COALESCE(v.outcome, 'none') AS outcome, COUNT(*) AS n
+FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) GROUP BY 1, 2, 3
+"""
+CATEGORIES = "SELECT category, COUNT(*) AS n FROM rollouts GROUP BY category ORDER BY n DESC LIMIT 50"
+RUNNING = """
+SELECT rollout_id AS id, phase, step, task_id AS task, attempt, version FROM states WHERE state = 'running'
+ORDER BY phase, step, group_no, slot LIMIT 200
+"""
+STEP_ROWS = f"{_ROW} {_TABLES} WHERE s.account = :step ORDER BY r.step, r.group_no, r.slot LIMIT 5000"
+GROUP_ROWS = (
+    f"{_ROW} {_TABLES} WHERE r.phase = :phase AND r.step = :step AND r.group_no = :group ORDER BY r.slot"
+)
+TASK_ROWS = f"{_ROW} {_TABLES} WHERE r.task_id = :task ORDER BY r.rowid LIMIT 2000"
+ONE_ROW = f"{_ROW} {_TABLES} WHERE r.rollout_id = :id"
+GROUP_STATES = """
+SELECT rollout_id AS id, slot, state, reason AS fate, attempt FROM states
+WHERE phase = :phase AND step = :step AND group_no = :group ORDER BY slot
+"""
+ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :id"
+STATE = "SELECT * FROM states WHERE rollout_id = :id"
+VERDICT = "SELECT * FROM verdicts WHERE rollout_id = :id"
+NOTES = "SELECT drifts, hints FROM notes WHERE rollout_id = :id"
+ATTEMPTS = "SELECT * FROM attempts WHERE rollout_id = :id ORDER BY attempt"
+FILES = "SELECT path, executable, length(content) AS size FROM files WHERE rollout_id = :id ORDER BY path"
+FILE = "SELECT content, executable FROM files WHERE rollout_id = :id AND path = :path"
+TURN_HEADS = """
+SELECT position, turn, parent, finish, version_runs, excluded, length(context_ids) / 4 AS fresh,
+  length(ids) / 4 AS sampled, logprobs IS NOT NULL AS has_logprobs
+FROM turns WHERE rollout_id = :id ORDER BY position
+"""
+TURN_IDS = """
+SELECT turn, parent, finish, context_ids, ids FROM turns
+WHERE rollout_id = :id AND position >= :start ORDER BY position LIMIT :count
+"""
+SEGMENT_HEADS = """
+SELECT rowid AS "row", position, segment, kind, label, length(mask) AS tokens,
+  length(versions) / 4 AS masked, length(logprobs) / 4 AS logprobs
+FROM segments WHERE rollout_id = :id ORDER BY position
+"""
+TURN_ROWS = 'SELECT rowid AS "row" FROM turns WHERE rollout_id = :id AND turn = :turn'
+SAME_TASK = """
+SELECT rollout_id AS id, phase, step, slot, reward FROM rollouts WHERE task_id = :task AND phase = :phase
+ORDER BY step, group_no, slot
+"""
+NEXT_ROW = "SELECT rollout_id AS id FROM rollouts WHERE rowid > :row ORDER BY rowid LIMIT 1"
+PREVIOUS_ROW = "SELECT rollout_id AS id FROM rollouts WHERE rowid < :row ORDER BY rowid DESC LIMIT 1"
+TASKS = """
+SELECT task_id AS task, category, COUNT(*) AS n, SUM(COALESCE(reward, 0) >= 1.0) AS solved,
+  SUM(reward IS NULL) AS failed, COALESCE(SUM(reward), 0) AS reward_sum, MIN(step) AS first_step,
+  MAX(step) AS last_step, MAX(CASE WHEN reward >= 1.0 THEN step END) AS last_solved
+FROM rollouts WHERE phase = :phase GROUP BY task_id ORDER BY task_id
+"""
+TASK_THIRDS = """
+SELECT task_id AS task, MIN(2, (step - :first) * 3 / :span) AS third, SUM(reward >= 1.0) AS solved,
+  COUNT(*) AS n FROM rollouts WHERE phase = :phase AND reward IS NOT NULL GROUP BY 1, 2
+"""
+STEP_SPAN = "SELECT MIN(step) AS first, MAX(step) AS last FROM rollouts WHERE phase = :phase"
+FAILURES = """
+SELECT varying(error) AS text, COUNT(*) AS n, MIN(rollout_id) AS first, MAX(rollout_id) AS last,
+  error AS example FROM attempts WHERE status = 'infra_failed' GROUP BY 1 ORDER BY n DESC LIMIT 100
+"""
+STATUS_OUTCOME = """
+SELECT r.status, COALESCE(v.outcome, 'none') AS outcome, COUNT(*) AS n
+FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) GROUP BY 1, 2
+"""
+WAITS = "SELECT phase, step, timings, ulid FROM rollouts ORDER BY rowid DESC LIMIT 20000"
+SLOWEST = f"{_ROW} {_TABLES} ORDER BY json_extract(r.timings, '$.total_s') DESC LIMIT 20"
+_SUSPECTS = {
+    "tampered": "v.outcome = 'tampered'",
+    "protected paths changed": "v.dropped_paths <> '[]' AND v.outcome <> 'tampered'",
+    "network attempts": "r.egress > 0",
+    "rewarded by a weak verdict": "v.trust = 'weak' AND r.reward > 0",
+    "solved without a change": "v.outcome = 'resolved' AND r.deleted = '[]'"
+    " AND NOT EXISTS (SELECT 1 FROM files f WHERE f.rollout_id = r.rollout_id)",
+    "solved, test files changed": "v.outcome = 'resolved' AND EXISTS"
+    " (SELECT 1 FROM files f WHERE f.rollout_id = r.rollout_id AND f.path LIKE '%test%')",
+    "solved in one call": "v.outcome = 'resolved'"
+    " AND (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id) = 1",
+}
+SUSPECTS: Mapping[str, str] = {
+    name: f"{_ROW} {_TABLES} WHERE {condition} ORDER BY r.rowid DESC LIMIT 50"
+    for name, condition in _SUSPECTS.items()
+}
+"""Evidence of cheating -> query of its newest rollouts."""
+SUSPECT_COUNTS: Mapping[str, str] = {
+    name: f"SELECT COUNT(*) AS n {_TABLES} WHERE {condition}" for name, condition in _SUSPECTS.items()
+}
+SHARED_DIFFS = """
+SELECT v.diff_hash, COUNT(DISTINCT r.task_id) AS tasks, COUNT(*) AS n, MIN(r.rollout_id) AS example
+FROM verdicts v JOIN rollouts r USING (rollout_id) WHERE v.outcome = 'resolved' AND v.diff_hash <> ''
+GROUP BY v.diff_hash HAVING tasks > 1 ORDER BY n DESC LIMIT 100
+"""
+TELLING: Mapping[str, str] = {
+    "the agent tampered with the tests": f"{_ROW} {_TABLES} WHERE v.outcome = 'tampered'"
+    " ORDER BY r.rowid DESC LIMIT 2",
+    "newest solved": f"{_ROW} {_TABLES} WHERE r.reward >= 1.0 AND r.phase = 'train'"
+    " ORDER BY r.rowid DESC LIMIT 1",
+    "newest unsolved": f"{_ROW} {_TABLES} WHERE r.reward < 1.0 AND r.phase = 'train'"
+    " ORDER BY r.rowid DESC LIMIT 1",
+    "solved with the fewest tokens": f"{_ROW} {_TABLES} WHERE r.reward >= 1.0"
+    " ORDER BY json_extract(r.ledger, '$.captured') LIMIT 1",
+    "most tokens sampled": f"{_ROW} {_TABLES} ORDER BY json_extract(r.ledger, '$.captured') DESC LIMIT 1",
+    "slowest": f"{_ROW} {_TABLES} ORDER BY json_extract(r.timings, '$.total_s') DESC LIMIT 1",
+    "latest first solve of a task": f"{_ROW} {_TABLES} WHERE r.rowid = (SELECT MAX(f) FROM (SELECT MIN(rowid)"
+    " AS f FROM rollouts WHERE phase = 'train' AND reward >= 1.0 GROUP BY task_id))",
+    "a held-out task that was solved before and is not now": f"{_ROW} {_TABLES} WHERE r.phase LIKE 'eval%'"
+    " AND r.reward < 1.0 AND EXISTS (SELECT 1 FROM rollouts o WHERE o.phase LIKE 'eval%'"
+    " AND o.rowid < r.rowid AND o.task_id = r.task_id AND o.reward >= 1.0) ORDER BY r.rowid DESC LIMIT 1",
+    "cut off at a limit": f"{_ROW} {_TABLES} WHERE r.status = 'truncated' ORDER BY r.rowid DESC LIMIT 1",
+    "the agent failed": f"{_ROW} {_TABLES} WHERE r.status = 'agent_failed' ORDER BY r.rowid DESC LIMIT 1",
+    "infrastructure failure": f"{_ROW} {_TABLES} WHERE r.status = 'infra_failed'"
+    " ORDER BY r.rowid DESC LIMIT 1",
+    "network attempt": f"{_ROW} {_TABLES} WHERE r.egress > 0 ORDER BY r.rowid DESC LIMIT 1",
+}
+"""Why a rollout is worth reading -> query that finds it."""
+PAIRS = """
+SELECT task_id AS task, rollout_id AS id, reward FROM rollouts
+WHERE phase = :phase AND step = :step AND reward IS NOT NULL ORDER BY task_id, slot
+"""
+PHASES = (
+    "SELECT phase, step, COUNT(*) AS n, MIN(rowid) AS first FROM rollouts GROUP BY phase, step ORDER BY first"
+)
+WATCH = """
+SELECT (SELECT MAX(rowid) FROM rollouts) AS rollouts, (SELECT MAX(step) FROM steps) AS steps,
+  (SELECT COUNT(*) FROM states WHERE state = 'running') AS running
+"""
+LAST_ROLLOUT = "SELECT ulid FROM rollouts ORDER BY rowid DESC LIMIT 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPage:
+    """One page of a list of rollouts."""
+
+    rows: list[dict[str, Any]]
+    next: str
+    """Cursor of the following page; empty at the end."""
+
+
+class RunReader(Store):
+    """Read-only store with the queries of this module; a context manager."""
+
+    def __init__(self, run_dir: Path, *, query_s: float = QUERY_S) -> None:
+        """Open the store of a run directory; raise RecordError when it has none that can be read."""
+        path = run_dir / "run.sqlite"
+        if not path.exists():
+            raise RecordError(f"{run_dir} holds no rollouts yet: it has no run.sqlite")
+        self._query_s = query_s
+        self._ends_s = 0.0
+        super().__init__(path, readonly=True)
+        self._db.create_function("varying", 1, varying, deterministic=True)
+        self._db.set_progress_handler(lambda: time.monotonic() > self._ends_s, _PROGRESS_OPS)
+
+    def _reading(self) -> Any:
+        self._ends_s = time.monotonic() + self._query_s
+        return super()._reading()
+
+    def all(self, query: str, **values: object) -> list[dict[str, Any]]:
+        """Return the rows of one of this module's queries."""
+        with self._reading() as db:
+            return [dict(row) for row in db.execute(query, values).fetchall()]
+
+    def one(self, query: str, **values: object) -> dict[str, Any] | None:
+        """Return the first row of one of this module's queries, or None."""
+        return next(iter(self.all(query, **values)), None)
+
+    def rows(self, query: str, **values: object) -> list[dict[str, Any]]:
+        """Return rollouts of a query that selects list rows, decoded."""
+        return [read_row(row) for row in self.all(query, **values)]
+
+    def page(
+        self, filters: Mapping[str, object], *, sort: str = "", cursor: str = "", limit: int = PAGE
+    ) -> RolloutPage:
+        """Return one page of rollouts, newest first or by `sort`, a key of SORTS; "-" before it = descending.
+
+        Raises RecordError for an unknown filter, sort or cursor.
+        """
+        where, values = _conditions(filters)
+        descending = not sort or sort.startswith("-")
+        key = sort.removeprefix("-")
+        if key and key not in SORTS:
+            raise RecordError(f"no such sort: {key}; there are: {', '.join(SORTS)}")
+        expression, way = (SORTS[key] if key else "r.rowid"), "DESC" if descending else "ASC"
+        if cursor:
+            where.append(f"({expression}, r.rowid) {'<' if descending else '>'} (:at, :at_row)")
+            values |= _read_cursor(cursor)
+        condition = f"WHERE {' AND '.join(where)}" if where else ""
+        found = self.all(
+            f"{_ROW}, {expression} AS sort_key {_TABLES} {condition}"
+            f" ORDER BY {expression} {way}, r.rowid {way} LIMIT :limit",
+            **values,
+            limit=limit,
+        )
+        last = found[-1] if len(found) == limit else None
+        after = "" if last is None else orjson.dumps([last["sort_key"], last["row"]]).decode()
+        return RolloutPage(rows=[read_row(row) for row in found], next=after)
+
+    def count(self, filters: Mapping[str, object]) -> int:
+        """Return the number of rollouts that pass the filters."""
+        where, values = _conditions(filters)
+        if not where:
+            return int(self.all("SELECT COUNT(*) AS n FROM rollouts")[0]["n"])
+        found = self.all(f"SELECT COUNT(*) AS n {_TABLES} WHERE {' AND '.join(where)}", **values)
+        return int(found[0]["n"])
+
+    def window(self, table: str, column: str, row: int, start: int, count: int) -> bytes:
+        """Return bytes `start` to `start + count` of a blob of `segments` or `turns`."""
+        with self._reading() as db, db.blobopen(table, column, row, readonly=True) as blob:
+            blob.seek(min(start, len(blob)))
+            return bytes(blob.read(count))
+
+
+def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a list row with its JSON columns decoded, times from the id, and token counts."""
+    found = {key: value for key, value in row.items() if key not in ("ledger", "timings", "sort_key", "ulid")}
+    ledger, timings = orjson.loads(row["ledger"]), orjson.loads(row["timings"])
+    found["dropped"] = orjson.loads(row["dropped"] or "[]")
+    found["ended_s"] = ulid_seconds(row["ulid"])
+    found |= {"sampled": ledger["captured"], "trained": ledger["trained"], "excluded": ledger["excluded"]}
+    return {**found, **timings}
+
+
+def ulid_seconds(ulid: str) -> float:
+    """Return the time of a ULID in seconds since the epoch: when its rollout was stored."""
+    alphabet = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+    value = 0
+    for letter in ulid[:10]:
+        value = value * 32 + max(0, alphabet.find(letter))
+    return value / 1000
+
+
+def varying(text: str | None) -> str:
+    """Return a text with numbers and hashes replaced by #, so that equal causes are equal."""
+    return "" if text is None else _VARYING.sub("#", text)
+
+
+def _conditions(filters: Mapping[str, object]) -> tuple[list[str], dict[str, object]]:
+    unknown = sorted(set(filters) - set(FILTERS))
+    if unknown:
+        raise RecordError(f"no such filter: {unknown[0]}; there are: {', '.join(FILTERS)}")
+    values = dict(filters)
+    if "q" in values:
+        text = re.sub(r"([\\%_])", r"\\\1", str(values["q"]))
+        values["q"] = f"%{text}%"
+    return [FILTERS[name] for name in filters], values
+
+
+def _read_cursor(cursor: str) -> dict[str, object]:
+    try:
+        at, row = orjson.loads(cursor)
+    except (ValueError, TypeError) as error:
+        raise RecordError("the cursor of the page is not valid") from error
+    if not isinstance(at, str | int | float) or not isinstance(row, int):
+        raise RecordError("the cursor of the page is not valid")
+    return {"at": at, "at_row": row}
+
+
+def interrupted(error: BaseException) -> bool:
+    """Return whether an error is a query that took longer than it may."""
+    return isinstance(error.__cause__, sqlite3.OperationalError) and "interrupted" in str(error.__cause__)

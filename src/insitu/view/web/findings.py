@@ -1,0 +1,191 @@
+"""What the pages about trouble and difference show: health, cheats, comparison of runs and rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from insitu.storage import queries as sql
+from insitu.storage.attempts import ENDS
+from insitu.storage.queries import RunReader, ulid_seconds
+from insitu.view.web.pages import flat_config, heldout, step_columns
+from insitu.view.web.runs import RunHandle, run_info, summary_of
+
+WAITS = ("queued_s", "agent_s", "engine_s", "grade_s", "total_s")
+LANES = 400
+"""Newest rollouts that the timeline shows."""
+_ADVICE_S = 30.0
+
+
+def health_page(run: RunHandle) -> dict[str, Any]:
+    """Return how attempts ended, what was waited for, and advice."""
+    with run.reader() as reader:
+        ends = reader.attempts_by_end()
+        matrix = reader.all(sql.STATUS_OUTCOME)
+        rows = reader.all(sql.WAITS)
+        steps = step_columns(reader)
+        found = {
+            "attempts": {end: ends[end] for end in ENDS},
+            "failures": reader.all(sql.FAILURES),
+            "status_outcome": matrix,
+            "slowest": reader.rows(sql.SLOWEST),
+            "running": reader.all(sql.RUNNING),
+        }
+    timed = [{**row, **orjson.loads(row["timings"])} for row in rows]
+    return found | {
+        "waits": _waits(timed),
+        "lanes": _lanes(timed[:LANES]),
+        "timeline": None,
+        "advice": advice(steps, matrix),
+    }
+
+
+def _waits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return p50, p90 and p99 of each wait by phase and step."""
+    places: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        places.setdefault((row["step"], row["phase"]), []).append(row)
+    found = []
+    for (step, phase), members in sorted(places.items()):
+        shown: dict[str, Any] = {"phase": phase, "step": step, "n": len(members)}
+        for name in WAITS:
+            values = np.percentile([row[name] for row in members], (50, 90, 99))
+            shown[name] = [round(float(value), 3) for value in values]
+        found.append(shown)
+    return found
+
+
+def _lanes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return when rollouts began and ended, newest first."""
+    found = []
+    for row in rows:
+        ended = ulid_seconds(row["ulid"])
+        shown = {"phase": row["phase"], "step": row["step"], "began_s": ended - row["total_s"]}
+        found.append({**shown, "ended_s": ended, **{name: row[name] for name in WAITS}})
+    return found
+
+
+def advice(steps: Mapping[str, Any], matrix: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return alarms, and hints for tuning only where there are none."""
+    metrics = steps["metrics"]
+    recent = {name: [v for v in values[-5:] if v is not None] for name, values in metrics.items()}
+    found = [
+        {"level": "alarm", "text": f"{name.removesuffix('_alarm').replace('_', ' ')}: alarm in the last step"}
+        for name, values in metrics.items()
+        if name.endswith("_alarm") and values and values[-1]
+    ]
+    by_status: Counter[str] = Counter()
+    for row in matrix:
+        by_status[row["status"]] += row["n"]
+    total = sum(by_status.values()) or 1
+    for status, share, what in (
+        ("infra_failed", 0.05, "failed by infrastructure"),
+        ("truncated", 0.25, "cut off"),
+    ):
+        if by_status[status] > share * total:
+            text = f"{by_status[status]} of {total} rollouts were {what}"
+            found.append({"level": "alarm" if status == "infra_failed" else "warning", "text": text})
+    if sum(recent.get("learner_restarts", [])):
+        found.append({"level": "alarm", "text": "the learner was restarted"})
+    if any(item["level"] == "alarm" for item in found):
+        return found
+    groups, useful = sum(recent.get("groups", [])), sum(recent.get("effective_groups", []))
+    if groups and useful < groups / 2:
+        text = f"{groups - useful:g} of the last {groups:g} groups had equal rewards: no gradient"
+        found.append({"level": "hint", "text": text})
+    waited = recent.get("waited_s", [])
+    if waited and max(waited) > _ADVICE_S:
+        found.append({"level": "hint", "text": f"the trainer waited up to {max(waited):.0f} s for rollouts"})
+    return found
+
+
+def cheats_page(run: RunHandle) -> dict[str, Any]:
+    """Return evidence of cheating; none of it is a verdict on its own."""
+    with run.reader() as reader:
+        kinds = []
+        for name, query in sql.SUSPECTS.items():
+            counted = reader.one(sql.SUSPECT_COUNTS[name]) or {"n": 0}
+            kinds.append({"evidence": name, "n": counted["n"], "rollouts": reader.rows(query)})
+        steps = step_columns(reader)
+        shared = reader.all(sql.SHARED_DIFFS)
+    alarms = {
+        name: [step for step, value in zip(steps["step"], values, strict=True) if value]
+        for name, values in steps["metrics"].items()
+        if name in ("reward_alarm", "tamper_alarm", "tokens_lost_alarm")
+    }
+    return {"kinds": kinds, "shared_diffs": shared, "alarms": alarms}
+
+
+def compare_runs(runs: Sequence[RunHandle]) -> dict[str, Any]:
+    """Return runs side by side: scores and metrics of each, and the keys in which they differ."""
+    found = []
+    for run in runs:
+        with run.reader() as reader:
+            shown = {"info": run_info(run), "summary": summary_of(run), "steps": step_columns(reader)}
+            found.append({**shown, "heldout": heldout(reader), "phases": reader.all(sql.PHASES)})
+    flat = [flat_config(run) for run in runs]
+    keys = list(dict.fromkeys(key for config in flat for key in config))
+    differences = [
+        {"key": key, "values": [config.get(key) for config in flat]}
+        for key in keys
+        if key != "run.dir" and any(config.get(key) != flat[0].get(key) for config in flat)
+    ]
+    return {"runs": found, "differences": differences}
+
+
+def compare_tasks(a: RunHandle, b: RunHandle, of_a: tuple[str, int], of_b: tuple[str, int]) -> dict[str, Any]:
+    """Return the same tasks on two sides, as a 2 x 2 table with the exact p of McNemar's test.
+
+    A side is (phase, step) of a run. A task is solved when more than half of its graded rollouts are.
+    """
+    sides = [_task_results(a, of_a), _task_results(b, of_b)]
+    pairs = []
+    for task in [task for task in sides[0] if task in sides[1]]:
+        first, second = sides[0][task], sides[1][task]
+        cell = ("both", "only_a", "only_b", "neither")[2 * (not first["solved"]) + (not second["solved"])]
+        pairs.append({"task": task, "cell": cell, "a": first["ids"], "b": second["ids"]})
+    cells = Counter(pair["cell"] for pair in pairs)
+    table = {cell: cells[cell] for cell in ("both", "only_a", "only_b", "neither")}
+    return {"table": table, "p": mcnemar(table["only_a"], table["only_b"]), "pairs": pairs}
+
+
+def _task_results(run: RunHandle, place: tuple[str, int]) -> dict[str, dict[str, Any]]:
+    with run.reader() as reader:
+        rows = reader.all(sql.PAIRS, phase=place[0], step=place[1])
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        task = found.setdefault(row["task"], {"ids": [], "rewards": []})
+        task["ids"].append(row["id"])
+        task["rewards"].append(row["reward"])
+    for task in found.values():
+        task["solved"] = sum(reward >= 1.0 for reward in task["rewards"]) * 2 > len(task["rewards"])
+    return found
+
+
+def mcnemar(only_a: int, only_b: int) -> float:
+    """Return the exact two-sided p of McNemar's test: that the two sides differ by chance."""
+    n, least = only_a + only_b, min(only_a, only_b)
+    if n > 1000:
+        return math.erfc(max(0.0, abs(only_a - only_b) - 1) / math.sqrt(2 * n))
+    tail: int = sum(math.comb(n, k) for k in range(least + 1))
+    return min(1.0, 2 * tail / float(2**n))
+
+
+def align(a: RunHandle, b: RunHandle, first: str, second: str) -> dict[str, Any]:
+    """Return how many first replies two rollouts share token by token, and the turns of each main line."""
+    with a.reader() as reader:
+        mine = _replies(reader, first)
+    with b.reader() as reader:
+        other = _replies(reader, second)
+    equal = [x["ids"] == y["ids"] for x, y in zip(mine, other, strict=False)]
+    shared = equal.index(False) if False in equal else len(equal)
+    return {"shared_turns": shared, "a": [t["turn"] for t in mine], "b": [t["turn"] for t in other]}
+
+
+def _replies(reader: RunReader, rollout_id: str) -> list[dict[str, Any]]:
+    return reader.all(sql.TURN_IDS, id=rollout_id, start=0, count=1000)

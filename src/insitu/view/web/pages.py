@@ -1,0 +1,308 @@
+"""What the pages about a whole run show: overview, step, group, tasks, configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from insitu.config import Config
+from insitu.errors import RecordError
+from insitu.storage import queries as sql
+from insitu.storage.attempts import ENDS
+from insitu.storage.queries import RunReader
+from insitu.storage.score import Score
+from insitu.storage.store import EmptyStore
+from insitu.types.keys import description
+from insitu.view.curve import wilson
+from insitu.view.web.credit import Credits, StepCredit
+from insitu.view.web.runs import RunHandle, run_info, summary_of
+from insitu.view.web.token_page import head_turns
+from insitu.view.web.words import Words, prompt_of
+
+ALARMS = "_alarm"
+MAX_TELLING = 12
+
+
+def overview(run: RunHandle, after: int) -> dict[str, Any]:
+    """Return the overview; `after` leaves out steps up to that one."""
+    found: dict[str, Any] = {"run": run_info(run), "summary": summary_of(run), "empty": ""}
+    try:
+        with run.reader() as reader:
+            return found | _stored_overview(reader, after)
+    except EmptyStore as error:
+        return found | {"empty": str(error)}
+
+
+def _stored_overview(reader: RunReader, after: int) -> dict[str, Any]:
+    steps = step_columns(reader, after)
+    ends = reader.attempts_by_end()
+    return {
+        "steps": steps,
+        "heldout": heldout(reader),
+        "states": reader.all(sql.STATES),
+        "attempts": {end: ends[end] for end in ENDS},
+        "running": reader.all(sql.RUNNING),
+        "why": reader.all(sql.WHY),
+        "alarms": _alarms(steps),
+        "telling": telling(reader),
+        "phases": reader.all(sql.PHASES),
+    }
+
+
+def step_columns(reader: RunReader, after: int = -1) -> dict[str, Any]:
+    """Return committed steps as columns: one list per metric and per entry of the ledger."""
+    rows = reader.all(sql.STEPS, after=after)
+    metrics = [orjson.loads(row["metrics"]) for row in rows]
+    names = {name: None for found in metrics for name, v in found.items() if isinstance(v, int | float)}
+    ledger: dict[str, dict[int, int]] = {}
+    for entry in reader.all(sql.LEDGER, after=after):
+        ledger.setdefault(entry["entry"], {})[entry["step"]] = entry["tokens"]
+    scores = {row["step"]: row for row in reader.all(sql.STEP_SCORES, after=after)}
+    steps = [row["step"] for row in rows]
+    return {
+        "step": steps,
+        "committed_s": [row["committed_s"] for row in rows],
+        "plan_hash": [row["plan_hash"] for row in rows],
+        "skipped": [found.get("skipped") or "" for found in metrics],
+        "solved": [scores[step]["solved"] if step in scores else 0 for step in steps],
+        "total": [scores[step]["total"] if step in scores else 0 for step in steps],
+        "reward_sum": [scores[step]["reward_sum"] if step in scores else 0.0 for step in steps],
+        "ledger": {entry: [held.get(step, 0) for step in steps] for entry, held in sorted(ledger.items())},
+        "metrics": {name: [_number(found.get(name)) for found in metrics] for name in sorted(names)},
+    }
+
+
+def heldout(reader: RunReader) -> list[dict[str, Any]]:
+    """Return the scores outside of training by phase, step and category; category "" is the total."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in reader.all(sql.HELDOUT_SCORES):
+        found.setdefault((row["phase"], row["step"]), []).append(row)
+    points = []
+    for (phase, step), rows in found.items():
+        total = {"phase": phase, "step": step, "category": ""}
+        total |= {name: sum(row[name] for row in rows) for name in ("solved", "total", "reward_sum")}
+        named = [row for row in rows if row["category"]]
+        points += [{**row, **_interval(row)} for row in (total, *named)]
+    return points
+
+
+def _interval(row: Mapping[str, Any]) -> dict[str, float]:
+    score = Score(solved=row["solved"], total=row["total"], reward_sum=row["reward_sum"])
+    low, high = wilson(score)
+    return {"rate": score.rate, "low": low, "high": high, "reward_mean": score.reward_mean}
+
+
+def _alarms(steps: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the alarms of the run: name, number of steps, first and last step."""
+    found = []
+    for name, values in steps["metrics"].items():
+        at = [step for step, value in zip(steps["step"], values, strict=True) if value]
+        if name.endswith(ALARMS) and at:
+            found.append({"name": name, "steps": len(at), "first": at[0], "last": at[-1]})
+    return found
+
+
+def telling(reader: RunReader) -> list[dict[str, Any]]:
+    """Return the rollouts most worth reading, each once, with the reason."""
+    found: dict[str, dict[str, Any]] = {}
+    for why, query in sql.TELLING.items():
+        for row in reader.rows(query):
+            found.setdefault(row["id"], {**row, "telling": why})
+    return list(found.values())[:MAX_TELLING]
+
+
+def step_page(run: RunHandle, credits: Credits, step: int) -> dict[str, Any]:
+    """Return the account of one committed step, group by group; raise RecordError when there is none."""
+    with run.reader() as reader:
+        record = reader.one(sql.ONE_STEP, step=step)
+        if record is None:
+            raise RecordError(f"step {step} is not committed")
+        rows = reader.rows(sql.STEP_ROWS, step=step)
+        ledger = {
+            e["entry"]: e["tokens"] for e in reader.all(sql.LEDGER, after=step - 1) if e["step"] == step
+        }
+    credit = credits.of(run, step)
+    groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["phase"], row["step"], row["group"]), []).append(with_credit(row, credit))
+    return {
+        "step": step,
+        "committed_s": record["committed_s"],
+        "checkpoint": record["checkpoint"],
+        "plan_hash": record["plan_hash"],
+        "metrics": orjson.loads(record["metrics"]),
+        "ledger": ledger,
+        "proof": credit.proof,
+        "problem": credit.problem,
+        "groups": [_group_row(place, members) for place, members in groups.items()],
+    }
+
+
+def with_credit(row: dict[str, Any], credit: StepCredit | None) -> dict[str, Any]:
+    """Return a list row with advantage, weight and the plan's reason; null where they are not known."""
+    found = None if credit is None else credit.of(row["id"])
+    named = {name: None if found is None else found[name] for name in ("advantage", "weight", "reason")}
+    return {**row, "advantage": named["advantage"], "weight": named["weight"], "untrained": named["reason"]}
+
+
+def _group_row(place: tuple[str, int, int], members: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    rewards = [row["reward"] for row in members if row["reward"] is not None]
+    reasons = {row["untrained"] for row in members}
+    return {
+        "phase": place[0], "step": place[1], "group": place[2], "task": members[0]["task"],
+        "category": members[0]["category"], "graded": len(rewards),
+        "solved": sum(reward >= 1.0 for reward in rewards),
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "untrained": reasons.pop() if len(reasons) == 1 else None,
+        "rollouts": list(members),
+    }  # fmt: skip
+
+
+def group_page(
+    run: RunHandle, credits: Credits, words: Words | None, phase: str, step: int, group: int
+) -> dict[str, Any]:
+    """Return the rollouts of one group side by side; raise RecordError when it does not exist."""
+    place = {"phase": phase, "step": step, "group": group}
+    with run.reader() as reader:
+        states = reader.all(sql.GROUP_STATES, **place)
+        rows = reader.rows(sql.GROUP_ROWS, **place)
+        if not states and not rows:
+            raise RecordError(f"there is no group {group} of {phase} step {step}")
+        prompt = "" if not rows else task_prompt(reader, words, rows[0]["id"])
+        last = [last_words(reader, words, row["id"]) for row in rows]
+        same = shared_turns(reader, [row["id"] for row in rows], _reference(rows))
+    account = next((row["account"] for row in rows if row["account"] is not None), None)
+    credit = None if account is None else credits.of(run, account)
+    members = [
+        {**with_credit(row, credit), "last_words": text, "same_turns": turns}
+        for row, text, turns in zip(rows, last, same, strict=True)
+    ]
+    return {
+        **place,
+        "task": rows[0]["task"] if rows else None,
+        "account": account,
+        "prompt": prompt,
+        "proof": None if credit is None else credit.proof,
+        "problem": "" if credit is None else credit.problem,
+        "reference": rows[_reference(rows)]["id"] if rows else None,
+        "rollouts": members,
+        "states": states,
+    }
+
+
+def _reference(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the member that the others are compared with: the first solved one, else the first."""
+    return next((number for number, row in enumerate(rows) if (row["reward"] or 0) >= 1.0), 0)
+
+
+def shared_turns(reader: RunReader, ids: Sequence[str], reference: int) -> list[int]:
+    """Return for each rollout how many first replies it shares with the reference, token by token."""
+    replies = [
+        [turn["ids"] for turn in reader.all(sql.TURN_IDS, id=name, start=0, count=200)] for name in ids
+    ]
+    found = []
+    for mine in replies:
+        equal = [a == b for a, b in zip(mine, replies[reference], strict=False)]
+        found.append(equal.index(False) if False in equal else len(equal))
+    return found
+
+
+def task_prompt(reader: RunReader, words: Words | None, rollout_id: str) -> str:
+    """Return the prompt of a rollout's task as text; empty when it cannot be decoded."""
+    turns = reader.all(sql.TURN_IDS, id=rollout_id, start=0, count=1)
+    if words is None or not turns:
+        return ""
+    return prompt_of(words.messages(np.frombuffer(turns[0]["context_ids"], dtype="<i4")))
+
+
+def last_words(reader: RunReader, words: Words | None, rollout_id: str) -> str:
+    """Return the beginning of the text of a rollout's last reply."""
+    heads = head_turns(reader.all(sql.TURN_HEADS, id=rollout_id))
+    turns = reader.all(sql.TURN_IDS, id=rollout_id, start=max(0, len(heads) - 1), count=1)
+    if words is None or not turns:
+        return ""
+    reply = words.reply(np.frombuffer(turns[0]["ids"], dtype="<i4"), turns[0]["finish"], 600)
+    calls = [f"{call['name']} {call['text']}" for call in reply["calls"]]
+    return "\n".join([text for text in (reply["text"]["text"], *calls) if text])
+
+
+def tasks_page(run: RunHandle, phase: str) -> dict[str, Any]:
+    """Return every task of a phase with its tries and solve rate in three parts of the run."""
+    with run.reader() as reader:
+        span = reader.one(sql.STEP_SPAN, phase=phase) or {}
+        first, last = span.get("first") or 0, span.get("last") or 0
+        rows = reader.all(sql.TASKS, phase=phase)
+        thirds: dict[str, list[list[int]]] = {}
+        for row in reader.all(sql.TASK_THIRDS, phase=phase, first=first, span=last - first + 1):
+            thirds.setdefault(row["task"], [[0, 0], [0, 0], [0, 0]])[row["third"]] = [row["solved"], row["n"]]
+        phases = reader.all(sql.PHASES)
+    for row in rows:
+        row["thirds"] = thirds.get(row["task"], [[0, 0], [0, 0], [0, 0]])
+        score = Score(solved=row["solved"], total=row["n"] - row["failed"], reward_sum=row["reward_sum"])
+        row["low"], row["high"] = wilson(score)
+        row["rate"] = score.rate if score.total else None
+    return {"phase": phase, "first_step": first, "last_step": last, "phases": phases, "tasks": rows}
+
+
+def task_page(run: RunHandle, words: Words | None, task: str) -> dict[str, Any]:
+    """Return one task's rollouts over the whole run; raise RecordError when it has none."""
+    with run.reader() as reader:
+        rows = reader.rows(sql.TASK_ROWS, task=task)
+        if not rows:
+            raise RecordError("the run has no rollout of this task")
+        return {
+            "task": task,
+            "category": rows[0]["category"],
+            "prompt": task_prompt(reader, words, rows[-1]["id"]),
+            "rollouts": rows,
+        }
+
+
+def config_page(run: RunHandle) -> dict[str, Any]:
+    """Return the resolved configuration: each key with value, default and meaning."""
+    config = run.config()
+    tables = []
+    for table in Config.model_fields:
+        values = config.__dict__[table]
+        keys = [
+            {
+                "key": key,
+                "value": plain(values.__dict__[key]),
+                "default": None if info.is_required() else plain(info.get_default(call_default_factory=True)),
+                "changed": key in values.model_fields_set and not _is_default(values.__dict__[key], info),
+                "meaning": description(info),
+            }
+            for key, info in type(values).model_fields.items()
+        ]
+        tables.append({"table": table, "keys": keys})
+    return {"tables": tables, "resume": f"insitu train --resume {run.path}"}
+
+
+def _is_default(value: Any, info: Any) -> bool:
+    return bool(value == info.get_default(call_default_factory=True))
+
+
+def flat_config(run: RunHandle) -> dict[str, Any]:
+    """Return the configuration as `table.key` -> value."""
+    config = run.config()
+    return {
+        f"{table}.{key}": plain(value)
+        for table in Config.model_fields
+        for key, value in config.__dict__[table].__dict__.items()
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+
+
+def _number(value: Any) -> float | int | None:
+    return value if isinstance(value, int | float) else None

@@ -1,0 +1,210 @@
+"""The runs that the viewer serves: found at the given paths, looked up by name, never by a joined path."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from insitu.config import Config
+from insitu.errors import InsituError, RecordError
+from insitu.storage.queries import LAST_ROLLOUT, RunReader, ulid_seconds
+from insitu.storage.run_dir import KIND, read_config, read_summary
+from insitu.storage.store import EmptyStore
+
+SPARK_POINTS = 60
+WATCHED = (
+    "run.sqlite",
+    "run.sqlite-wal",
+    "metrics.jsonl",
+    "timeline.jsonl",
+    "logs/insitu.log",
+    "summary.json",
+)
+"""Files of a run whose size or time changes when there is something new to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunHandle:
+    """One run directory under its name in addresses."""
+
+    name: str
+    path: Path
+
+    def config(self) -> Config:
+        return read_config(self.path)
+
+    def reader(self) -> RunReader:
+        """Open the store; raise EmptyStore when there is none yet, RecordError when it cannot be read."""
+        if not (self.path / "run.sqlite").exists():
+            raise EmptyStore(f"{self.name} holds no rollouts yet")
+        return RunReader(self.path)
+
+    def signature(self) -> tuple[tuple[int, int], ...]:
+        """Return (size, time) of the watched files: equal signatures mean that nothing changed."""
+        return tuple(_size_and_time(self.path / name) for name in WATCHED)
+
+    def state(self) -> str:
+        """Return `running` while a process holds the lock, else `finished` or `stopped`."""
+        if _is_locked(self.path / "lock"):
+            return "running"
+        return "finished" if (self.path / "summary.json").exists() else "stopped"
+
+
+class Runs:
+    """Run directories at the given paths, and in folders among them."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Take the paths; raise RecordError when one of them is neither a run nor a folder of runs."""
+        self._paths = [path.resolve() for path in paths]
+        for path in self._paths:
+            if not path.is_dir():
+                raise RecordError(f"there is no folder {path}: give a run directory, or a folder of runs")
+            if not any(_runs_at(path)) and path.name != "runs":
+                raise RecordError(f"{path} is not a run directory and holds none: no config.toml there")
+
+    def all(self) -> list[RunHandle]:
+        """Return every run, newest last written first; equal names get their folder before them."""
+        paths = list(dict.fromkeys(run for path in self._paths for run in _runs_at(path)))
+        names = [path.name for path in paths]
+        handles = [
+            RunHandle(path.name if names.count(path.name) == 1 else f"{path.parent.name}~{path.name}", path)
+            for path in paths
+        ]
+        return sorted(handles, key=lambda run: max(run.signature(), key=lambda s: s[1])[1], reverse=True)
+
+    def named(self, name: str) -> RunHandle:
+        """Return the run with a name; raise RecordError when there is none."""
+        for run in self.all():
+            if run.name == name:
+                return run
+        raise RecordError(f"no run is called {name}")
+
+
+def run_info(run: RunHandle) -> Mapping[str, Any]:
+    """Return what the list of runs shows of a run; `problem` says why something of it cannot be read."""
+    info: dict[str, Any] = {
+        "name": run.name, "path": str(run.path), "state": run.state(), "problem": "", "kind": "train",
+        "agent": "", "model": "", "tasks": "", "engine": "", "seed": None, "step": 0, "steps": None,
+        "rollouts": 0, "heldout_before": None, "heldout_now": None, "spark": [], "last_write_s": None,
+        "store_bytes": sum(size for size, _ in run.signature()), "private": _private(run.path),
+        "has_tokens": True, "started_s": None, "last_rollout_s": None,
+    }  # fmt: skip
+    written = max(when for _, when in run.signature())
+    info["last_write_s"] = written / 1e9 if written else None
+    try:
+        config = run.config()
+        model = config.engine.model if config.engine.kind == "upstream" else Path(config.model.path).name
+        info |= {
+            "agent": config.harness.command[0] if config.harness.command else config.harness.agent,
+            "model": model or "warm start of the demo",
+            "tasks": config.tasks.source + (f" {Path(config.tasks.path).name}" if config.tasks.path else ""),
+            "engine": config.engine.kind,
+            "seed": config.run.seed,
+            "steps": config.run.steps,
+            "has_tokens": config.engine.kind != "upstream",
+        }
+        with run.reader() as reader:
+            info |= _stored_info(reader)
+    except EmptyStore:
+        info["problem"] = "no rollouts yet"
+    except InsituError as error:
+        info["problem"] = without_paths(error, run)
+    return info
+
+
+def _stored_info(reader: RunReader) -> dict[str, Any]:
+    from insitu.storage.queries import HELDOUT_SCORES, STEP_SCORES
+
+    scores = sorted(reader.all(STEP_SCORES, after=-1), key=lambda row: row["step"])
+    rates = [row["solved"] / row["total"] for row in scores]
+    stride = max(1, -(-len(rates) // SPARK_POINTS))
+    held: dict[tuple[str, int], list[int]] = {}
+    for row in reader.all(HELDOUT_SCORES):
+        if row["phase"].startswith("eval"):
+            found = held.setdefault((row["phase"], row["step"]), [0, 0])
+            found[0] += row["solved"]
+            found[1] += row["total"]
+    points = [solved / total for _, (solved, total) in sorted(held.items(), key=lambda item: item[0][1])]
+    last, newest = reader.last_step(), reader.one(LAST_ROLLOUT)
+    return {
+        "kind": reader.meta().get(KIND, "") or "train",
+        "step": 0 if last is None else last.step,
+        "rollouts": reader.count({}),
+        "heldout_before": points[0] if points else None,
+        "heldout_now": points[-1] if len(points) > 1 else None,
+        "spark": [round(rate, 4) for rate in rates[::stride]],
+        "last_rollout_s": None if newest is None else ulid_seconds(newest["ulid"]),
+    }
+
+
+def summary_of(run: RunHandle) -> Mapping[str, Any] | None:
+    """Return summary.json, None when there is none or it cannot be read."""
+    with contextlib.suppress(RecordError):
+        return read_summary(run.path)
+    return None
+
+
+def without_paths(error: BaseException, run: RunHandle | None) -> str:
+    """Return the message of an error in one line, with the run's name for its path."""
+    text = " ".join(str(error).split())
+    if run is not None:
+        text = text.replace(f"{run.path}/", "").replace(str(run.path), run.name)
+    return text
+
+
+def open_inside(root: Path, path: Path, limit: int) -> tuple[bytes, int]:
+    """Return the first `limit` bytes of a regular file below `root`, and its size; no link is followed.
+
+    Raises RecordError.
+    """
+    if not path.parent.resolve().is_relative_to(root.resolve()):
+        raise RecordError("the file is outside of the run directory")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise RecordError(f"{path.name} is not a regular file")
+            return file.read(limit), found.st_size
+    except OSError as error:
+        raise RecordError(f"there is no readable {path.name}") from error
+
+
+def _runs_at(path: Path) -> Iterator[Path]:
+    if (path / "config.toml").is_file():
+        yield path
+        return
+    with contextlib.suppress(OSError):
+        for child in sorted(path.iterdir()):
+            if not child.is_symlink() and (child / "config.toml").is_file():
+                yield child
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
+
+
+def _private(path: Path) -> bool:
+    """Return whether other users of the machine cannot read the directory itself."""
+    with contextlib.suppress(OSError):
+        return not path.stat().st_mode & (stat.S_IROTH | stat.S_IXOTH)
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds the flock; taking it would disturb a run that starts."""
+    try:
+        inode = str(path.stat().st_ino)
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return False
+    return any(line.split()[5].rpartition(":")[2] == inode for line in lines if " FLOCK " in line)

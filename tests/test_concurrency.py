@@ -9,6 +9,8 @@ import pytest
 from insitu.concurrency import run_all
 from insitu.errors import EngineError
 
+pytestmark = pytest.mark.slow
+
 
 async def after(seconds: float, result: int | Exception) -> int:
     await asyncio.sleep(seconds)

@@ -25,6 +25,7 @@ def run(armed: str) -> tuple[int, str]:
     return done.returncode, done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_process_dies_once_when_it_is_time(tmp_path: Path) -> None:
     first, second = f"a:2:{tmp_path / 'a'}", f"b:9:{tmp_path / 'b'}"
     assert run("") == (0, "alive")

@@ -24,6 +24,8 @@ from insitu.sandbox.local import LocalBackend, LocalSandbox
 from insitu.types import Limits, Task
 from tests.fakes.agents import command_harness
 
+pytestmark = pytest.mark.slow
+
 FAKE = Path(__file__).with_name("fake_pi.py")
 
 

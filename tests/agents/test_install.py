@@ -51,6 +51,7 @@ def cached(tmp_path: Path) -> Path:
     return program(folder(tmp_path) / "node_modules" / ".bin" / "shell", "exit")
 
 
+@pytest.mark.slow
 def test_node_missing_or_old_is_one_clear_line(bare: Path) -> None:
     with pytest.raises(SetupError, match=r"Node 22.19 or newer is needed \(none found\): (uv )?pip install"):
         find_node()
@@ -74,6 +75,7 @@ def test_a_cached_agent_needs_no_network(bare: Path, tmp_path: Path) -> None:
     assert found.program == ("{node}", "{root}/node_modules/.bin/shell")
 
 
+@pytest.mark.slow
 def test_a_failed_install_leaves_nothing_and_says_why(bare: Path, tmp_path: Path) -> None:
     program(bare / "node", "echo v24.0.0")
     with pytest.raises(SetupError, match="npm is missing"):
@@ -86,6 +88,7 @@ def test_a_failed_install_leaves_nothing_and_says_why(bare: Path, tmp_path: Path
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_install_is_complete_or_absent(bare: Path, tmp_path: Path) -> None:
     program(bare / "node", "echo v24.0.0")
     make = '/bin/mkdir -p node_modules/.bin; echo "$@" > node_modules/.bin/shell'
@@ -117,6 +120,7 @@ def test_an_unwritable_cache_is_one_clear_line(
         install.install(SHELL)
 
 
+@pytest.mark.slow
 def test_a_user_without_a_home_is_told_what_to_set(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(uid: int) -> None:
         raise KeyError(uid)
@@ -167,6 +171,7 @@ def wheel(folder: Path, name: str, library: str) -> None:
             archive.writestr(path, text)
 
 
+@pytest.mark.slow
 async def test_packages_of_pypi_are_seen_by_the_agent_and_not_by_its_commands(
     backend: LocalBackend, tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:

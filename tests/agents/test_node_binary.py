@@ -86,6 +86,7 @@ def test_what_nobody_uses_is_removed_after_a_week(cache: Path, tmp_path: Path) -
     assert sealed_node(program(tmp_path / "node", "v24.0.0")) == first, "it is made again"
 
 
+@pytest.mark.slow
 def test_what_another_process_uses_stays_however_old(cache: Path, tmp_path: Path) -> None:
     node = program(tmp_path / "node", "v24.0.0")
     code = "import sys; from pathlib import Path; from insitu.agents.node_binary import sealed_node\n"

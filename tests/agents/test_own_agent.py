@@ -69,6 +69,7 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.slow
 async def test_an_agent_with_the_openai_sdk_conforms_token_by_token(at_root: None) -> None:
     assert len((ROOT / "examples/own/agent.py").read_text().splitlines()) <= 50
     ((name, recipe),) = command.choose("", "", Path("examples/own/agent.toml")).items()
@@ -79,6 +80,7 @@ async def test_an_agent_with_the_openai_sdk_conforms_token_by_token(at_root: Non
     assert finding.split >= 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "calls"), [(TALKS, 1), (LOOKS, 5)])
 async def test_agents_without_a_shell_conform_too(code: str, calls: int) -> None:
     recipe = Recipe(name="mine", command=("python3", "-c", code))
@@ -87,6 +89,7 @@ async def test_agents_without_a_shell_conform_too(code: str, calls: int) -> None
     assert (finding.calls, finding.unexplained) == (calls, 0)
 
 
+@pytest.mark.slow
 async def test_conformance_takes_a_command_and_finds_an_agent_that_fails() -> None:
     (recipe,) = command.choose("", "sh -c 'exit 4'", None).values()
     finding = await conform(recipe, LocalBackend("auto"))
@@ -180,6 +183,7 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tiny_agent", raising=False)
 
 
+@pytest.mark.slow
 async def test_another_package_adds_an_agent_by_an_entry_point(
     other_package: None, backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
@@ -191,6 +195,7 @@ async def test_another_package_adds_an_agent_by_an_entry_point(
     assert named_recipe("tiny_agent").name == "tiny_agent"
 
 
+@pytest.mark.slow
 async def test_an_object_is_an_agent(backend: LocalBackend, server: ScriptedServer, task: Task) -> None:
     recipe = Recipe(name="mine", command=("true",))
     config = load_config(tables={"harness": {"agent": recipe}})
@@ -198,6 +203,7 @@ async def test_an_object_is_an_agent(backend: LocalBackend, server: ScriptedServ
     assert make_harness(config, backend).name == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "detail"),
     [

@@ -19,6 +19,8 @@ from insitu.errors import HarnessError
 from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, Limits, Task
 
+pytestmark = pytest.mark.slow
+
 FIXED = b"def f(a, b):\n    return a * b\n"
 
 

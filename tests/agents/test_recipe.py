@@ -53,6 +53,7 @@ def recipe(text: str) -> Recipe:
     )
 
 
+@pytest.mark.slow
 async def test_an_agent_gets_its_files_prompt_and_secret(
     backend: LocalBackend, server: ScriptedServer, task: Task, installed: Installed
 ) -> None:
@@ -67,6 +68,7 @@ async def test_an_agent_gets_its_files_prompt_and_secret(
     assert result.log == b"http://127.0.0.1:8080/s/pub 750\n*** exit 0\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "exit_", "detail"),
     [
@@ -135,6 +137,7 @@ def test_only_pi_has_a_switch_for_compaction() -> None:
         load_config(None, ["harness.compact=true", "harness.agent=codex"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compact", [False, True])
 async def test_pi_hears_of_its_true_window_when_it_may_compact(
     backend: LocalBackend, server: ScriptedServer, task: Task, pi: Installed, compact: bool

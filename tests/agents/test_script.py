@@ -18,6 +18,8 @@ from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, Limits, Task
 from tests.fakes.agents import command_harness
 
+pytestmark = pytest.mark.slow
+
 FIXED = b"def f(a, b):\n    return a * b\n"
 ACCESS = ModelAccess(public_id="pub", secret="secret-of-rollout", model="tiny")
 

@@ -40,6 +40,7 @@ async def play_out(
     return result, shown
 
 
+@pytest.mark.slow
 async def test_it_solves_a_task_by_typing(backend: LocalBackend, server: ScriptedServer, task: Task) -> None:
     steps = [
         keys("cat app.py\n"),
@@ -58,6 +59,7 @@ async def test_it_solves_a_task_by_typing(backend: LocalBackend, server: Scripte
     assert not [request for request in server.requests if request.get("tools")]
 
 
+@pytest.mark.slow
 async def test_a_slow_shell_is_waited_for(backend: LocalBackend, server: ScriptedServer, task: Task) -> None:
     """A shell that computes has the terminal and is quiet, just like one that waits for a key."""
     count = "for ((i = 0; i < 300000; i++)); do :; done"
@@ -67,6 +69,7 @@ async def test_a_slow_shell_is_waited_for(backend: LocalBackend, server: Scripte
     assert shown[2].endswith("/work$ echo $i\n300000\n/work$")
 
 
+@pytest.mark.slow
 def test_the_first_screen_is_that_of_a_started_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     slow = tmp_path / "bash"
     slow.write_text(f'#!/bin/sh\nsleep 0.3\nexec {shutil.which("bash")} "$@"\n')
@@ -81,6 +84,7 @@ def test_the_first_screen_is_that_of_a_started_shell(monkeypatch: pytest.MonkeyP
         terminal.close()
 
 
+@pytest.mark.slow
 async def test_programs_can_be_steered_by_keys(
     backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
@@ -103,6 +107,7 @@ async def test_programs_can_be_steered_by_keys(
     assert shown[5].endswith("\nnew\n/work$")
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_read_is_said_and_ends_in_the_end(
     backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
@@ -115,6 +120,7 @@ async def test_what_cannot_be_read_is_said_and_ends_in_the_end(
     assert [part for part, text in zip(said, shown[3:8], strict=True) if part not in text] == []
 
 
+@pytest.mark.slow
 async def test_a_refusal_ends_it_and_no_secret_is_left(
     backend: LocalBackend, server: ScriptedServer, task: Task
 ) -> None:
@@ -126,6 +132,7 @@ async def test_a_refusal_ends_it_and_no_secret_is_left(
     assert len(server.requests) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fresh", "warm"])
 async def test_it_is_configured_like_any_agent_and_can_be_warm(
     backend: LocalBackend, server: ScriptedServer, task: Task, mode: str

@@ -20,6 +20,8 @@ from insitu.sandbox.local import LocalBackend
 from insitu.suites.open_renderer import open_renderer
 from insitu.types import IntArray, Limits, Message, RequestKey, Task, Trajectory
 
+pytestmark = pytest.mark.slow
+
 CONTEXT, CALL = 4000, 200
 
 

@@ -20,6 +20,8 @@ from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, Limits, Setup, Task
 from tests.fakes.agents import command_harness
 
+pytestmark = pytest.mark.slow
+
 ACCESS = ModelAccess(public_id="pub", secret="secret-of-rollout")
 KNOCK = (
     "import socket\n"

@@ -42,11 +42,13 @@ def test_the_public_names_are_these() -> None:
         _ = insitu.nothing
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing_of_it() -> None:
     code = "import sys, insitu; sys.exit(any(m.startswith('insitu.') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 async def test_a_run_inside_a_running_event_loop(tmp_path: Path) -> None:
     events: list[insitu.RunEvent] = []
     before = signal.getsignal(signal.SIGINT), threading.active_count()
@@ -86,6 +88,7 @@ def reward(rollout: insitu.FinishedRollout) -> float:
     return 0.5 if "a.py" in rollout.files else 0.0
 
 
+@pytest.mark.slow
 async def test_rollouts_of_tasks_that_the_caller_made(tmp_path: Path) -> None:
     files = {"a.py": insitu.FileEntry(content=b"x = 1\n")}
     tasks = [insitu.Task(id=f"t{i}", prompt=f"Set x to {i}.", files=files) for i in range(2)]
@@ -114,6 +117,7 @@ def test_keywords_stand_for_keys(tmp_path: Path) -> None:
     assert insitu.serve({"limits": {"max_calls": 3}}).config.limits.max_calls == 3
 
 
+@pytest.mark.slow
 async def test_cancelling_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
     begun, before = asyncio.Event(), descendants(os.getpid())
 

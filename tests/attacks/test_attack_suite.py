@@ -61,6 +61,7 @@ def test_nothing_is_residual_where_the_cases_stay_on_the_host() -> None:
 SOME: tuple[Trust, ...] = ("exit code", "late reward", "judge")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trust", [t if t in SOME else pytest.param(t, marks=pytest.mark.full) for t in get_args(Trust)]
 )
@@ -82,6 +83,7 @@ if os.fork() == 0:
 """
 
 
+@pytest.mark.slow
 async def test_the_late_grader_waits_for_processes_and_not_for_time(
     backend: LocalBackend, careless: LocalBackend
 ) -> None:
@@ -90,6 +92,7 @@ async def test_the_late_grader_waits_for_processes_and_not_for_time(
     assert await lab.naive_reward(Move(before=LATE_DAEMON), "late reward") == 1.0
 
 
+@pytest.mark.slow
 async def test_one_attack_of_each_class(backend: LocalBackend, careless: LocalBackend) -> None:
     report = await run_matrix(chosen_attacks(QUICK), ("json_io",), backend, careless)
     assert report.failures == ()
@@ -98,6 +101,7 @@ async def test_one_attack_of_each_class(backend: LocalBackend, careless: LocalBa
     assert counts["twins_ok"] == counts["twins"]
 
 
+@pytest.mark.slow
 async def test_every_runner_has_its_column(backend: LocalBackend, careless: LocalBackend) -> None:
     assert runners() == ("json_io", "stdio", "pytest", "command", "swebench_log", "harbor")
     report = await run_matrix(chosen_attacks("20"), runners(), backend, careless)
@@ -116,6 +120,7 @@ class Believer:
         return Verdict(outcome=self.outcome, reward=reward, trust="weak")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outcome", "failing"),
     [(Outcome.RESOLVED, "cheat"), (Outcome.UNRESOLVED, "twin"), (Outcome.INFRA, "cheat and twin")],
@@ -136,6 +141,7 @@ async def test_a_grader_that_errs_fails_the_suite(
     assert AttackReport(cells=(cell, played), naive=()).as_json()["defeated"] == 0
 
 
+@pytest.mark.slow
 async def test_a_residual_cell_may_lose_to_the_cheat_but_is_never_masked(
     backend: LocalBackend, careless: LocalBackend
 ) -> None:
@@ -148,6 +154,7 @@ async def test_a_residual_cell_may_lose_to_the_cheat_but_is_never_masked(
     assert (await try_variants(lab, attack, "json_io", "because")).failures
 
 
+@pytest.mark.slow
 async def test_a_dummy_is_found(backend: LocalBackend, careless: LocalBackend) -> None:
     lab = AttackRunner(backend, careless, target_for("json_io"))
     dummy = Variant(name="nothing", naive="exit code", cheat=Move(instead=FAULTY + "# hello\n"))
@@ -155,6 +162,7 @@ async def test_a_dummy_is_found(backend: LocalBackend, careless: LocalBackend) -
     assert not await lab.fools(dummy.cheat, dummy.naive)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_json_line_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["attack", "--only", "49,46", "--runner", "json_io", "--json"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -192,6 +200,7 @@ source = "toy"
 """
 
 
+@pytest.mark.slow
 def test_a_users_own_tasks_are_attacked_with_their_gold_as_the_honest_twin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +211,7 @@ def test_a_users_own_tasks_are_attacked_with_their_gold_as_the_honest_twin(
     assert said == {"attacks": 2, "defeated": 2, "twins": 5, "twins_ok": 5, "failed": []}
 
 
+@pytest.mark.slow
 async def test_a_users_program_is_attacked_and_keeps_its_reward_where_it_prints_its_answer_alone(
     backend: LocalBackend,
 ) -> None:
@@ -228,6 +238,7 @@ def _rows(path: Path, **golds: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_tasks_named_on_the_command_line_are_ones_own_and_a_bad_one_stops_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +274,7 @@ def _weak_task(check: str) -> tuple[Task, Oracle]:
     return task, Oracle(task_id="own", tests=HiddenTests(checks=checks), gold={"app.py": text("VALUE = 2\n")})
 
 
+@pytest.mark.slow
 async def test_a_users_task_that_can_be_cheated_is_found(backend: LocalBackend) -> None:
     task, oracle = _weak_task("python3 -c 'import app; assert app.VALUE == 2'")
     report = await run_user_tasks(chosen_attacks("4,12"), [as_target(task, oracle)], backend)
@@ -271,6 +283,7 @@ async def test_a_users_task_that_can_be_cheated_is_found(backend: LocalBackend) 
     assert "resolved" in report.failures[0].got
 
 
+@pytest.mark.slow
 async def test_on_a_users_task_no_won_cheat_is_excused(
     backend: LocalBackend, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,8 @@ import pytest
 from insitu.sandbox.base import SandboxSpec
 from insitu.types import FileEntry, Outcome
 
+pytestmark = pytest.mark.slow
+
 FAULTY = "def total(items):\n    result = 0\n    for n in items:\n        result -= n\n    return result\n"
 FIXED = FAULTY.replace("-=", "+=")
 # ------------------------------------------------------------------ code in the module under test

@@ -17,6 +17,8 @@ import pytest
 from insitu.sandbox.base import SandboxSpec
 from insitu.types import FileEntry, GradingPlan, Outcome, Task, Tree, task_hash
 
+pytestmark = pytest.mark.slow
+
 FAULTY = "def total(items):\n    result = 0\n    for n in items:\n        result -= n\n    return result\n"
 FIXED = FAULTY.replace("-=", "+=")
 # ------------------------------------------------------------------ files beside the solution

@@ -11,6 +11,8 @@ import torch
 import benchmarks
 from benchmarks.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 NAMES = sorted(p.stem.rstrip("_") for p in Path(benchmarks.__file__).parent.glob("[!_]*.py"))
 
 

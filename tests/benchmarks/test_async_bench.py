@@ -11,6 +11,8 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.async_ import Case, compare, simulate, variations
 
+pytestmark = pytest.mark.slow
+
 SMALL = Case(groups=4, group_size=4, workers=16, updates=12)
 
 

@@ -29,6 +29,8 @@ from insitu.types import Ledger, Limits, RequestKey, SamplingParams
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.vllm import listening
 
+pytestmark = pytest.mark.slow
+
 (TASK,) = ToySource(Limits()).tasks("train", 0, 1)
 
 

@@ -15,6 +15,8 @@ from benchmarks._failures_world import MOST_TRIES, TRIES, Setting, World, collec
 from benchmarks.failures import MEASURES, _cases, sums_of, table
 from insitu.training.plan.step import PlanConfig
 
+pytestmark = pytest.mark.slow
+
 PLAN = PlanConfig()
 
 

@@ -9,6 +9,8 @@ import pytest
 from benchmarks import _corpus, _peers, gateway
 from benchmarks.gateway import Shape, measure, medians, summary
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

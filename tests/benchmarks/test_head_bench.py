@@ -12,7 +12,7 @@ from benchmarks import head
 from benchmarks._head_sides import Grads, Problem, insitu_side, problem
 from insitu.training.loss import chunked_logits as tiles
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 SMALL = "--device cpu --positions 64 --hidden 16 --vocab 128 --repeats 1 --no-peers".split()
 

@@ -9,6 +9,8 @@ import pytest
 from benchmarks import long
 from benchmarks.long import Case
 
+pytestmark = pytest.mark.slow
+
 TOLD = ["model", "tokens", "peak_gib", "predicted_gib", "tokens_per_s", "peers", "memory_gib", "techniques"]
 
 

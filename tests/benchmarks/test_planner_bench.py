@@ -10,6 +10,8 @@ from benchmarks import planner
 from insitu.errors import TrainError
 from insitu.training.plan.prefix import Sorted, sort_rows
 
+pytestmark = pytest.mark.slow
+
 
 def test_it_prints_seconds_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--rollouts", "16", "--tokens", "20000", "--budget", "30000", "--repeats", "2"]

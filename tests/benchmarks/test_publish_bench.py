@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import publish
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--hidden", "256", "--layers", "2", "--vocab", "4096", "--tokens", "128", "--repeats", "2"]
 
 

@@ -13,6 +13,8 @@ from benchmarks import sandbox
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
 
+pytestmark = pytest.mark.slow
+
 
 def test_last_line_is_the_promised_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

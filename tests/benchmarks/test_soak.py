@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.soak import Soak, main
 
+pytestmark = pytest.mark.slow
+
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     code = main(list(arguments))

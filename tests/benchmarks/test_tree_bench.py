@@ -16,7 +16,7 @@ from insitu.training.attention.tree import TreeAttend
 from insitu.training.plan.prefix_tree import build_tree
 from insitu.training.plan.step import PlanRow
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 TINY = Work(tokens=3000, group_size=4, system=40, task=6, turns=(4, 8), observation=16, reply=5)
 

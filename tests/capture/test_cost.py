@@ -37,6 +37,7 @@ def grow(forest: Forest, rng: np.random.Generator) -> int:
     return tokens
 
 
+@pytest.mark.slow
 def test_a_held_token_costs_at_most_12_bytes() -> None:
     rng = np.random.default_rng(0)
     grow(Forest("warm", b"k" * 32), rng)

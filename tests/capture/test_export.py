@@ -103,6 +103,7 @@ def test_nothing_sampled_gives_empty_views() -> None:
     assert dense_mask(expand(tree(empty, "branch_mean"))).shape == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.case(39)
 def test_a_deep_tree_needs_no_recursion() -> None:
     forest, _ = long_chain(5000)

@@ -372,6 +372,7 @@ class World:
 STEPS = [name.removeprefix("do_") for name in dir(World) if name.startswith("do_")]
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.case(28, 36, 60)
 @settings(max_examples=HISTORIES)

@@ -176,6 +176,7 @@ def test_a_chain_of_5000_turns_is_linear_in_memory_and_needs_no_recursion() -> N
     assert held == len(segment.ids)
 
 
+@pytest.mark.slow
 @pytest.mark.case(39)
 def test_1025_branches_from_one_turn() -> None:
     lab = Lab()

@@ -23,6 +23,7 @@ HOSTILE = st.lists(st.sampled_from([*CONTROL, "<|im_", "end|>", "<", "|>", " ", 
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.one_of(st.text(), HOSTILE))
 def test_outside_text_never_becomes_a_control_token(text: str) -> None:
@@ -31,6 +32,7 @@ def test_outside_text_never_becomes_a_control_token(text: str) -> None:
     assert CODEC.decode(ids) == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.text().filter(lambda t: "<" not in t and t.isprintable()))
 def test_text_without_markers_gets_the_stock_ids(text: str) -> None:
@@ -141,6 +143,7 @@ def test_a_tokenizer_that_decodes_otherwise_is_left_to_the_library() -> None:
     assert byte_table(Tokenizer.from_str(json.dumps(spec))) is None
 
 
+@pytest.mark.slow
 def test_a_decoder_that_changes_one_token_of_a_large_vocabulary_is_left_to_the_library() -> None:
     spec = json.loads(tokenizer_json())
     vocab = spec["model"]["vocab"]

@@ -11,6 +11,8 @@ from qwen_vocabulary import qwen_tokenizer_json
 from benchmarks import drift
 from insitu.chat.codec import Codec
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def codec(request: pytest.FixtureRequest) -> Codec:

@@ -13,6 +13,8 @@ from render_families import HERMES, QWEN3_REASONING, qwen3_template, write_rende
 from insitu.chat.load import load_renderer
 from insitu.errors import RenderError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cache(request: pytest.FixtureRequest) -> Path:

@@ -16,6 +16,8 @@ from insitu.chat.validation import CodecRenderer, check_renderer
 from insitu.errors import RenderError
 from insitu.types import Message, ToolCall
 
+pytestmark = pytest.mark.slow
+
 SPECIAL = {
     "qwen": {"eos_token": "<|im_end|>"},
     "glm": {"eos_token": "<|endoftext|>"},

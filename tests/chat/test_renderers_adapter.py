@@ -15,6 +15,8 @@ from insitu.chat.validation import check_renderer, round_trips
 from insitu.errors import RenderError
 from insitu.types import Message, ToolCall, ToolSpec
 
+pytestmark = pytest.mark.slow
+
 TOOL = ToolSpec(name="read", description="Read é <b>.", parameters='{"type": "object", "properties": {}}')
 CALL = ToolCall(id="call_1", name="read", arguments='{"path": "a.py"}')
 USER = Message(role="user", text="  Fix it.\n\n")

@@ -30,6 +30,8 @@ from insitu.gateway.turn import Turns
 from insitu.suites.conformance.exactness import training_faults
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
 
+pytestmark = pytest.mark.slow
+
 DROPPING = ("qwen3", "qwen3.5", "glm-4.5", "glm-5.1", "deepseek-r1", "template")
 
 

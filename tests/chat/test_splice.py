@@ -30,6 +30,8 @@ from insitu.gateway.session_spec import SessionSpec
 from insitu.gateway.turn import Turns
 from insitu.types import Finish, IntArray, Limits, Message, ModelRequest, Reply, ToolCall, ToolSpec
 
+pytestmark = pytest.mark.slow
+
 TOOL = ToolSpec(
     name="read", description="Read.", parameters='{"type":"object","properties":{"path":{"type":"string"}}}'
 )

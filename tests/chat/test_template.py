@@ -72,6 +72,7 @@ def incremental(
     return [*ids, *renderer.append(run).tolist()]
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(conversations(), st.sampled_from(["", "Rules."]), st.booleans())
 def test_rendering_by_pieces_equals_rendering_at_once(

@@ -15,6 +15,8 @@ from insitu.chat.renderer import carry_id, own_id
 from insitu.chat.renderers_adapter import AdaptedRenderer
 from insitu.types import Message, ToolCall, ToolSpec
 
+pytestmark = pytest.mark.slow
+
 TOOLS = (
     ToolSpec(
         name="edit",

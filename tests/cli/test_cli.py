@@ -167,6 +167,7 @@ def test_imitation_takes_the_rollouts_of_the_run_it_is_given(
     assert tomllib.loads(capsys.readouterr().out)["sft"]["run"] == str(source)
 
 
+@pytest.mark.slow
 def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
     done = insitu("demo", "run.seed=3", "--agent", "script", "--dry-run", "train.lr=1e-3", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -179,6 +180,7 @@ def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path: Path) -> Non
     assert again.stdout == done.stdout == dump_toml(expected)
 
 
+@pytest.mark.slow
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from insitu import cli\n"
@@ -300,6 +302,7 @@ def test_a_defect_keeps_its_traceback() -> None:
         report.report_failure(ExceptionGroup("g", [TypeError("defect")]))
 
 
+@pytest.mark.slow
 def test_show_works_on_a_run_with_no_process_alive(tmp_path: Path) -> None:
     config = load_config(None, [f"run.dir={tmp_path / 'r'}", "run.steps=2"])
     with RunDir.create(config) as run, run.store() as store:
@@ -334,6 +337,7 @@ SUMMARY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:surrogateescape", "utf-8"])
 def test_no_character_is_too_much_for_the_terminal(tmp_path: Path, encoding: str) -> None:
     folder = tmp_path / "läufe-→"
@@ -357,6 +361,7 @@ def test_a_damaged_run_is_said_to_be_unreadable(
     assert line == f"insitu: cannot read {tmp_path / 'r' / 'run.sqlite'}: file is not a database"
 
 
+@pytest.mark.slow
 def test_a_run_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])):
         code = (
@@ -369,6 +374,7 @@ def test_a_run_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"in use by process {os.getpid()}" in done.stderr
 
 
+@pytest.mark.slow
 def test_doctor_says_one_line_each() -> None:
     done = insitu("doctor")
     lines = done.stdout.splitlines()
@@ -385,6 +391,7 @@ def test_doctor_says_one_line_each() -> None:
     assert all(line[:4] in ("ok  ", "--  ") for line in lines)
 
 
+@pytest.mark.slow
 def test_the_start_of_the_process_is_known() -> None:
     code = "import time; time.sleep(0.4); from insitu.cli.report import process_began as began\n"
     code += "print(time.monotonic() - began())"
@@ -439,6 +446,7 @@ VIEWED = (
 )
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_view_is_live() -> None:
     """A pseudo-terminal; --plain and run.plain switch the colours off."""
     assert "\x1b[" in on_a_terminal(VIEWED)
@@ -446,6 +454,7 @@ def test_on_a_terminal_the_view_is_live() -> None:
     assert "\x1b[" not in on_a_terminal(VIEWED, "run.plain=true")
 
 
+@pytest.mark.slow
 def test_on_a_dumb_terminal_every_event_is_a_line() -> None:
     said = on_a_terminal(VIEWED, TERM="dumb")
     assert "\x1b[" not in said
@@ -453,6 +462,7 @@ def test_on_a_dumb_terminal_every_event_is_a_line() -> None:
     assert "s] a note\r\n" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_on_a_terminal_without_unicode_every_event_is_a_line(encoding: str) -> None:
     said = on_a_terminal(VIEWED, PYTHONIOENCODING=encoding)
@@ -494,6 +504,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "line"),
     [

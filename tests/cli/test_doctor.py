@@ -11,6 +11,8 @@ import pytest
 from insitu import doctor
 from insitu.doctor import MachineCheck
 
+pytestmark = pytest.mark.slow
+
 
 def training() -> dict[str, MachineCheck]:
     return {finding.name: finding for finding in doctor._training()}

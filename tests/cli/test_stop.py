@@ -13,6 +13,8 @@ import pytest
 
 from insitu import cli
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import asyncio, signal, subprocess, sys, time
 from insitu import shutdown as stop

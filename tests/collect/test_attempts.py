@@ -166,6 +166,7 @@ async def test_the_log_of_a_failed_agent_is_kept_and_that_of_a_good_one_is_not(
     assert log.read_text() == "--- attempt 1: agent_failed exit code 3\nTraceback: boom\n"
 
 
+@pytest.mark.slow
 async def test_the_operators_port_serves_the_session_of_a_sandbox(renderer: TemplateRenderer) -> None:
     """A call by hand with the session's secret, on the port of `gateway.port`."""
     config = load_config(None, ["harness.agent=script", "harness.workers=1", f"gateway.port={free_port()}"])

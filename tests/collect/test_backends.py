@@ -12,6 +12,8 @@ from insitu.runtime import sandboxes as sandboxes
 from insitu.sandbox.cgroup import CgroupSupport
 from insitu.sandbox.local import LocalBackend
 
+pytestmark = pytest.mark.slow
+
 
 def config(*overrides: str) -> Config:
     return load_config(overrides=list(overrides))

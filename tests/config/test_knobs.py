@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import insitu
 from insitu.config import Config, dotted_keys
 
@@ -54,6 +56,7 @@ def without_checks(path: Path) -> ast.Module:
     return tree
 
 
+@pytest.mark.slow
 def test_every_key_is_read() -> None:
     # A key that only its own validator looks at changes nothing.
     read = {key for path in SOURCE.rglob("*.py") for key in keys_read(without_checks(path))}

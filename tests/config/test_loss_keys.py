@@ -16,6 +16,8 @@ from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanConfig
 
+pytestmark = pytest.mark.slow
+
 CHOICES = {"loss": ["gspo", "dppo"], "reducer": ["token"], "correction": ["none"], "kl": ["none"]}
 USED_WITH = {
     key: mark

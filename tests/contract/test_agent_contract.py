@@ -14,6 +14,8 @@ from insitu.agents.recipe import parse_agent
 from insitu.sandbox.local import LocalBackend
 from insitu.testing import AgentContract
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -11,6 +11,8 @@ from engine_labs import ENGINES, VOCAB, real_vllm, scripted
 from insitu.engines.base import Engine
 from insitu.testing import EngineContract
 
+pytestmark = pytest.mark.slow
+
 REAL = pytest.param("vllm", marks=pytest.mark.full)
 
 

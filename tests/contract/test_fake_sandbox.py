@@ -19,6 +19,8 @@ from insitu.sandbox.tree import TreeTooLarge
 from insitu.types import FileEntry
 from tests.fakes.sandbox import FakeBackend
 
+pytestmark = pytest.mark.slow
+
 FILES = {
     "a.py": FileEntry(content=b"print(1)\n"),
     "pkg/run.sh": FileEntry(content=b"#!/bin/sh\n", executable=True),

@@ -17,6 +17,8 @@ from insitu.sandbox.local import LocalBackend, Mode
 from insitu.testing import SandboxContract
 from tests.fakes.harbor import FakeEnvironment
 
+pytestmark = pytest.mark.slow
+
 _PIPES = "harbor: it spawns no processes"
 _ARGUMENTS = "harbor: its wrappers carry the command's arguments too, which the test counts"
 HARBOR_SKIPS = {

@@ -67,6 +67,7 @@ def test_the_demonstrator_is_often_wrong_and_often_does_not_look(
     assert 0.02 < np.mean(looked) < 0.3
 
 
+@pytest.mark.slow
 def test_the_shipped_weights_pass_the_gate_in_every_family(
     recorded: Recorded, renderer: TemplateRenderer
 ) -> None:
@@ -82,6 +83,7 @@ def test_the_shipped_weights_are_small() -> None:
     assert sum(f.stat().st_size for f in WARM_START.iterdir()) < 6 << 20
 
 
+@pytest.mark.slow
 def test_a_live_pi_sends_the_prompt_the_warm_start_knows_and_the_same_ids(
     recorded: Recorded, renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

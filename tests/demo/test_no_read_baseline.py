@@ -10,6 +10,8 @@ from insitu.config import demo_preset, load_config
 from insitu.demo.demonstrator import Habits
 from insitu.demo.no_read_baseline import measure
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("anchor", [False, True])
 def test_an_agent_that_does_not_look_solves_nothing(anchor: bool) -> None:

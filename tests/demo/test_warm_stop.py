@@ -11,8 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from insitu import cli
 from insitu.shutdown import descendants
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import sys

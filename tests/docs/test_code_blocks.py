@@ -84,6 +84,7 @@ def test_commands_parse(block: Block) -> None:
             assert os.access(ROOT / words[0], os.X_OK), words[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_runs(block: Block, tmp_path: Path) -> None:
     compile(block.text, block.place, "exec")

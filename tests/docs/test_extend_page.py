@@ -25,6 +25,8 @@ from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.plan.advantage import advantages
 from tests.grading.test_reward import make, score
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 TABLES = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]

@@ -16,6 +16,8 @@ import pytest
 
 from insitu.config.load import WARM_START
 
+pytestmark = pytest.mark.slow
+
 TINY = ["run.steps=2", "run.eval_tasks=4", "tasks.groups_per_step=2", "collect.group_size=2",
         "harness.workers=2", "train.threads=1", "train.min_groups=1", "engine.max_rows=8"]  # fmt: skip
 

@@ -14,6 +14,8 @@ import pytest
 from insitu.agents.install import find
 from insitu.agents.pi import RECIPE
 
+pytestmark = pytest.mark.slow
+
 TASKS = 96
 
 
@@ -26,7 +28,6 @@ def insitu(*arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.learning
 def test_a_short_run_learns(tmp_path: Path) -> None:
     settings = [
         f"run.dir={tmp_path / 'run'}",
@@ -41,7 +42,6 @@ def test_a_short_run_learns(tmp_path: Path) -> None:
     assert summary["mismatched"] == 0
 
 
-@pytest.mark.learning
 def test_a_run_with_the_real_pi_replays_bit_for_bit(tmp_path: Path) -> None:
     if find(RECIPE) is None and not os.environ.get("INSITU_REQUIRE_PI"):
         pytest.skip("Pi is not installed; scripts/setup installs it")

@@ -10,6 +10,8 @@ import pytest
 
 import insitu
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TASKS = {"area", "total", "change", "margin", "quota"}
 

@@ -15,6 +15,8 @@ import pytest
 
 from insitu.shutdown import descendants
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "run.steps=2", "run.eval_tasks=2", "tasks.groups_per_step=3", "collect.group_size=4", "harness.workers=4",
     "train.threads=1", "train.min_groups=1", "train.ranks=2",

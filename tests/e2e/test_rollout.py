@@ -26,6 +26,8 @@ from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
 from tests.fakes.agents import command_harness
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Stage:

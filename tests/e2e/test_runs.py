@@ -22,6 +22,8 @@ from insitu.storage.run_dir import RunDir, has_rollouts, read_store
 from insitu.training.start_model import START_MODEL
 from insitu.types import Status
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "run.steps=3", "run.eval_tasks=8", "tasks.groups_per_step=3", "collect.group_size=4",
     "harness.workers=4", "train.threads=1", "train.min_groups=1", "engine.max_rows=8",

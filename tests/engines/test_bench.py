@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.engine import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_benchmark_prints_ratios_and_fails_below_the_wanted_one(
     capsys: pytest.CaptureFixture[str],

@@ -19,7 +19,7 @@ from insitu.engines.embedded.weights import SamplerWeights
 from insitu.errors import EngineError
 from insitu.types import RequestKey
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 CONFIG = ModelConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, head_dim=8, intermediate_size=48)
 

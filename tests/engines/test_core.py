@@ -15,7 +15,7 @@ from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise
 from insitu.errors import EngineError
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 CONFIG = ModelConfig(vocab_size=203, hidden_size=64, num_hidden_layers=3, head_dim=16, intermediate_size=96)
 OPTIONS = EngineOptions(max_rows=16, max_context=512)

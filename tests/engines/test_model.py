@@ -12,7 +12,7 @@ import transformers
 from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
 from insitu.errors import EngineError
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 CONFIGS = {
     "tied": ModelConfig(

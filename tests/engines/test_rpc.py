@@ -268,6 +268,7 @@ async def test_cancelling_generate_aborts_at_the_core_and_pause_waits(tmp_path: 
         assert (await late).version_runs == ((0, 9),)
 
 
+@pytest.mark.slow
 async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path) -> None:
     save_model(initialise(MODEL, 0), tmp_path / "m")
     argv = [
@@ -300,6 +301,7 @@ async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path)
         await process.wait()
 
 
+@pytest.mark.slow
 def test_the_controllers_side_never_imports_torch() -> None:
     modules = "insitu.engines.embedded.engine, insitu.engines.rpc_server"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

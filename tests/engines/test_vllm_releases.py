@@ -22,6 +22,8 @@ from insitu.types import Generation, RequestKey, SamplingParams
 from tests.fakes.vllm import FakeVllm, serve_vllm
 from tests.fakes.weight_folders import chance_folder, chance_tensors
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 40
 PROMPT = np.arange(5, 12, dtype=np.int32)
 

@@ -14,6 +14,8 @@ import insitu
 from tests.fakes.sglang import serve_sglang
 from tests.fakes.vllm import serve_vllm
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 448
 """Of the warm start."""
 

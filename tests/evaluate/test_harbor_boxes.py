@@ -27,6 +27,8 @@ from insitu.types import WORKDIR, HiddenTests, IntArray, Message, RequestKey
 from insitu.view.plain import PlainView
 from tests.fakes.harbor import local_environment
 
+pytestmark = pytest.mark.slow
+
 FAKE = ["sandbox.backend=harbor", "sandbox.environment=tests.fakes.harbor:local_environment",
         "sandbox.image=any"]  # fmt: skip
 RIGHT, WRONG = "def f(n):\n    return n + 1\n", "def f(n):\n    return n\n"

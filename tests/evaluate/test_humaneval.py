@@ -18,6 +18,8 @@ from benchmarks.grading import run as run_bench
 from insitu.config import load_config
 from tests.fakes.provider import KEY, serve_provider
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(os.environ.get("INSITU_HUMANEVAL", Path(__file__).parents[1] / "data" / "HumanEval.jsonl.gz"))
 SETTINGS = ["tasks.source=humaneval", "tasks.eval_share=1.0", f"tasks.path={DATA}"]
 

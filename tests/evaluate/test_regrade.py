@@ -64,6 +64,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_differences_are_named_and_nothing_is_overwritten(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +83,7 @@ def test_differences_are_named_and_nothing_is_overwritten(
     assert (run / "run.sqlite").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_what_differs_is_stored_when_asked_and_then_differs_no_more(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +97,7 @@ def test_what_differs_is_stored_when_asked_and_then_differs_no_more(
         assert (again.reward, again.verdict.outcome) == (0.0, Outcome.UNRESOLVED)
 
 
+@pytest.mark.slow
 def test_what_a_committed_step_was_trained_on_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir.open(run) as held, held.store() as store:
         ids = [one.id for one in store.rollouts("train", 1)]

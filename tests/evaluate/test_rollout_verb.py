@@ -27,6 +27,8 @@ from insitu.training.loop import TrainOptions
 from insitu.types import IntArray, Limits, Message, RequestKey, Rollout
 from insitu.view.plain import PlainView
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = [
     "harness.agent=script", "harness.mode=warm", "harness.workers=2", "rollout.tasks=3", "rollout.per_task=2",
     "limits.wall_s=20", "limits.max_call_tokens=512", "model.max_context_tokens=8192",

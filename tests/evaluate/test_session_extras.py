@@ -54,6 +54,7 @@ def tool_file(tmp_path: Path, *tools: object) -> str:
     return f"gateway.tools={path}"
 
 
+@pytest.mark.slow
 def test_host_tools_of_a_run_are_offered_acknowledged_and_kept(tmp_path: Path) -> None:
     scripted = Reporting()
     summary = run(tmp_path, scripted, tool_file(tmp_path, REPORT), "rollout.tasks=1")
@@ -74,6 +75,7 @@ def test_host_tools_of_a_run_are_offered_acknowledged_and_kept(tmp_path: Path) -
     assert [(k["source"], bool(k["error"])) for k in kept] == [("model", False), ("model", True)]
 
 
+@pytest.mark.slow
 def test_the_shim_of_a_run_turns_text_into_calls_and_labels_the_turns(tmp_path: Path) -> None:
     scripted = Writing()
     shown = StringIO()
@@ -89,6 +91,7 @@ def test_the_shim_of_a_run_turns_text_into_calls_and_labels_the_turns(tmp_path: 
     assert not (tmp_path / "run" / "host_calls.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_shim_for_a_tool_that_the_agent_does_not_have_is_told_of_once(tmp_path: Path) -> None:
     shown = StringIO()
     summary = run(tmp_path, Writing(), "gateway.shim_tool=bahs", "rollout.tasks=1", shown=shown)
@@ -96,11 +99,13 @@ def test_a_shim_for_a_tool_that_the_agent_does_not_have_is_told_of_once(tmp_path
     assert shown.getvalue().count("gateway.shim_tool 'bahs' is not among the tools") == 1
 
 
+@pytest.mark.slow
 def test_without_the_shim_a_text_is_the_end(tmp_path: Path) -> None:
     scripted = Writing()
     assert run(tmp_path, scripted, "rollout.tasks=1", "rollout.per_task=1")["calls"] == 1
 
 
+@pytest.mark.slow
 def test_tools_that_cannot_be_end_the_run_before_it_begins(tmp_path: Path) -> None:
     for tools, said in (
         ([{**REPORT, "name": "step"}], "valid tool name"),

@@ -25,6 +25,8 @@ from insitu.types import Limits, Status
 from insitu.view.run_report import show_run
 from tests.fakes.provider import KEY, FakeProvider, serve_provider
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 90
 TASKS, PER_TASK = 4, 3
 SETTINGS = [

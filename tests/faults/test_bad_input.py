@@ -26,6 +26,8 @@ from insitu.training.trainer import checkpoint
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Generation, Message, ModelRequest, Rollout
 
+pytestmark = pytest.mark.slow
+
 SMALL = TrainConfig(optim=OptimConfig(lr=1e-3))
 
 

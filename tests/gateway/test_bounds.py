@@ -79,6 +79,7 @@ async def test_bodies_that_no_session_has_taken_on_share_one_bound(renderer: Tem
         assert rig.gateway.intake.held == 0
 
 
+@pytest.mark.slow
 @pytest.mark.case(47)
 async def test_while_a_body_of_60_mb_is_read_other_sessions_are_served(renderer: TemplateRenderer) -> None:
     """At the default limits, and of what is slowest to look through: beginnings of markers."""

@@ -11,6 +11,8 @@ from gateway_rig import TOOLS, Rig, call
 from insitu.chat.template import TemplateRenderer
 from insitu.types import IntArray, Limits, Message
 
+pytestmark = pytest.mark.slow
+
 TURNS = 200
 ROOMY = Limits(max_calls=10**6, max_session_tokens=10**7, max_context_tokens=10**7)
 SCAFFOLD = 60

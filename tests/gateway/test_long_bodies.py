@@ -112,6 +112,7 @@ async def test_short_known_messages_are_read_again_at_once() -> None:
         assert planning.done()
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_and_comes_back_is_served(renderer: TemplateRenderer) -> None:
     long = {"messages": [*ASK, *LONG]}
     async with Rig(renderer, [said("ok")]) as rig:

@@ -17,6 +17,8 @@ from insitu.chat.template import TemplateRenderer
 from insitu.errors import SetupError
 from insitu.types import Message
 
+pytestmark = pytest.mark.slow
+
 
 def installed_program(name: str) -> str:
     try:

@@ -10,6 +10,8 @@ from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
 from insitu.types import Limits, Message
 
+pytestmark = pytest.mark.slow
+
 REPLY = Message(
     role="assistant",
     text="I look.",

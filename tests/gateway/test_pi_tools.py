@@ -16,6 +16,8 @@ from insitu.chat.template import TemplateRenderer
 from insitu.serving.agent_setup import Access, setup
 from insitu.types import Message
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="session")
 def pi() -> Installed:

@@ -16,6 +16,8 @@ from insitu.suites.tasks.gold_tree import with_gold
 from insitu.tasks.factory import open_rows
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Limits, Oracle, Outcome, Setup, Task, task_hash
 
+pytestmark = pytest.mark.slow
+
 
 def text(content: str) -> FileEntry:
     return FileEntry(content=content.encode())

@@ -13,6 +13,8 @@ from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool, PoolOptions
 from insitu.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, task_hash
 
+pytestmark = pytest.mark.slow
+
 BASE = (
     b"def total(items):\n    result = 0\n    for item in items:\n        result -= item\n    return result\n"
 )

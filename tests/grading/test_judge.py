@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from insitu.attempt import PreparableJudge
 from insitu.grading.grader import Grader
 from insitu.grading.judge import TaskJudge
@@ -22,6 +24,8 @@ from insitu.types import (
     Verdict,
     task_hash,
 )
+
+pytestmark = pytest.mark.slow
 
 
 def text(content: str) -> FileEntry:

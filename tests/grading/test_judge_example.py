@@ -18,6 +18,8 @@ from insitu.tasks.user_functions import UserFunction
 from insitu.types import FinishedRollout, Outcome, Status
 from tests.fakes.provider import KEY, FakeProvider, serve_provider
 
+pytestmark = pytest.mark.slow
+
 JUDGE = Path(__file__).parents[2] / "examples" / "own" / "judge.py"
 SCORE = {"content": "Minimal. score: 5"}
 

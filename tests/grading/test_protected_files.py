@@ -75,6 +75,7 @@ def test_what_the_gold_changes_is_the_tasks() -> None:
     assert dropped(changed, runner="command") == ()
 
 
+@pytest.mark.slow
 async def test_a_helper_that_does_nothing_earns_nothing() -> None:
     grader = Grader(LocalBackend(), GradeConfig(remember=0))
     lazy = text("def check(items, want): pass\n")

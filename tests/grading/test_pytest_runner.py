@@ -12,6 +12,8 @@ from insitu.grading.trust import trust_of
 from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Verdict, task_hash
 
+pytestmark = pytest.mark.slow
+
 BASE = "def total(items):\n    return 0\n\n\ndef name():\n    return 'a'\n\n\ndef root(x):\n    return x\n"
 GOLD = BASE.replace("return 0", "return sum(items)")
 HIDDEN = '''"""Hidden."""

@@ -71,6 +71,7 @@ def _oftenest(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]
     return {name: lines.count(texts[name]) == max(map(lines.count, lines)) for name, lines in seen.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forger", [_first, _as_first, _oftenest])
 @pytest.mark.parametrize(("count", "chance"), [(1, 1 / 6), (2, 1 / 12), (4, 1 / 12), (9, 1 / 12)])
 def test_what_remembers_the_other_runs_has_to_guess(forger: Forger, count: int, chance: float) -> None:
@@ -109,6 +110,7 @@ def _likely(drawn: MutantRound, test: str, answer: str) -> str:
     return max(forms, key=lambda form: (chance(form), random.random()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_what_remembers_all_runs_that_ever_were_finds_no_form_likelier(kind: str, count: int) -> None:
@@ -133,6 +135,7 @@ def test_a_test_has_the_same_forms_in_all_draws_of_a_key(count: int) -> None:
         assert len({str(each.plan) for each in drawn}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 5, 40])
 def test_an_object_that_equals_everything_in_one_test_of_many_is_found_each_time(count: int) -> None:
     for seed in range(20):

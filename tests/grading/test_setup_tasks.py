@@ -14,6 +14,8 @@ from insitu.sandbox.base_tree import BaseTrees
 from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Setup, Task, task_hash
 
+pytestmark = pytest.mark.slow
+
 
 def text(content: str) -> FileEntry:
     return FileEntry(content=content.encode())

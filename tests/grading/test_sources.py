@@ -36,6 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
 
 import swe_rows as rows
 
+pytestmark = pytest.mark.slow
+
 STAND_IN = """\
 import importlib.util, pathlib, re, sys
 

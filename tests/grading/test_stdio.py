@@ -52,6 +52,7 @@ async def judge(grader: Grader, made: tuple[Task, Oracle], program: str) -> Verd
     return await grader.grade(*made, {"solution.py": FileEntry(content=program.encode())})
 
 
+@pytest.mark.slow
 async def test_a_program_is_judged_by_what_it_prints(grader: Grader) -> None:
     await grader.validate(*make(), repeats=1)
     solved = await judge(grader, make(), GOOD)
@@ -59,6 +60,7 @@ async def test_a_program_is_judged_by_what_it_prints(grader: Grader) -> None:
     assert (solved.passed, solved.total) == (3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
@@ -80,12 +82,14 @@ async def test_a_wrong_program_earns_nothing(grader: Grader, program: str, reaso
     assert reason in verdict.reason
 
 
+@pytest.mark.slow
 async def test_time_is_the_candidates(grader: Grader) -> None:
     verdict = await judge(grader, make(timeout_s=1.0), "while True: pass\n")
     assert (verdict.outcome, verdict.reward) == (Outcome.TEST_TIMEOUT, 0.0)
     assert re.search(r"input 0: out of (CPU )?time", verdict.reason)
 
 
+@pytest.mark.slow
 async def test_all_inputs_together_may_wait_as_long_as_one(
     grader: Grader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,12 +98,14 @@ async def test_all_inputs_together_may_wait_as_long_as_one(
     assert (verdict.outcome, verdict.reward, verdict.passed) == (Outcome.TEST_TIMEOUT, 0.0, 1), verdict
 
 
+@pytest.mark.slow
 async def test_a_fraction_counts_every_input(grader: Grader) -> None:
     half = "a, b = map(int, input().split())\nprint(a + b if a != 10 else 0)\n"
     verdict = await judge(grader, make("fraction"), half)
     assert (verdict.outcome, verdict.passed, verdict.reward) == (Outcome.UNRESOLVED, 2, 2 / 3)
 
 
+@pytest.mark.slow
 async def test_nothing_of_an_expected_output_is_in_the_sandbox(grader: Grader) -> None:
     """The cheat prints whatever may be an answer of the processes and files that it can read."""
     cheat = """
@@ -120,6 +126,7 @@ print(*set(re.findall("answer-[0-9]+", b" ".join(seen).decode("utf-8", "replace"
     assert "a wrong output" in verdict.reason
 
 
+@pytest.mark.slow
 async def test_a_process_that_stays_answers_no_later_input(grader: Grader) -> None:
     """It holds the output of the first input open, and is gone before the second."""
     stays = """
@@ -218,6 +225,7 @@ def slow(stdin: str, expected: str, printed: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 async def test_a_checker_that_raises_is_a_failure_of_the_infrastructure(grader: Grader) -> None:
     made = make(checker=f"{__name__}:broken")
     for _ in range(FAILURES - 1):
@@ -230,6 +238,7 @@ async def test_a_checker_that_raises_is_a_failure_of_the_infrastructure(grader: 
         await judge(grader, made, GOOD)
 
 
+@pytest.mark.slow
 async def test_a_checker_that_cannot_read_an_output_calls_it_wrong(grader: Grader) -> None:
     made = make(checker=f"{__name__}:numbers")
     assert (await judge(grader, made, GOOD)).outcome is Outcome.RESOLVED
@@ -238,6 +247,7 @@ async def test_a_checker_that_cannot_read_an_output_calls_it_wrong(grader: Grade
     assert "a wrong output" in verdict.reason
 
 
+@pytest.mark.slow
 async def test_a_checker_that_hangs_stops_neither_the_event_loop_nor_the_grading(
     grader: Grader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,12 +263,14 @@ async def test_a_checker_that_hangs_stops_neither_the_event_loop_nor_the_grading
     assert "did not return within 0.5 s" in verdict.reason
 
 
+@pytest.mark.slow
 async def test_a_checker_runs_in_a_thread(grader: Grader) -> None:
     assert (await judge(grader, make(checker=f"{__name__}:slow"), GOOD)).outcome is Outcome.RESOLVED
     assert LOOPS
     assert threading.get_ident() not in LOOPS
 
 
+@pytest.mark.slow
 async def test_a_task_may_ask_for_more_memory(grader: Grader) -> None:
     program = "x = bytearray(600 << 20)\n" + GOOD
     task, oracle = make()
@@ -269,6 +281,7 @@ async def test_a_task_may_ask_for_more_memory(grader: Grader) -> None:
     assert (await judge(grader, (more, oracle), program)).outcome is Outcome.RESOLVED
 
 
+@pytest.mark.slow
 async def test_long_integers_are_printed(grader: Grader) -> None:
     task, _ = make()
     oracle = Oracle(task_id="t", exchanges=(Exchange(stdin="", expected=f"1{'0' * 5000}"),))
@@ -276,6 +289,7 @@ async def test_long_integers_are_printed(grader: Grader) -> None:
     assert verdict.outcome is Outcome.RESOLVED, verdict
 
 
+@pytest.mark.slow
 async def test_a_checker_of_the_users_own_decides(grader: Grader) -> None:
     name = f"{__name__}:any_order"
     solved = await judge(grader, make(checker=name), GOOD)

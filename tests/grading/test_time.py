@@ -31,6 +31,7 @@ async def grade(grader: Grader, code: str) -> Verdict:
     return await grader.grade(TASK, ORACLE, {"app.py": FileEntry(content=code.encode())})
 
 
+@pytest.mark.slow
 async def test_an_endless_loop_costs_its_cpu_time_once(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,6 +46,7 @@ async def test_an_endless_loop_costs_its_cpu_time_once(
     assert watched.made == 1
 
 
+@pytest.mark.slow
 async def test_a_right_solution_may_wait(backend: LocalBackend) -> None:
     watched = Watched(backend)
     verdict = await grade(Grader(watched), "import time\ntime.sleep(1.8)\n" + RIGHT)
@@ -52,6 +54,7 @@ async def test_a_right_solution_may_wait(backend: LocalBackend) -> None:
     assert watched.made == 1
 
 
+@pytest.mark.slow
 async def test_what_waits_for_ever_is_out_of_time_at_a_bounded_cost(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +69,7 @@ async def test_what_waits_for_ever_is_out_of_time_at_a_bounded_cost(
     assert watched.made == 2, "an equal diff does not wait again"
 
 
+@pytest.mark.slow
 async def test_who_waits_keeps_nobody_else_from_being_graded(backend: LocalBackend) -> None:
     grader = Grader(backend, GradeConfig(parallel=2, remember=0))
     waiting = asyncio.create_task(grade(grader, "import time\ntime.sleep(60)\n"))
@@ -89,6 +93,7 @@ def test_computing_uses_up_no_wall_time_of_later_processes() -> None:
     assert limits.left_s == 1.0
 
 
+@pytest.mark.slow
 async def test_what_computed_and_ran_out_of_wall_time_is_run_again(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +106,7 @@ async def test_what_computed_and_ran_out_of_wall_time_is_run_again(
     assert watched.made == 3, "two runs, and a control between them"
 
 
+@pytest.mark.slow
 async def test_a_machine_that_was_busy_only_during_the_run_gets_a_second_one(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +129,7 @@ def test_the_kernel_s_account_of_stalls_is_read(monkeypatch: pytest.MonkeyPatch,
     assert clean.stalled_s() == 3.0
 
 
+@pytest.mark.slow
 async def test_time_that_the_host_may_have_lost_gives_no_reward(backend: LocalBackend) -> None:
     verdict = await grade(Grader(Watched(backend, well=1)), "import time\ntime.sleep(60)\n")
     assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None)

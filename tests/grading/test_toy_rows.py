@@ -9,6 +9,8 @@ from insitu.sandbox.local import LocalBackend
 from insitu.tasks.toy import FAMILIES, ToySource
 from insitu.types import Limits
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("category", FAMILIES)
 async def test_toy_tasks_pass_the_row_gate(category: str) -> None:

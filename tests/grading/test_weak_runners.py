@@ -61,6 +61,7 @@ CHECKS = HiddenTests(
 )
 
 
+@pytest.mark.slow
 async def test_commands_pass_by_exit_code_and_marker_and_count_by_weight(grader: Grader) -> None:
     task, oracle = make("command", CHECKS, "fraction")
     solved = await judge(grader, task, oracle, "x = 2\n")
@@ -74,6 +75,7 @@ async def test_commands_pass_by_exit_code_and_marker_and_count_by_weight(grader:
     await grader.validate(task, oracle, repeats=1)
 
 
+@pytest.mark.slow
 async def test_a_command_without_end_is_a_timeout(grader: Grader) -> None:
     checks = HiddenTests(
         checks=(Check(name="one", command="python3 app.py"), Check(name="two", command="true"))
@@ -111,6 +113,7 @@ def test_only_a_script_that_lays_its_tests_may_write_them(script: str, own: bool
     assert lays_tests(script) is own
 
 
+@pytest.mark.slow
 async def test_a_log_is_read_between_the_hosts_own_lines(grader: Grader) -> None:
     task, oracle = log_task("set -x; echo noise; python3 app.py; exit 3")
     assert (await judge(grader, task, oracle, f"print('{GOOD}')\n")).outcome is Outcome.RESOLVED
@@ -121,6 +124,7 @@ async def test_a_log_is_read_between_the_hosts_own_lines(grader: Grader) -> None
     assert (await judge(grader, task, oracle, "pass\n")).outcome is Outcome.UNRESOLVED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "app",
     [
@@ -138,6 +142,7 @@ async def test_a_log_without_its_end_passes_nothing(grader: Grader, app: str) ->
     assert (verdict.outcome, verdict.reward) == (Outcome.UNRESOLVED, 0.0), verdict
 
 
+@pytest.mark.slow
 async def test_only_the_framed_part_counts_where_the_script_frames_one(grader: Grader) -> None:
     script = (
         "python3 app.py\necho '>>>>> Start Test Output'\necho PASSED a::old\necho '>>>>> End Test Output'\n"
@@ -147,6 +152,7 @@ async def test_only_the_framed_part_counts_where_the_script_frames_one(grader: G
     assert (verdict.outcome, verdict.passed) == (Outcome.UNRESOLVED, 1)
 
 
+@pytest.mark.slow
 async def test_a_patch_of_the_tests_meets_the_bases_version_of_them(grader: Grader) -> None:
     patch = "--- a/tests/test_app.py\n+++ b/tests/test_app.py\n@@ -1 +1 @@\n-old\n+PASSED a::new\n"
     task, oracle = log_task("cat tests/test_app.py; echo; echo PASSED a::old", patch=patch)
@@ -157,6 +163,7 @@ async def test_a_patch_of_the_tests_meets_the_bases_version_of_them(grader: Grad
         await grader.grade(task, oracle, after)
 
 
+@pytest.mark.slow
 async def test_a_set_that_grades_by_equality_wants_every_outcome_as_expected(grader: Grader) -> None:
     tests = HiddenTests(script="python3 app.py", parser="r2e", expected=(("T.a", "PASSED"), ("b", "FAILED")))
     task, oracle = make("swebench_log", tests)
@@ -175,6 +182,7 @@ def harbor(script: str, reward: RewardKind = "binary") -> tuple[Task, Oracle]:
 COUNT = "grep -q x.=.$(cat /tests/data.txt) app.py && echo 1 > /logs/verifier/reward.txt\n"
 
 
+@pytest.mark.slow
 async def test_a_reward_file_is_read(grader: Grader) -> None:
     task, oracle = harbor(COUNT)
     assert (await judge(grader, task, oracle, "x = 2\n")).outcome is Outcome.RESOLVED
@@ -186,6 +194,7 @@ async def test_a_reward_file_is_read(grader: Grader) -> None:
     assert (verdict.outcome, verdict.reward, verdict.trust) == (Outcome.UNRESOLVED, 0.25, "weak")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "outcome"),
     [
@@ -237,6 +246,7 @@ pathlib.Path("/logs/verifier/reward.txt").write_text(str(int(good)))
 """
 
 
+@pytest.mark.slow
 async def test_a_script_runs_by_its_own_first_line_with_its_variables(grader: Grader) -> None:
     tests = HiddenTests(files={"tests/test.sh": text(PYTHON)}, env={"WANT": "x = 'a b'\n"})
     task, oracle = make("harbor", tests)
@@ -244,11 +254,13 @@ async def test_a_script_runs_by_its_own_first_line_with_its_variables(grader: Gr
     assert (await judge(grader, task, oracle, "x = 2\n")).outcome is Outcome.UNRESOLVED
 
 
+@pytest.mark.slow
 async def test_the_json_file_wins_against_the_text_file(grader: Grader) -> None:
     both = "echo 0 > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"
     assert (await judge(grader, *harbor(both), "x = 2\n")).outcome is Outcome.UNRESOLVED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("runner", "tests", "why"),
     [

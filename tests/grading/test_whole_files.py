@@ -17,6 +17,8 @@ from insitu.tasks.base import Item
 from insitu.tasks.factory import open_rows
 from insitu.types import FileEntry, Limits, Outcome, Verdict
 
+pytestmark = pytest.mark.slow
+
 CLASSES = """
 import unittest
 import pytest

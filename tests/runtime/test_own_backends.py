@@ -40,6 +40,7 @@ def mine(tmp_path: Path) -> str:
     return str(tmp_path / "mine.py")
 
 
+@pytest.mark.slow
 async def test_sandboxes_come_from_the_users_backend(mine: str) -> None:
     for name in ("make", "BACKEND"):
         config = load_config(None, [f"sandbox.backend={mine}:{name}"])
@@ -50,12 +51,14 @@ async def test_sandboxes_come_from_the_users_backend(mine: str) -> None:
             assert done.stdout == b"hello\n"
 
 
+@pytest.mark.slow
 def test_a_backend_object_is_used_as_it_is() -> None:
     backend = LocalBackend("auto")
     config = load_config(None, {"sandbox.backend": backend})
     assert make_backend(config) is backend
 
 
+@pytest.mark.slow
 def test_what_is_no_backend_is_refused(mine: str) -> None:
     with pytest.raises(ConfigError, match="is not a SandboxBackend or a function returning one"):
         make_backend(load_config(None, [f"sandbox.backend={mine}:wrong"]))

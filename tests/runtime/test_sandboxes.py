@@ -18,6 +18,7 @@ from insitu.tasks.factory import open_source
 FAKE = "sandbox.environment=tests.fakes.harbor:local_environment"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "harbor"])
 def test_the_table_says_what_the_backend_says_of_itself(kind: str) -> None:
     config = load_config(None, [f"sandbox.backend={kind}", *([FAKE] if kind == "harbor" else [])])

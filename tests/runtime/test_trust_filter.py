@@ -74,6 +74,7 @@ def test_what_is_judged_weaker_stops_the_run_or_is_left_out(tmp_path: Path) -> N
     assert held(tmp_path, "strong", "tasks.on_invalid_row=skip")[0] == {"cases"}
 
 
+@pytest.mark.slow
 async def test_a_verdict_that_turns_out_too_weak_is_none(tmp_path: Path) -> None:
     """What the files of an image hold is known when a verdict is made, not before."""
     path = tmp_path / "a.jsonl"

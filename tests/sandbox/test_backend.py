@@ -19,6 +19,8 @@ from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.local_sandbox import LocalSandbox
 
+pytestmark = pytest.mark.slow
+
 
 def fake_bwrap(folder: Path, script: str) -> None:
     program = folder / "bwrap"

@@ -21,6 +21,8 @@ from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool, PoolOptions
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def pool(backend: LocalBackend) -> AsyncIterator[Pool]:

@@ -19,6 +19,8 @@ from insitu.sandbox.cgroup import Cgroups, CgroupSupport
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 NONE = CgroupSupport(cgroups=None, why="switched off")
 
 

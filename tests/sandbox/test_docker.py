@@ -55,6 +55,7 @@ def fake_docker(folder: Path, script: str) -> str:
     return str(program)
 
 
+@pytest.mark.slow
 def test_no_daemon_is_one_clear_line(tmp_path: Path) -> None:
     script = (
         "echo 'Cannot connect to the Docker daemon at unix:///x. Is the docker daemon running?' >&2; exit 1"
@@ -72,6 +73,7 @@ def test_a_daemon_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
 INFO = '{"OSType": "linux", "MemoryLimit": %s, "PidsLimit": %s, "SwapLimit": false, "Runtimes": {"runc": {}}}'
 
 
+@pytest.mark.slow
 async def test_capabilities_are_what_the_daemon_offers(tmp_path: Path) -> None:
     all_of_them = fake_docker(tmp_path, f"echo '{INFO % ('true', 'true')}'")
     assert "resource_limits" in DockerBackend("i", cache=tmp_path, program=all_of_them).capabilities
@@ -112,6 +114,7 @@ def test_failures_are_told_apart(said: str, kind: type[SandboxError]) -> None:
     assert error.infra
 
 
+@pytest.mark.slow
 def test_the_lent_python_needs_nothing_of_its_sandbox(tmp_path: Path) -> None:
     folder = sandbox_python.stage_python(tmp_path)
     assert sandbox_python.stage_python(tmp_path) == folder
@@ -119,6 +122,7 @@ def test_the_lent_python_needs_nothing_of_its_sandbox(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o022 for path in folder.rglob("*")} == {0}
 
 
+@pytest.mark.slow
 async def test_downloads_hold_up_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(docker_cli, "ATONCE", 1)
     monkeypatch.setattr(docker_cli, "PULLS", 1)
@@ -137,6 +141,7 @@ async def test_downloads_hold_up_nothing_else(monkeypatch: pytest.MonkeyPatch, t
     assert (tmp_path / "pulls").read_text() == "x\nx\n", "the third waited for its turn under its deadline"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pull", "kind"),
     [
@@ -182,6 +187,7 @@ def calls(folder: Path, verb: str) -> list[str]:
     return [line for line in (folder / "log").read_text().splitlines() if line.split()[0] == verb]
 
 
+@pytest.mark.slow
 async def test_what_the_host_lacks_is_a_typed_failure_that_leaves_nothing(
     slow: DockerBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +207,7 @@ async def test_what_the_host_lacks_is_a_typed_failure_that_leaves_nothing(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.slow
 async def test_a_container_made_too_late_is_removed_too(
     slow: DockerBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +228,7 @@ async def test_a_container_made_too_late_is_removed_too(
     assert calls(tmp_path, "rm") == [f"rm -f -v {name}"] * 2
 
 
+@pytest.mark.slow
 def test_what_killed_tests_left_is_swept(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     mark = owner(dead.pid)
@@ -419,6 +427,7 @@ asyncio.run(backend.create(SandboxSpec()))
 """
 
 
+@pytest.mark.slow
 async def test_the_folder_of_a_sandbox_that_was_being_started_by_a_dead_owner_is_removed(
     tmp_path: Path,
 ) -> None:
@@ -436,6 +445,7 @@ async def test_the_folder_of_a_sandbox_that_was_being_started_by_a_dead_owner_is
         assert os.listdir(places) == []  # noqa: PTH208
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "fits"),
     [

@@ -11,6 +11,8 @@ from insitu.sandbox.local import LocalBackend, LocalSandbox
 from insitu.sandbox.tree import TreeTooLarge
 from insitu.types import FileEntry
 
+pytestmark = pytest.mark.slow
+
 FILES = {
     "a.py": FileEntry(content=b"print(1)\n"),
     "pkg/deep/run.sh": FileEntry(content=b"#!/bin/sh\necho ran\n", executable=True),

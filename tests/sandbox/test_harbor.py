@@ -17,6 +17,8 @@ from insitu.sandbox.harbor_sdk import of_kind
 from insitu.sandbox.local import LocalBackend
 from tests.fakes.harbor import FakeEnvironment
 
+pytestmark = pytest.mark.slow
+
 
 class Cloud:
     """Makes fake environments and keeps them."""

@@ -15,6 +15,8 @@ from insitu.sandbox import limits
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
 
+pytestmark = pytest.mark.slow
+
 HOME = Path.home()
 CHECKOUT = Path(__file__).parent.parent.parent
 

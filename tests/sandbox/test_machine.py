@@ -48,6 +48,7 @@ def old_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
+@pytest.mark.slow
 async def test_a_sandbox_gets_a_recent_python_where_the_system_has_none(
     backend: LocalBackend, old_python: Path
 ) -> None:
@@ -59,6 +60,7 @@ async def test_a_sandbox_gets_a_recent_python_where_the_system_has_none(
         assert await out(sandbox, "ls -A /opt/python/lib/python3*/site-packages 2>/dev/null || true") == ""
 
 
+@pytest.mark.slow
 def test_what_is_no_python_has_no_version(tmp_path: Path) -> None:
     broken = tmp_path / "python3"
     broken.write_text("#!/bin/sh\nexit 1\n")
@@ -66,6 +68,7 @@ def test_what_is_no_python_has_no_version(tmp_path: Path) -> None:
     assert layout.python_version(broken) == layout.python_version(tmp_path / "missing") == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_current", [True, False])
 async def test_work_below_usr_is_not_shown(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, as_current: bool
@@ -99,6 +102,7 @@ def test_more_files_may_be_open_than_by_default() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.slow
 async def test_a_spawn_without_descriptors_is_a_sandbox_error_and_leaks_none(sandbox: LocalSandbox) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = open_descriptors()
@@ -120,6 +124,7 @@ async def test_a_spawn_without_descriptors_is_a_sandbox_error_and_leaks_none(san
     assert await process.wait(5) == 0
 
 
+@pytest.mark.slow
 async def test_descriptors_in_transit_fail_one_spawn_and_spare_the_sandbox(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +138,7 @@ async def test_descriptors_in_transit_fail_one_spawn_and_spare_the_sandbox(
     assert await process.wait(5) == 0
 
 
+@pytest.mark.slow
 async def test_a_kernel_that_cannot_count_a_boxs_processes_promises_no_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from insitu.sandbox.process_owner import is_dead, owner
 
 
+@pytest.mark.slow
 def test_the_living_and_the_dead() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         mark = owner(other.pid)

@@ -14,6 +14,8 @@ from insitu.errors import SandboxLost
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
 
+pytestmark = pytest.mark.slow
+
 DAEMON = "(setsid sh -c 'setsid sleep {n} & ' >/dev/null 2>&1 &) ; sleep 0.05"
 
 

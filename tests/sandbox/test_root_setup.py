@@ -73,6 +73,7 @@ async def test_any_other_command_ends_root(pool: Pool, docker_image: str) -> Non
             await set_up(sandbox, Setup(root_commands=("true", "echo no such luck >&2; exit 3")))
 
 
+@pytest.mark.slow
 async def test_sandboxes_without_root_are_refused(backend: LocalBackend) -> None:
     with pytest.raises(PolicyUnsupported, match="has no root"):
         await backend.create(SandboxSpec(root_setup=True))

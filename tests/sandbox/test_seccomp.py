@@ -15,6 +15,8 @@ from insitu.sandbox import seccomp as syscalls
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
 
+pytestmark = pytest.mark.slow
+
 ALLOW = 0x7FFF0000
 needs_filter = pytest.mark.skipif(
     not syscalls.program(platform.machine()), reason="no filter for this machine"

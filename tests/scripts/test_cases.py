@@ -23,6 +23,7 @@ def cases() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_every_case_has_a_test() -> None:
     # In a process of its own: in a long one CPython 3.11 was seen to fail with "SystemError: AST constructor
     # recursion depth mismatch".

@@ -14,6 +14,8 @@ from insitu.sandbox.local import LocalBackend
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import format_of
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "exercises.py"
 TEST = (
     "import unittest\nfrom {module} import double\n\nclass DoubleTest(unittest.TestCase):\n"

@@ -39,6 +39,7 @@ def test_links_of_the_readme_lead_somewhere_on_an_index() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_wheel_has_the_examples_and_a_readme_without_dead_links(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

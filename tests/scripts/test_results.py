@@ -59,6 +59,7 @@ def test_a_record_that_the_page_needs_must_be_there(results: ModuleType) -> None
         results.page()
 
 
+@pytest.mark.slow
 def test_a_command_is_recorded_with_its_circumstances(
     results: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

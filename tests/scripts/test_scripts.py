@@ -102,6 +102,7 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_broken_layers_are_found(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
@@ -163,6 +164,7 @@ ALIKE = {"triton", "trl", "liger_kernel"}
 """Used where they are, never needed: triton comes with a torch for GPUs, the others a benchmark's peers."""
 
 
+@pytest.mark.slow
 def test_what_the_package_imports_is_declared() -> None:
     """An import that works only because another package pulled it in breaks some day; what nothing imports
     is downloaded for nothing."""
@@ -189,6 +191,7 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["setup", "setup-vllm", "check", "test", "facts", "docs"])
 def test_shell_scripts_parse(script: str) -> None:
     done = subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], capture_output=True, check=False)
@@ -196,6 +199,7 @@ def test_shell_scripts_parse(script: str) -> None:
     assert os.access(ROOT / "scripts" / script, os.X_OK)
 
 
+@pytest.mark.slow
 def test_setup_names_its_usage() -> None:
     done = subprocess.run(
         [str(ROOT / "scripts" / "setup"), "nonsense"], capture_output=True, text=True, timeout=20, check=False
@@ -204,6 +208,7 @@ def test_setup_names_its_usage() -> None:
     assert done.stderr == "setup: usage: scripts/setup [demo|test]\n"
 
 
+@pytest.mark.slow
 def test_check_fails_when_a_check_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """scripts/check in a folder whose tools all answer, except one."""
     monkeypatch.delenv("VENV", raising=False)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TOOLS = "bash sh dirname grep uname rm mkdir cp touch cut cat sha256sum".split()
 VENV_PACKAGE = "python{}.{}-venv".format(*sys.version_info)

@@ -48,6 +48,7 @@ def test_touched_files_come_first_and_the_rest_in_another_order_for_each_commit(
     assert len({tuple(each) for each in orders}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "touched_share", "away", "summary", "line"),
     [

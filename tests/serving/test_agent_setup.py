@@ -14,6 +14,8 @@ import pytest
 from insitu.errors import ConfigError
 from insitu.serving.agent_setup import TASK, Access, agent_names, setup
 
+pytestmark = pytest.mark.slow
+
 SECRET = "s3cret-" + "x" * 36
 STUB = """#!/bin/sh
 { printf '%s\\n' "$0" "$@"; } > "$STUB_OUT.args"

@@ -75,6 +75,7 @@ async def post(session: dict[str, Any], path: str, body: object) -> tuple[int, A
 ASK = {"model": "x", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_server_as_engine(tmp_path: Path, kind: str) -> None:
     async with serve_vllm(VOCAB) if kind == "vllm" else serve_sglang(VOCAB) as fake:
@@ -93,6 +94,7 @@ async def test_a_server_as_engine(tmp_path: Path, kind: str) -> None:
         assert tokens.ids[tokens.mask].tolist() == fake.sampler.received[-1].ids
 
 
+@pytest.mark.slow
 async def test_an_engine_that_cannot_be_trusted_is_not_served(tmp_path: Path) -> None:
     async with (
         serve_vllm(VOCAB, processed=False) as fake,
@@ -104,6 +106,7 @@ async def test_an_engine_that_cannot_be_trusted_is_not_served(tmp_path: Path) ->
         assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 async def test_sessions_with_calls_under_way_are_sealed_at_the_same_time(tmp_path: Path) -> None:
     """One after another they would take longer than a stop may."""
     names = [f"serve-{number}" for number in range(6)]
@@ -128,6 +131,7 @@ async def test_sessions_with_calls_under_way_are_sealed_at_the_same_time(tmp_pat
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["rewards"].keys() == set(names)
 
 
+@pytest.mark.slow
 async def test_a_server_that_restarts_is_waited_for_and_its_session_lives(tmp_path: Path) -> None:
     """Away for a while, then started again: calls wait, and none of them fails."""
     async with serve_vllm(VOCAB) as fake:
@@ -148,6 +152,7 @@ async def test_a_server_that_restarts_is_waited_for_and_its_session_lives(tmp_pa
             assert sealed["captured"] == sealed["trained"] + sum(sealed["excluded"].values()) > 0
 
 
+@pytest.mark.slow
 async def test_a_server_that_comes_back_with_other_weights_samples_nothing(tmp_path: Path) -> None:
     async with serve_vllm(VOCAB) as fake:
         arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.url={fake.url}", "engine.retries=0"]
@@ -163,6 +168,7 @@ async def test_a_server_that_comes_back_with_other_weights_samples_nothing(tmp_p
             )
 
 
+@pytest.mark.slow
 async def test_a_trainer_is_told_where_to_come(tmp_path: Path) -> None:
     arguments = ["engine.kind=external", "engine.key_env=TRAINER_KEY"]
     async with serving(tmp_path, *arguments, TRAINER_KEY="t") as serve:
@@ -176,6 +182,7 @@ async def test_a_trainer_is_told_where_to_come(tmp_path: Path) -> None:
             assert request["rollout_id"] == "probe"
 
 
+@pytest.mark.slow
 async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> None:
     async with serve_provider() as fake:
         arguments = ["engine.kind=upstream", f"engine.url={fake.url}", "engine.key_env=PROVIDER_KEY"]
@@ -222,6 +229,7 @@ def test_what_a_person_gets_wrong(
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_not_there_is_waited_for_aloud_and_not_for_ever(tmp_path: Path) -> None:
     arguments = [
         "engine.kind=vllm",

@@ -54,6 +54,7 @@ def forget(url: str, secret: str) -> None:
         assert answer.status == 200
 
 
+@pytest.mark.slow
 def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tools = tmp_path / "tools.json"
@@ -135,6 +136,7 @@ def test_what_a_person_gets_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert said.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_configured_family_is_the_one_that_is_served(tmp_path: Path) -> None:
     with serving(f"run.dir={tmp_path / 'run'}", "model.renderer=nonesuch") as process:
         _, stderr = process.communicate(timeout=120)
@@ -142,6 +144,7 @@ def test_the_configured_family_is_the_one_that_is_served(tmp_path: Path) -> None
     assert "nonesuch" in stderr
 
 
+@pytest.mark.slow
 def test_what_a_person_reads_is_short_and_explained(tmp_path: Path) -> None:
     run = tmp_path / "run"
     small = ["engine.max_rows=8", "model.max_context_tokens=1024", "limits.max_call_tokens=8"]

@@ -70,6 +70,7 @@ def test_insitus_log_is_redacted_and_nothing_goes_to_stderr(
     assert not [h for h in logging.getLogger().handlers if "insitu.log" in str(h)]
 
 
+@pytest.mark.slow
 def test_scratch_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_never_hold_one_run_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
     RunDir.create(config(tmp_path / "r")).close()
     argv = [sys.executable, "-c", HOLDER, str(tmp_path / "r")]

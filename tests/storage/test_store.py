@@ -320,6 +320,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [1, 4, 11])
 def test_kill_nine_loses_nothing_that_returned_and_repeats_nothing(tmp_path: Path, lines: int) -> None:
     """A writer is killed three times in the middle of writes; each time a fresh one goes on."""

@@ -160,6 +160,7 @@ def test_what_difflib_writes_applies_both_ways(one: list[str], two: list[str]) -
     assert apply_patch(want, diff, reverse=True) == shown
 
 
+@pytest.mark.slow
 def test_agrees_with_git(tmp_path: Path) -> None:
     """On diffs that git itself made."""
 

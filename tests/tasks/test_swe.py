@@ -53,6 +53,7 @@ SETS: list[tuple[str, Callable[[], dict[str, Any]], str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "made", "image", "workdir"), SETS)
 def test_a_row_in_the_sets_shape(
     tmp_path: Path, name: str, made: Callable[[], dict[str, Any]], image: str, workdir: str
@@ -124,6 +125,7 @@ def test_a_rows_own_script_loses_its_patching(tmp_path: Path) -> None:
     assert item.task.setup.image == "i:1"
 
 
+@pytest.mark.slow
 def test_the_markers_frame_what_the_tests_print() -> None:
     run = subprocess.run(
         ["bash", "-c", framed(["echo out; echo err >&2; (exit 3)"], before=["echo before"])],
@@ -172,6 +174,7 @@ def test_pro_sets_up_without_the_solution(tmp_path: Path) -> None:
     assert item.oracle.tests.files[".insitu/run_script.sh"].content == b"one\n"
 
 
+@pytest.mark.slow
 def test_pro_prints_what_the_parser_wrote(tmp_path: Path) -> None:
     (item,) = load(tmp_path, "swe_pro", rows.pro())
     (tmp_path / ".insitu").mkdir()

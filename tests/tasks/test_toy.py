@@ -66,6 +66,7 @@ def test_issue_names_no_operand_and_no_operation() -> None:
     assert not set(VARIABLES) & set(FUNCTIONS)
 
 
+@pytest.mark.slow
 def test_no_answer_that_was_learned_by_heart_solves_a_task() -> None:
     """Whoever gives each issue the solution most frequent among its tasks, by whatever edit and knowing the
     order of the parameters, solves less than one task in fifty."""
@@ -79,6 +80,7 @@ def test_no_answer_that_was_learned_by_heart_solves_a_task() -> None:
     assert by_heart / 3_000 < 0.02
 
 
+@pytest.mark.slow
 def test_one_comment_goes_with_several_wrong_lines() -> None:
     """The comment alone cannot give the edit: what it must replace has to be read."""
     shapes: dict[str, set[str]] = {}
@@ -91,6 +93,7 @@ def test_one_comment_goes_with_several_wrong_lines() -> None:
     assert all(len(found) >= 4 for found in shapes.values())
 
 
+@pytest.mark.slow
 def test_splits_share_no_content() -> None:
     sources = [ToySource(Limits(), seed=seed) for seed in (0, 1)]
     train = {t.content_hash for s in sources for t in s.tasks("train", 0, 600)}
@@ -128,6 +131,7 @@ def test_unknown_family_is_named() -> None:
         ToySource(Limits(), kinds=["colour"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solved", [False, True])
 def test_check_script_prints_what_the_demonstrator_expects(tmp_path: Path, solved: bool) -> None:
     source = ToySource(Limits())

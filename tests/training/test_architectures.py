@@ -17,6 +17,8 @@ from insitu.training.model import parity as proof
 from insitu.training.model.hf import HfPolicy, open_hf
 from insitu.training.options import Lora
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 BASE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,

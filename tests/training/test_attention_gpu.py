@@ -14,6 +14,8 @@ from insitu.training.attention import rows
 from insitu.training.attention.rows import Causal, Shared
 from insitu.training.attention.tree import Piece, TreeAttend, by_pieces
 
+pytestmark = pytest.mark.slow
+
 HEADS, KV_HEADS, WIDTH = 6, 2, 8
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default

@@ -20,6 +20,8 @@ from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 
 def trainer(muon_lr: float = 0.0) -> Trainer:
     optim = OptimConfig(lr=1e-3, muon_lr=muon_lr, warmup_steps=3)

@@ -18,6 +18,8 @@ from insitu.training.sft.plan import plan_examples, schedule
 from insitu.training.sft.selection import Selection, SelectionRules, choose, explain, stored_tokens
 from insitu.types import Rollout, Status
 
+pytestmark = pytest.mark.slow
+
 WANTED = SelectionRules(min_reward=1.0, per_task=2, dedup=True, held_out=False, truncated=True)
 
 

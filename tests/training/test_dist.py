@@ -28,7 +28,7 @@ from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.distributed import Together, join
 from insitu.training.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 T = TypeVar("T")
 Named = dict[str, torch.Tensor]

@@ -17,6 +17,8 @@ from insitu.training.learner.process import LearnerSpec
 from insitu.training.options import OptimConfig, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 
+pytestmark = pytest.mark.slow
+
 LEADING = {
     "MKL_NUM_THREADS": "1",
     "MKL_DOMAIN_NUM_THREADS": "MKL_DOMAIN_BLAS=1",

@@ -16,6 +16,8 @@ from insitu.training.learner.transfer import published
 from insitu.training.weights.export import export
 from insitu.training.weights.files import ExportRequest
 
+pytestmark = pytest.mark.slow
+
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ATTENTION = ("input_layernorm", "post_attention_layernorm", "self_attn.qkv_proj", "self_attn.o_proj")
 SERVED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {

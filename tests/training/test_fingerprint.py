@@ -13,6 +13,8 @@ from insitu.engines.embedded.weights import checksum, checksum_of
 from insitu.training.learner import weight_checksum as fingerprint
 from insitu.training.learner.weight_checksum import WeightChecksum
 
+pytestmark = pytest.mark.slow
+
 
 def test_of_a_model_that_is_trained_whole_it_is_the_engines() -> None:
     model = small_model()

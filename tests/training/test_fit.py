@@ -28,6 +28,8 @@ from insitu.training.options import Lora
 from insitu.training.trainer.distributed import Ranks
 from insitu.training.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 # --------------------------------------------------------------------------- choices
 
 

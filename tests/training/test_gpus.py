@@ -19,6 +19,8 @@ from insitu.training.learner.process import LearnerSpec
 from insitu.training.loss import chunked_logits as tiles
 from insitu.training.loss.chunked_logits import TorchBackend, backend, triton_works
 
+pytestmark = pytest.mark.slow
+
 
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str, status: int = 0) -> dict[str, str]:
     """A PATH whose nvidia-smi says that."""

@@ -16,7 +16,7 @@ from insitu.training.loss import fused_head as objective
 from insitu.training.loss.chunked_logits import BUDGET, SLACK, tiling
 from insitu.training.memory.meta_run import MemoryMeter
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -33,6 +33,8 @@ from insitu.training.start_model import START_MODEL, check_start_model, keep_sta
 from insitu.training.weights.files import ExportRequest
 from insitu.types import Group, RequestKey, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:

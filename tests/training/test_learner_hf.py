@@ -30,6 +30,8 @@ from insitu.training.weights.files import DiskPublisher, ExportRequest, PublishO
 from insitu.types import RequestKey, SamplingParams
 from tests.fakes.vllm import serve_vllm
 
+pytestmark = pytest.mark.slow
+
 
 def spec(folder: Path, **policy: object) -> LearnerSpec:
     train = TrainConfig(

@@ -17,7 +17,7 @@ from insitu.errors import TrainError
 from insitu.training.loss.kl import divergence
 from insitu.training.loss.losses import LossInputs, TokenLoss, token_loss
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 log, exp = math.log, math.exp
 

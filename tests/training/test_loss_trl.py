@@ -17,7 +17,7 @@ from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.plan.advantage import advantages, overlong_penalty
 from insitu.training.plan.step import PlanConfig, plan_step
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 Batch = dict[str, torch.Tensor]
 

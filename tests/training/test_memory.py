@@ -45,6 +45,8 @@ from insitu.training.trainer.hidden_states import states
 from insitu.training.trainer.reference import Reference
 from insitu.training.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 SHAPES: dict[str, Any] = {
     "wide": Qwen3Config(
         vocab_size=2048, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

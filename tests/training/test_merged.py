@@ -18,7 +18,7 @@ from insitu.training.options import Lora, OptimConfig, PolicyConfig, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 CPU = torch.device("cpu")
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"))
 SMALL = TrainConfig(optim=OptimConfig(lr=2e-5), max_logprob_gap=1.0, max_staleness=9)

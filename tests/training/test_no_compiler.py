@@ -17,6 +17,8 @@ from insitu.training.memory.predict import BuiltinMemory, at_most
 from insitu.training.model.memory_options import PLAIN
 from insitu.training.trainer.adam import AdamW
 
+pytestmark = pytest.mark.slow
+
 STEP = """
 import sys
 from train_lab import sampled_groups, small_model

@@ -25,7 +25,7 @@ from insitu.training.trainer.reference import Reference, read_reference
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group, Rollout
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 Named = dict[str, torch.Tensor]
 TRAINER = {"ratio": "trainer"}

@@ -17,6 +17,8 @@ from insitu.training.memory.plan import LADDER
 from insitu.training.model.memory_options import MemoryOptions
 from insitu.training.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 ON_CPU = [t for t in LADDER if not t.offload_activations]
 
 

@@ -22,6 +22,8 @@ from insitu.training.plan.prefix import common_prefix
 from insitu.training.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.types import Ledger, Rollout, Status
 
+pytestmark = pytest.mark.slow
+
 
 def simple(name: str, reward: float | None, tokens: int = 2, **more: object) -> Rollout:
     """One segment: 3 context ids, then `tokens` trained ids, then 2 dead ones."""

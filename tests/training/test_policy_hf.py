@@ -22,7 +22,7 @@ from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 

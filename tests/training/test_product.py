@@ -14,7 +14,7 @@ from insitu.training.loss import mixed_matmul as ways
 from insitu.training.loss.fused_head import objective
 from insitu.training.loss.mixed_matmul import Method, method_of, product
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ from insitu.storage.run_dir import RunDir
 from insitu.training.loop import TrainOptions
 from insitu.view.plain import PlainView
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "engine", [{"kind": "upstream", "url": "http://127.0.0.1:9", "model": "m"}, {"kind": "external"}]

@@ -110,6 +110,7 @@ async def life(port: int) -> asyncio.subprocess.Process:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_killed_9_samples_nothing_with_the_weights_it_comes_back_with(
     tmp_path: Path,
 ) -> None:

@@ -15,7 +15,7 @@ from insitu.training.plan.row_selection import choose_rows
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step, use_of
 from insitu.types import Ledger, Rollout, Segment
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 A, B = "train/0/0/0", "train/0/0/1"
 

@@ -12,7 +12,7 @@ from insitu.errors import TrainError
 from insitu.training.options import OptimConfig, rate
 from insitu.training.sft.trainer import Sft, SftConfig, SftTensors
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 CONFIG = ModelConfig(
     vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -29,6 +29,8 @@ from insitu.training.trainer.trainer import Trainer
 from insitu.types import Rollout, Status
 from insitu.view.run_report import show_run
 
+pytestmark = pytest.mark.slow
+
 SCHEDULE = (
     "sft.epochs=6",
     "sft.rollouts_per_step=4",

@@ -32,7 +32,7 @@ from insitu.training.trainer.distributed import Sharded
 from insitu.training.trainer.optimizer import Optimiser
 from insitu.training.weights.files import ExportRequest
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 SHARED = TrainConfig(
     policy=PolicyConfig(kind="hf"), ranks=2, shard=True, max_logprob_gap=100.0, max_staleness=9

@@ -15,7 +15,7 @@ from insitu.training.attention.tree import TreeAttend, pairs, tree_pieces, visib
 from insitu.training.plan.prefix_tree import Tree, build_tree
 from insitu.types import BoolArray, FloatArray, IntArray
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from insitu.training.trainer.batch import make_batch
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 Named = dict[str, torch.Tensor]
 

@@ -119,6 +119,7 @@ RESPONSES: list[tuple[dict[str, Any], str, Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("tool", "arguments", "kind", "output"), RESPONSES, ids=lambda v: str(v)[:40])
 async def test_responses_tools_reach_the_model_and_its_calls_the_client(
@@ -151,6 +152,7 @@ async def test_responses_tools_reach_the_model_and_its_calls_the_client(
     assert rig.session.stats.edited == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["{}", '{"commands": "ls"}', "[1]", '{"commands": [],'])
 async def test_a_call_of_another_shape_still_is_an_item(renderer: TemplateRenderer, arguments: str) -> None:
     async with Rig(renderer, [once("shell", arguments), SAY]) as rig, openai_client(rig) as api:
@@ -160,6 +162,7 @@ async def test_a_call_of_another_shape_still_is_an_item(renderer: TemplateRender
         assert rig.session.stats.infra_error == ""
 
 
+@pytest.mark.slow
 async def test_a_shell_in_the_providers_container_is_left_out(renderer: TemplateRenderer) -> None:
     async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:
         hosted = {"type": "shell", "environment": {"type": "container_auto"}}

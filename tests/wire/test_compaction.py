@@ -14,6 +14,8 @@ from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects import compaction
 from insitu.types import Limits, Message
 
+pytestmark = pytest.mark.slow
+
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "read", "description": "Read.", "strict": False, "parameters": SCHEMA}
 ]

@@ -14,6 +14,8 @@ from insitu.errors import EngineError
 from insitu.gateway.request import GatewayConfig
 from insitu.types import Limits, Message
 
+pytestmark = pytest.mark.slow
+
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "read", "description": "Read.", "strict": False, "parameters": SCHEMA}
 ]

@@ -222,6 +222,7 @@ def test_a_format_of_the_answer_is_asked_for_and_recorded(
     assert field in dict(asked.advisory)
 
 
+@pytest.mark.slow
 async def test_parse_of_the_openai_client_gets_an_object(renderer: TemplateRenderer) -> None:
     class Answer(BaseModel):
         answer: int

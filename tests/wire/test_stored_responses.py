@@ -53,6 +53,7 @@ async def test_the_second_step_of_ai_sdk_openai_names_items_by_id(renderer: Temp
     assert rig.session.stats.edited == 0
 
 
+@pytest.mark.slow
 @pytest.mark.case(50)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_conversation_goes_on_from_previous_response_id(
@@ -81,6 +82,7 @@ async def test_a_conversation_goes_on_from_previous_response_id(
     assert trajectory.ledger.excluded == {}
 
 
+@pytest.mark.slow
 @pytest.mark.case(50)
 async def test_ids_that_are_not_stored_are_refused_as_the_provider_does(renderer: TemplateRenderer) -> None:
     async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:

@@ -111,6 +111,7 @@ def test_every_event_is_exactly_of_its_type(name: str, said: Reply, waits: int) 
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.case(48)
 @pytest.mark.parametrize("kind", ["text", "calls"])
 @pytest.mark.parametrize("name", DIALECTS)

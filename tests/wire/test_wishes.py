@@ -122,6 +122,7 @@ async def test_tokens_behind_a_stop_string_are_booked_and_budgeted(renderer: Tem
     assert ledger.excluded == {"after_stop": len(whole) - kept}
 
 
+@pytest.mark.slow
 @pytest.mark.case(17)
 async def test_stop_strings_end_replies_of_the_other_formats_too(renderer: TemplateRenderer) -> None:
     async with (
@@ -137,6 +138,7 @@ async def test_stop_strings_end_replies_of_the_other_formats_too(renderer: Templ
         assert answer.text == "One fish,"
 
 
+@pytest.mark.slow
 @pytest.mark.case(54)
 async def test_sampling_stays_neutral_whatever_is_asked_for(renderer: TemplateRenderer) -> None:
     odd: dict[str, Any] = {"model": "gpt-9", "temperature": 0, "top_p": 0.1}
@@ -166,6 +168,7 @@ async def test_sampling_stays_neutral_whatever_is_asked_for(renderer: TemplateRe
         assert {(s.params.temperature, s.params.max_tokens) for s in rig.engine.sent} == {(1.0, limit)}
 
 
+@pytest.mark.slow
 @pytest.mark.case(49)
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "read"}}])
 async def test_a_tool_choice_is_advice(renderer: TemplateRenderer, choice: Any) -> None:
@@ -176,6 +179,7 @@ async def test_a_tool_choice_is_advice(renderer: TemplateRenderer, choice: Any) 
         assert '"name": "read"' in renderer.decode(rig.engine.sent[0].ids)
 
 
+@pytest.mark.slow
 @pytest.mark.case(49)
 async def test_no_tool_is_offered_where_none_is_wanted(renderer: TemplateRenderer) -> None:
     async with (
@@ -244,6 +248,7 @@ async def test_a_final_answer_without_a_call_is_trained(renderer: TemplateRender
         assert [segment.label for segment in trajectory.segments] == ["wipe", "final"]
 
 
+@pytest.mark.slow
 @pytest.mark.case(49)
 @pytest.mark.parametrize(
     "more",
@@ -293,6 +298,7 @@ async def test_messages_refuse_what_needs_a_fetch_or_a_store(
         assert (await api.messages.create(**given)).content[0].text == SAY.text
 
 
+@pytest.mark.slow
 @pytest.mark.case(50)
 @pytest.mark.parametrize(
     "more",

@@ -101,6 +101,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", FAMILIES)
 def test_a_family_is_drawn_for_each_of_its_members_as_often(token: str) -> None:
     """So that what sees the members of one cannot tell for which of them it was drawn."""
@@ -214,6 +215,7 @@ def _corpus() -> list[str]:
     return [*human, *own]
 
 
+@pytest.mark.slow
 def test_files_of_people_keep_all_tokens_but_one_for_each_test() -> None:
     turned_tests = 0
     for number, text in enumerate(_corpus()):

@@ -25,6 +25,7 @@ def backend(needs_pi: None) -> LocalBackend:
     return LocalBackend("auto")
 
 
+@pytest.mark.slow
 async def test_pi_conforms_and_leaves_a_recording(backend: LocalBackend, tmp_path: Path) -> None:
     finding = await run.conform(named_recipe("pi"), backend, tmp_path)
     assert finding.failures == ()
@@ -46,6 +47,7 @@ async def test_pi_conforms_and_leaves_a_recording(backend: LocalBackend, tmp_pat
     assert all("data: " in line["reply"] and line["body"]["messages"] for line in lines[1:])
 
 
+@pytest.mark.slow
 async def test_lost_or_changed_tokens_fail_the_checks(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ async def test_lost_or_changed_tokens_fail_the_checks(
     assert not any(found.ok for found in seen)
 
 
+@pytest.mark.slow
 async def test_an_agent_that_cannot_be_installed_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise SetupError("npm could not install it")
@@ -99,6 +102,7 @@ async def test_an_agent_that_cannot_be_installed_is_a_finding(monkeypatch: pytes
     assert finding.as_json()["ok"] is False
 
 
+@pytest.mark.slow
 async def test_an_agent_whose_own_prompt_fills_the_window_gets_a_larger_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,6 +25,8 @@ from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPol
 from insitu.suites.open_renderer import Splitter
 from insitu.types import Limits, Task
 
+pytestmark = pytest.mark.slow
+
 Ending = Literal["budget", "engine", "overflow"]
 ENDINGS: tuple[Ending, ...] = ("budget", "engine", "overflow")
 CALLS = 12

@@ -44,6 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, out.out, out.err
 
 
+@pytest.mark.slow
 def test_validate_tells_the_rows_apart_and_keeps_what_it_found(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_validate_tells_the_rows_apart_and_keeps_what_it_found(
     assert listed["train"] + listed["eval"] == 1
 
 
+@pytest.mark.slow
 def test_a_row_that_has_no_place_in_the_sandboxes_is_a_finding_and_stops_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_row_that_has_no_place_in_the_sandboxes_is_a_finding_and_stops_no_othe
     }
 
 
+@pytest.mark.slow
 def test_a_set_of_good_rows_exits_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(row("one")) + "\n")
@@ -108,6 +111,7 @@ def test_a_set_of_good_rows_exits_0(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert out.startswith("1 of 1 tasks passed, 0 failed")
 
 
+@pytest.mark.slow
 def test_toy_tasks_validate_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(
         capsys, "validate", "--limit", "3", "--repeats", "1", "--json", "--out", str(tmp_path / "g.json")
@@ -167,6 +171,7 @@ def terminus(name: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
+@pytest.mark.slow
 def test_a_solution_that_is_a_program_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         terminus("good"),

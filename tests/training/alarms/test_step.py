@@ -217,6 +217,7 @@ def steps_of(path: Path) -> list[int]:
     return [line["step"] for line in lines if line["event"] == "step"]
 
 
+@pytest.mark.slow
 def test_a_kill_between_a_commit_and_its_line_costs_the_line_until_the_resume_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

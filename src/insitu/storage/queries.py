@@ -202,9 +202,9 @@ GROUP BY v.diff_hash HAVING tasks > 1 ORDER BY n DESC LIMIT 100
 TELLING: Mapping[str, str] = {
     "the agent tampered with the tests": f"{_ROW} {_TABLES} WHERE v.outcome = 'tampered'"
     " ORDER BY r.rowid DESC LIMIT 2",
-    "newest solved": f"{_ROW} {_TABLES} WHERE r.reward >= 1.0 AND r.phase = 'train'"
+    "newest solved": f"{_ROW} {_TABLES} WHERE r.reward >= 1.0 AND +r.phase = 'train'"
     " ORDER BY r.rowid DESC LIMIT 1",
-    "newest unsolved": f"{_ROW} {_TABLES} WHERE r.reward < 1.0 AND r.phase = 'train'"
+    "newest unsolved": f"{_ROW} {_TABLES} WHERE r.reward < 1.0 AND +r.phase = 'train'"
     " ORDER BY r.rowid DESC LIMIT 1",
     "solved with the fewest tokens": f"{_ROW} {_TABLES} WHERE r.reward >= 1.0"
     " ORDER BY json_extract(r.ledger, '$.captured') LIMIT 1",
@@ -221,7 +221,7 @@ TELLING: Mapping[str, str] = {
     " ORDER BY r.rowid DESC LIMIT 1",
     "network attempt": f"{_ROW} {_TABLES} WHERE r.egress > 0 ORDER BY r.rowid DESC LIMIT 1",
 }
-"""Why a rollout is worth reading -> query that finds it."""
+"""Why a rollout is worth reading -> query that finds it. `+r.phase` keeps the order of the rowids."""
 PAIRS = """
 SELECT task_id AS task, rollout_id AS id, reward FROM rollouts
 WHERE phase = :phase AND step = :step AND reward IS NOT NULL ORDER BY task_id, slot

@@ -43,6 +43,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
   components TEXT NOT NULL, attempt INTEGER NOT NULL,
   error TEXT NOT NULL, deleted TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,
   UNIQUE (phase, step, group_no, slot)) STRICT;
+CREATE INDEX IF NOT EXISTS rollouts_by_task ON rollouts (task_id);
 CREATE TABLE IF NOT EXISTS attempts (
   rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, schema_version INTEGER NOT NULL,
   status TEXT NOT NULL, error TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,

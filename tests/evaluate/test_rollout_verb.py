@@ -255,6 +255,15 @@ def test_tasks_in_the_other_split_are_mentioned(tmp_path: Path) -> None:
     assert "held-out" not in shown.getvalue()
 
 
+def test_a_reward_function_that_raises_on_every_call_ends_the_run_and_is_no_zero(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def score(rollout):\n    return rollout.no_such_field\n")
+    reward = f"reward.function={tmp_path / 'rewards.py'}:score"
+    with pytest.raises(TaskError, match=r"rewards.py:score failed 5 times in a row.*no_such_field"):
+        run(tmp_path, Scripted(), reward)
+    with read_store(tmp_path / "run") as store:
+        assert all(outcome.reward is None for outcome in store.outcomes("rollout", 0))
+
+
 def test_tasks_that_are_judged_weaker_than_asked_for_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     row = {"id": "t", "prompt": "Fix.", "files": {"m.py": "x = 1\n"}, "checks": [{"command": "true"}]}

@@ -133,26 +133,6 @@ async def test_only_infrastructure_failures_start_another_attempt_and_boundedly(
     ]
 
 
-class FailingTaskGroup(FakeAttempts):
-    """Attempts within which a task group fails, which Python 3.11 leaves counted as a cancellation."""
-
-    async def run(self, spec: AttemptSpec, *given: Any) -> Rollout:
-        async def fail() -> None:
-            await asyncio.sleep(0)
-            raise SandboxError("no reward")
-
-        with contextlib.suppress(ExceptionGroup):
-            async with asyncio.TaskGroup() as group:
-                group.create_task(fail())
-        return await super().run(spec, *given)
-
-
-async def test_a_failure_within_an_attempt_is_not_taken_for_its_cancellation() -> None:
-    attempts = FailingTaskGroup(lambda spec: "no reward" if spec.attempt == 1 else 1.0)
-    groups = await collected(attempts, Memory(), TASKS[:1])
-    assert [(r.reward, r.attempt) for r in groups[0].rollouts] == [(1.0, 2)] * 4
-
-
 async def test_a_slot_that_is_held_is_not_run_again() -> None:
     spec = AttemptSpec(rollout_id="train/00001/000/02", task=TASKS[0], seed=5)
     held = fake_rollout(spec, 0.5)

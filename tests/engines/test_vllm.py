@@ -12,11 +12,12 @@ import pytest
 
 from insitu.engines.http import HttpOptions
 from insitu.engines.probe import probe_engine
+from insitu.engines.safetensors_file import write_tensors
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import ConfigError, EngineError, EngineUnavailable
 from insitu.types import IntArray, RequestKey, SamplingParams
 from tests.fakes.vllm import FakeVllm, serve_vllm
-from tests.fakes.weight_folders import chance_folder
+from tests.fakes.weight_folders import chance_folder, chance_tensors
 
 VOCAB = 97
 PROMPT: IntArray = np.array([1, 2, 3, 4, 5, 6], dtype=np.int32)
@@ -338,6 +339,30 @@ async def test_tied_weights_are_refused_where_tensors_are_packed(tmp_path: Path)
         assert await engine.has_own_head()
         assert (await engine.generate(PROMPT, params(), KEY)).version_runs == ((0, 0),)
         assert (await engine.load(untied, 1)).version == 1
+
+
+async def test_experts_are_refused_where_a_reload_leaves_them_unpacked(tmp_path: Path) -> None:
+    """As vLLM 0.32 does on a CPU (tests/full/test_experts_with_vllm.py)."""
+    tensors = chance_tensors("one", tied=False)
+    matrix = tensors["model.layers.0.mlp.gate_proj.weight"]
+    parts = [
+        f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"
+        for e in (0, 1)
+        for part in ("gate", "up", "down")
+    ]
+    write_tensors(tmp_path / "model.safetensors", {**tensors, **dict.fromkeys(parts, matrix)})
+    async with serve_vllm(VOCAB) as fake, open_vllm(options(fake)) as engine:
+        held = {"lm_head.weight": "a head of its own"}
+        held |= {
+            f"model.layers.0.mlp.experts.routed_experts.{w}_weight": f"packed {w}" for w in ("w13", "w2")
+        }
+        fake.sums = {**fake.sums, **held}
+        fake.packs = True
+        with pytest.raises(
+            EngineError, match=r"not its experts after a reload.*\.0\.mlp\.experts\.w13_weight"
+        ):
+            await engine.load(tmp_path, 1)
+        assert (await engine.generate(PROMPT, params(), KEY)).version_runs == ((0, 0),)
 
 
 async def test_an_engine_with_unknown_weights_does_not_sample(tmp_path: Path) -> None:

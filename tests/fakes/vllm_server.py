@@ -27,6 +27,8 @@ from insitu.errors import EngineError
 START_S = 300.0
 """Start and first generation, on two busy cores."""
 STOP_S = 20.0
+INSITU_WORKER = "insitu.engines.vllm_worker.InsituWorker"
+_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,12 @@ def start_vllm(
     adapters: int = 0,
     dtype: str = "float32",
     port: int = 0,
-    extension: bool = False,
+    extension: str = "",
     extra: Sequence[str] = (),
 ) -> Iterator[RealVllm]:
     """Serve `model`; `processed` and `scale_out` as in `fakes.vllm`, `adapters`: most at once, of any
-    rank up to 16. port: 0 = a free one. extension: with insitu's methods in its workers, which vLLM 0.26
-    needs. Raises EngineError."""
+    rank up to 16. port: 0 = a free one. extension: class whose methods its workers get; vLLM 0.26 needs
+    INSITU_WORKER. Raises EngineError."""
     port = port or _free_port()
     arguments = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
@@ -70,7 +72,7 @@ def start_vllm(
     # vLLM 0.26 wants ray for it
     arguments += [] if extension else ["--weight-transfer-config", '{"backend":"ipc"}']
     arguments += ["--enable-scale-out"] if scale_out else []
-    arguments += ["--worker-extension-cls", "insitu.engines.vllm_worker.InsituWorker"] if extension else []
+    arguments += ["--worker-extension-cls", extension] if extension else []
     arguments += ["--enable-lora", "--max-loras", str(adapters)] if adapters else []
     began = time.monotonic()
     with log.open("wb") as out:
@@ -78,7 +80,7 @@ def start_vllm(
             arguments,
             env=_environment()
             | ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if adapters else {})
-            | ({"PYTHONPATH": str(Path(__file__).parents[2])} if extension else {}),
+            | ({"PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}"} if extension else {}),
             stdout=out,
             stderr=out,
             stdin=subprocess.DEVNULL,

@@ -24,7 +24,7 @@ from insitu.engines.response_checks import version_number
 from insitu.engines.safetensors_file import total
 from insitu.engines.vllm_weights import FRESH, ServedWeights, TensorSums
 from insitu.engines.weight_manifest import PublishedFolder, inspect
-from insitu.engines.weight_mapping import ParamChecksums, WeightMapping, check_received, map_weights
+from insitu.engines.weight_mapping import ParamChecksums, WeightMapping, check_received, map_weights, plain
 from insitu.errors import EngineError
 from insitu.types import VersionRuns
 
@@ -155,7 +155,7 @@ class VllmControl:
         """Sample with the weights in `folder` from now on; the path must mean the same at the server.
 
         A folder that does not match its own manifest, tensors that do not feed exactly the engine's
-        parameters, and tied weights that a CPU server would mix are refused before anything is paused.
+        parameters, and weights that a CPU server would mix are refused before anything is paused.
         Raises EngineError.
         """
         folder = await asyncio.to_thread(folder.resolve)
@@ -164,12 +164,9 @@ class VllmControl:
             return await self._load_adapter(held, version)
         self._need_control("reload_weights")
         before = await self.weights.sums()
-        if not before.complete and await asyncio.to_thread(ties_embeddings, folder):
-            raise EngineError(
-                f"vllm has packed its weights, as on CPUs, and would keep the old output head: {folder} ties "
-                "it to the embeddings; publish lm_head.weight of its own with tie_word_embeddings = false"
-            )
         fed = map_weights(before.by_name, {name: tensor.shape for name, tensor in held.tensors.items()})
+        if not before.complete:
+            _check_packed(fed, ties=await asyncio.to_thread(ties_embeddings, folder))
         proof = Proof(
             sums=held.sums,
             fed=fed,
@@ -316,3 +313,19 @@ class VllmControl:
     def _need_control(self, what: str) -> None:
         if not self.server.controlled:
             raise EngineError(_NO_CONTROL.format(what))
+
+
+def _check_packed(fed: WeightMapping, *, ties: bool) -> None:
+    """Raise EngineError for weights that a server would mix because it packs them, as on CPUs."""
+    if ties:
+        raise EngineError(
+            "vllm has packed its weights, as on CPUs, and would keep the old output head: the folder ties it "
+            "to the embeddings; publish lm_head.weight of its own with tie_word_embeddings = false"
+        )
+    # vLLM 0.32 packs experts at its start only: after a reload its kernel takes plain ones for packed.
+    experts = next((name for name in fed.sources if name.endswith("w13_weight")), "")
+    if experts:
+        raise EngineError(
+            "vllm packs its weights, as on CPUs, but not its experts after a reload, and would sample with "
+            f"others ({plain(experts)}): publish to a vLLM on a GPU"
+        )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from insitu.config import Config, load_config
+from insitu.config import Config, load_config, read_toml
 from insitu.errors import ConfigError
 from insitu.evaluate.run import REPORT, RolloutOptions, collect_rollouts
 from insitu.runtime.training import run_training
@@ -215,7 +215,8 @@ def train(
 ) -> Run:
     """Train the configured model on the configured tasks and return the finished run.
 
-    `config` is a Config, a TOML file or a mapping of tables; keywords and then `overrides`
+    `config` is a Config, a TOML file, a mapping of tables, or a run directory of `serve` whose rewarded
+    sessions are trained on instead of rollouts of an agent; keywords and then `overrides`
     (`{"run.steps": 8}`) win over it. A keyword is a table (`run={"steps": 8}`) or one of these:
     `agent` (name, path, command as a list, or Recipe), `model` (folder, or URL of a provider),
     `tasks` (list of Task, name or path of a source), `reward` (function or its path). `resume` continues a
@@ -287,10 +288,24 @@ def _resolve(
     given = _expanded(tables)
     if isinstance(config, Config):
         return name_run(load_config(None, overrides, config.model_dump(), given))
+    if isinstance(config, str | Path) and Path(config).is_dir():
+        return name_run(load_config(None, overrides, config_from_run(Path(config), "collect"), given))
     if isinstance(config, str | Path):
         return name_run(load_config(Path(config), overrides, base, given))
     layers = [dict(base or {}), *([] if config is None else [config])]
     return name_run(load_config(None, overrides, _merged(layers), given))
+
+
+def config_from_run(source: Path, table: Literal["collect", "sft"]) -> dict[str, dict[str, Any]]:
+    """Return the configuration of a run whose rollouts another one takes, as tables.
+
+    Raises RecordError when `source` is no run directory.
+    """
+    read_config(source)
+    tables = {name: dict(values) for name, values in read_toml(source / "config.toml").items()}
+    tables.setdefault("run", {})["dir"] = ""
+    tables.setdefault(table, {})["run"] = str(source.absolute())
+    return tables
 
 
 def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -91,6 +91,31 @@ def test_served_sessions_are_shown_exported_and_imitated(
     assert insitu.open_run(imitated).steps[0].metrics["rollouts"] == 1
 
 
+def test_rewarded_sessions_are_a_batch_of_training(tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    with insitu.serve(overrides=SMALL, run={"dir": str(served)}) as server:
+        for task, rewards in (("a", (1.0, 0.0)), ("same", (1.0, 1.0)), ("b", (0.0, 0.5, None))):
+            for reward in rewards:
+                session = server.session(task=task)
+                ask(session)
+                session.seal(reward=reward)
+    more = {"tasks.groups_per_step": 1, "train.min_groups": 1}
+    run = insitu.train(served, overrides=more, run={"dir": str(tmp_path / "trained")})
+    assert run.summary is not None
+    assert (run.kind, run.summary["updates"], run.summary["rollouts"]) == ("train", 2, 5)
+    assert [step.metrics["reward_mean"] for step in run.steps] == [0.5, 0.25]
+    first = run.steps[0]
+    assert first.metrics["max_logprob_gap"] < 1e-3, "the trainer agrees with what the server sampled"
+    sessions = {one.id: one for one in insitu.open_run(served).rollouts()}
+    assert first.ledger.trained == sum(sessions[f"session-{n}"].tokens().mask.sum() for n in (0, 1))
+    ungraded = int(sessions["session-6"].tokens().mask.sum())
+    assert run.ledger.balanced
+    assert run.ledger.excluded["ungraded"] == ungraded
+    assert main(["replay", str(run.path)]) == 0
+    with pytest.raises(insitu.InsituError, match="holds no group to train"):
+        insitu.train(run.path, run={"dir": str(tmp_path / "none")})
+
+
 def test_a_start_that_fails_raises_and_leaves_nothing(tmp_path: Path) -> None:
     before = descendants(os.getpid())
     with (

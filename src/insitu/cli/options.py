@@ -162,7 +162,12 @@ def _add_init(commands: Any) -> None:
 
 def _add_train(commands: Any) -> None:
     train = commands.add_parser("train", description="train from a configuration file")
-    train.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file, e.g. examples/demo.toml")
+    train.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="TOML file, e.g. examples/demo.toml, or the run directory of `insitu serve` with the sessions",
+    )
     _add_run_options(train)
     train.set_defaults(verb=verbs.train_verb)
 

@@ -64,6 +64,10 @@ def train_verb(options: argparse.Namespace) -> int:
         config = _resumed(options, overrides + ([path] if path else []))
     elif path is None:
         raise ConfigError("give a configuration file, for instance examples/demo.toml, or --resume DIR")
+    elif Path(path).is_dir():
+        from insitu.api import config_from_run
+
+        config = load_config(None, overrides, config_from_run(Path(path), "collect"))
     else:
         config = load_config(Path(path), overrides)
 
@@ -96,15 +100,12 @@ def sft_verb(options: argparse.Namespace) -> int:
 
 def _sft_config(source: Path | None, overrides: Sequence[str]) -> Config:
     """Return the configuration of the source run with a new run directory."""
-    from insitu.config import load_config, read_toml
-    from insitu.storage.run_dir import read_config
+    from insitu.api import config_from_run
+    from insitu.config import load_config
 
     if source is None:
         raise ConfigError("give the run directory with the rollouts to imitate, or --resume DIR")
-    read_config(source)
-    base = {table: dict(values) for table, values in read_toml(source / "config.toml").items()}
-    base.setdefault("run", {})["dir"] = ""
-    base.setdefault("sft", {})["run"] = str(source.absolute())
+    base = config_from_run(source, "sft")
     config = load_config(None, overrides, base)
     if config.sft.run != str(source.absolute()):
         raise ConfigError(f"RUN {source} already sets sft.run: drop sft.run={config.sft.run}")

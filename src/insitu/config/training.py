@@ -60,6 +60,9 @@ class CollectKeys(Keys):
 class CollectTable(CollectKeys, Table):
     """Groups of rollouts."""
 
+    run: OwnPath = ""
+    """Run directory of `insitu serve` whose sessions are the groups, instead of agents; the command line
+    names it."""
     infra_failure_alarm: Fraction = 0.1
     """Warn when this share of a step's attempts fails because of the infrastructure; 0 = never."""
     tamper_alarm: Fraction = 0.1

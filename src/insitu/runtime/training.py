@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from insitu.engines.vllm import VllmEngine
 from insitu.errors import ConfigError, RecordError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.registry import BUILT_IN
-from insitu.runtime.preflight import Prepared, check_reference, check_weights, prepare
+from insitu.runtime.preflight import Checks, Prepared, check_reference, check_weights, prepare
 from insitu.runtime.run import open_runtime
 from insitu.runtime.sandboxes import examples_of
 from insitu.shutdown import run_interruptible
@@ -39,8 +40,9 @@ from insitu.training.loop import (
     check_steps,
     finished_run,
 )
-from insitu.training.parts import RunParts
+from insitu.training.parts import RunAgents, RunParts
 from insitu.training.plan.step import PlanConfig
+from insitu.training.served_batches import NoEngine, fit_to_sessions
 from insitu.training.start_model import keep_start_model
 from insitu.training.weights.files import (
     DeltaPublisher,
@@ -117,6 +119,16 @@ def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
     return prepare(config, say, lambda _, source: examples_of(source), own)
 
 
+def _prepare_served(config: Config) -> Config:
+    """Check a training run on stored sessions and limit its steps to them. Raises InsituError."""
+    checks = Checks()
+    for check in (check_trained, check_weights, check_reference):
+        checks.run(check, config)
+    limited = checks.run(fit_to_sessions, config)
+    checks.close()
+    return limited or config
+
+
 @asynccontextmanager
 async def assemble(
     run: RunDir,
@@ -145,15 +157,27 @@ async def assemble(
         stage("starting the agents")
         backend = TokenBackend(engine, renderer)
         runtime = await stack.enter_async_context(open_runtime(config, backend, source, prepared.setup, note))
-        yield RunParts(
-            source=source,
-            harness=runtime.harness,
-            attempts=runtime.attempts(run),
-            learner=learner,
-            engine=engine,
-            life=life,
-            plan_config=PlanConfig.of(config),
+        agents = RunAgents(
+            source=source, harness=runtime.harness, attempts=runtime.attempts(run), engine=engine
         )
+        yield RunParts(agents=agents, learner=learner, life=life, plan_config=PlanConfig.of(config))
+
+
+@asynccontextmanager
+async def assemble_served(
+    run: RunDir, store: Store, note: Callable[[str], None], stage: Callable[[str], None]
+) -> AsyncIterator[RunParts]:
+    """Open the learner of a run on stored sessions, which has no agents and no engine."""
+    config = run.config
+    stage("starting the learner")
+    spec = LearnerSpec.of(config, model=model_folder(config), log=run.logs / "learner.log")
+    async with Learner.start(replace(spec, samples=False)) as learner:
+        keep_start_model(store, learner)
+        life = LearnerSupervisor(
+            learner, NoEngine(), committed(run, store), restarts=config.train.restarts, say=note
+        )
+        await life.begin()
+        yield RunParts(agents=None, learner=learner, life=life, plan_config=PlanConfig.of(config))
 
 
 async def run_training(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
@@ -163,7 +187,9 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
         return summary
     view.begin(f"{config.harness.agent}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
-    prepared = _prepare_training(config, view.note)
+    prepared = None if config.collect.run else _prepare_training(config, view.note)
+    if prepared is None and resume is None:
+        config = _prepare_served(config)
     remove_stale_scratch()
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
@@ -181,7 +207,12 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
             store.set_meta(EXTRA, json.dumps(dict(options.extra)))
         view.note(f"run directory {run.path}")
         try:
-            async with assemble(run, store, prepared, view.note, view.stage) as parts:
+            assembled = (
+                assemble(run, store, prepared, view.note, view.stage)
+                if prepared
+                else assemble_served(run, store, view.note, view.stage)
+            )
+            async with assembled as parts:
                 summary = await TrainingLoop(run, store, metrics, parts, view, clock).run()
         finally:
             # The disk may be what ended the run: its own line must come through.

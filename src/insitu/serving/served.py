@@ -31,14 +31,13 @@ from insitu.serving.console import Console
 from insitu.serving.host_calls import HostCallReporter
 from insitu.serving.prompt_sizes import PromptFit
 from insitu.storage.host_calls import HostCallLog
+from insitu.storage.lifecycle import SERVE
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, write_text
 from insitu.storage.session_log import recover
 from insitu.storage.store import Store
 from insitu.types import Rollout, Status, Timings, Trajectory
 
-SERVE = "serve"
-"""Value of KIND in these run directories, and phase of their rollouts."""
 REPORT = "report.txt"
 SEAL_S = 10.0
 """Time that running calls get to finish when their session is sealed."""

@@ -44,6 +44,8 @@ Reason = Literal[
 `deadline`: its group exceeded its deadline; `unused`: the run ended first, or only served; `few_groups`: its
 step had fewer groups with a gradient than `train.min_groups`; `overlong`: every row exceeds
 `train.max_row_tokens`; `no_tokens`: no token was sampled, or all are excluded for other reasons."""
+SERVE = "serve"
+"""Phase of the sessions of `insitu serve`."""
 REASONS: frozenset[str] = frozenset(get_args(Reason))
 OPEN: tuple[State, ...] = ("planned", "running")
 TAKEN: tuple[State, ...] = ("assigned",)
@@ -241,7 +243,7 @@ def decide(db: sqlite3.Connection, at: Mapping[str, object], rollout: Rollout) -
     """
     reason = "infra" if rollout.status is Status.INFRA_FAILED else ""
     if not reason and at["phase"] != "train":
-        reason = "unused" if at["phase"] == "serve" else "evaluation"
+        reason = "unused" if at["phase"] == SERVE else "evaluation"
     state: State = "discarded" if reason else "graded"
     sampled = [
         s.versions[s.mask] for s in rollout.trajectory.segments if s.kind == "sampled" and s.mask.any()

@@ -166,6 +166,8 @@ def name_run(config: Config) -> Config:
         "engine": ("publish_dir",),
         "train": ("reference",),
         "gateway": ("tools",),
+        "collect": ("run",),
+        "sft": ("run",),
     }
     updates = {}
     for name, keys in tables.items():

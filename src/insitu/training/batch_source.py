@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
@@ -23,16 +23,31 @@ from insitu.training.store_sink import StoreSink
 from insitu.types import Group, Task
 
 
-class Batches:
-    """The groups of one step after the other; made by `open_batches`."""
+class Batches(Protocol):
+    """The groups of one step after the other."""
+
+    rollouts: int
+    """Rollouts decided while a step waits for its groups; 0 = unknown."""
+
+    async def next(self) -> tuple[Sequence[Group], Mapping[str, Any]]:
+        """Return the groups that the next step trains, and metrics of their collection."""
+
+    def pending(self, version: int) -> None:
+        """Handle a version that the trainer has and the engine does not have yet."""
+
+    def published(self, version: int) -> None:
+        """Handle a version that the engine samples with, also the same one after a skipped step."""
+
+
+class CollectedBatches:
+    """Groups from the collector; made by `open_batches`."""
 
     def __init__(self, collector: Collector, options: CollectOptions) -> None:
         self._collector, self._synchronous = collector, not options.max_staleness
         self.rollouts = options.groups * options.group_size * self._synchronous
-        """Rollouts decided while a step waits for its groups; 0 = unknown."""
 
     async def next(self) -> tuple[Sequence[Group], Mapping[str, Any]]:
-        """Return the groups that the next step trains, and metrics of their collection."""
+        """See Batches."""
         batch = await self._collector.next_batch()
         if self._synchronous:
             return batch.groups, {}
@@ -52,11 +67,11 @@ class Batches:
         return batch.groups, metrics
 
     def pending(self, version: int) -> None:
-        """Handle a version that the trainer has and the engine does not have yet."""
+        """See Batches."""
         self._collector.version_pending(version)
 
     def published(self, version: int) -> None:
-        """Handle a version that the engine samples with, also the same one after a skipped step."""
+        """See Batches."""
         self._collector.version_published(version)
 
 
@@ -73,7 +88,7 @@ async def open_batches(
     check: Check,
     warn: Callable[[str], None],
     version: int,
-) -> AsyncIterator[Batches]:
+) -> AsyncIterator[CollectedBatches]:
     """Run the collector inside the context; at its end no rollout is left open."""
     plan, options = PlanConfig.of(config), collect_options(config)
     task_of = task_sampler(config, source)
@@ -91,7 +106,7 @@ async def open_batches(
         resume=resume_state(store, task_of, config.tasks.groups_per_step),
     )
     async with collector.open():
-        yield Batches(collector, options)
+        yield CollectedBatches(collector, options)
     # left over in a resumed run
     left = [*store.open_rollouts(), *store.unused_graded()]
     store.discard([state.rollout_id for state in left if state.phase == "train"], "unused")

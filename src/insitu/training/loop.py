@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from insitu.training.batch_source import Batches, collect_options, open_batches
 from insitu.training.options import gaps
 from insitu.training.parts import RunParts
 from insitu.training.plan.step import plan_step
+from insitu.training.served_batches import ServedBatches
 from insitu.training.step_metrics import (
     SHOWN,
     ahead_summary,
@@ -120,7 +121,6 @@ class TrainingLoop:
         self._closed: float | None = None
         """Reading of time.monotonic() at the last commit in this process."""
         c = run.config
-        self._attempts = parts.attempts
         masks, self._eval_masks = (
             InfraFailureRate(c.collect.infra_failure_alarm),
             InfraFailureRate(c.collect.infra_failure_alarm),
@@ -138,7 +138,7 @@ class TrainingLoop:
         c = self._run.config
         left = c.run.steps - first + 1
         per_step = c.tasks.groups_per_step * c.collect.group_size
-        title = f"{c.harness.agent} {self._parts.harness.version}, seed {c.run.seed}"
+        title = f"{' '.join(self._agent())}, seed {c.run.seed}"
         self._view.begin(title, left * per_step + (2 + self._evals_left(first)) * self._eval_tasks())
         before = await self._evaluate("eval_before", 0)
         async with self._batches() as batches:
@@ -150,14 +150,23 @@ class TrainingLoop:
         after = await self._evaluate("eval_after", c.run.steps)
         return self._summary(before, after)
 
+    def _agent(self) -> tuple[str, str]:
+        """Return name and version of what made the rollouts."""
+        agents = self._parts.agents
+        if agents is None:
+            return f"sessions of {self._run.config.collect.run}", ""
+        return self._run.config.harness.agent, agents.harness.version
+
     def _batches(self) -> AbstractAsyncContextManager[Batches]:
         """Yield the source of groups until the last step."""
-        parts = self._parts
+        c, parts = self._run.config, self._parts
+        if parts.agents is None:
+            return nullcontext(ServedBatches(c, self._store, self._sink, self._view))
         return open_batches(
-            self._run.config,
+            c,
             self._store,
-            parts.source,
-            self._attempts,
+            parts.agents.source,
+            parts.agents.attempts,
             self._sink,
             self._view,
             self._breaker,
@@ -174,27 +183,29 @@ class TrainingLoop:
         return sum(self._evaluated_after(step) for step in range(first - 1, self._run.config.run.steps))
 
     def _eval_tasks(self) -> int:
-        """Return the configured number, at most all tasks."""
-        size = self._parts.source.size("eval")
+        """Return the configured number, at most all tasks; 0 where no agent runs."""
+        if self._parts.agents is None:
+            return 0
+        size = self._parts.agents.source.size("eval")
         wanted = self._run.config.run.eval_tasks
         return wanted if size is None else min(wanted, size)
 
     async def _evaluate(self, phase: Phase, step: int) -> Sequence[Group]:
-        count = self._eval_tasks()
-        if not count:
+        count, agents = self._eval_tasks(), self._parts.agents
+        if not count or agents is None:
             return ()
-        tasks = self._parts.source.tasks("eval", 0, count)
+        tasks = agents.source.tasks("eval", 0, count)
         self._view.stage(_EVAL_NAMES[phase].format(step=step), len(tasks))
         options = collect_options(self._run.config).changed(phase=phase, first_step=step, group_size=1)
         groups = await collect_groups(
-            self._attempts,
+            agents.attempts,
             self._sink,
             self._view,
             self._breaker,
             options,
             tasks,
             check=self._parts.life.check,
-            version=self._parts.engine.receipt.version,
+            version=agents.engine.receipt.version,
         )
         score = score_of(groups)
         self._view.eval_done(_SCORE_NAMES[phase].format(step=step), score)
@@ -268,6 +279,7 @@ class TrainingLoop:
 
     def _summary(self, before: Sequence[Group], after: Sequence[Group]) -> Mapping[str, Any]:
         steps, counts = self._store.steps(), self._store.phases()
+        agent, version = self._agent()
         return {
             **heldout_summary("before", before),
             **heldout_summary("after", after),
@@ -275,8 +287,8 @@ class TrainingLoop:
             "rl_steps": len(steps),
             "updates": sum(not step.metrics["skipped"] for step in steps),
             "rollouts": sum(counts.values()),
-            "agent": self._run.config.harness.agent,
-            "agent_version": self._parts.harness.version,
+            "agent": agent,
+            "agent_version": version,
             **gaps([step.metrics for step in steps]),
             "ledger": asdict(self._store.ledger()),
             "attempts_by_end": self._store.attempts_by_end(),

@@ -14,13 +14,21 @@ from insitu.training.plan.step import PlanConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunParts:
-    """Everything that the loop needs, running."""
+class RunAgents:
+    """What makes rollouts, running."""
 
     source: TaskSource
     harness: Harness
     attempts: AttemptRunner
-    learner: Learner
     engine: Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """Everything that the loop needs, running."""
+
+    agents: RunAgents | None
+    """None = the rollouts are stored sessions (`collect.run`)."""
+    learner: Learner
     life: LearnerSupervisor
     plan_config: PlanConfig

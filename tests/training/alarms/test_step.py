@@ -109,10 +109,9 @@ class Run:
         self.told, self.batches, learner = Told(), Given(store), FakeLearner()
         learner.version = version
         parts = RunParts(
-            learner=cast(Any, learner), engine=cast(Any, learner), attempts=cast(Any, None),
+            agents=None, learner=cast(Any, learner),
             life=LearnerSupervisor(learner, learner, lambda: None, restarts=0),
             plan_config=PlanConfig.of(run.config),
-            source=cast(Any, None), harness=cast(Any, None),
         )  # fmt: skip
         self.loop = TrainingLoop(run, store, metrics, parts, cast(Any, self.told), WallClock(store, 0.0))
 

@@ -33,6 +33,7 @@ from insitu.training.learner.process import LearnerSpec
 from insitu.training.loop import WallClock, finished_run, prune
 from insitu.training.options import StepResult, TrainConfig
 from insitu.training.plan.step import PlanConfig
+from insitu.training.served_batches import check_tokens
 from insitu.training.sft.plan import plan_examples, schedule
 from insitu.training.sft.selection import (
     Selection,
@@ -131,12 +132,7 @@ def open_tokens(config: Config, store: Store, renderer: ChatRenderer) -> Tokens:
     if source.engine.kind == "upstream":
         dropped = bool(forgotten_before(renderer, config.model.keep_reasoning))
         return distilled_tokens(Path(config.sft.run) / SESSIONS, renderer, drop_reasoning=dropped)
-    theirs = load_renderer(model_folder(source), source.model.renderer)
-    if theirs.fingerprint != renderer.fingerprint:
-        raise ConfigError(
-            f"{config.sft.run} holds tokens of {model_folder(source)}, whose tokenizer or chat template"
-            f" differs from that of {model_folder(config)}"
-        )
+    check_tokens(config, Path(config.sft.run), renderer)
     return stored_tokens(store)
 
 

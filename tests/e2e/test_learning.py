@@ -28,6 +28,7 @@ def insitu(*arguments: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.full
 def test_a_short_run_learns(tmp_path: Path) -> None:
     settings = [
         f"run.dir={tmp_path / 'run'}",

@@ -100,12 +100,7 @@ def test_the_same_seed_gives_the_same_bits(reference: tuple[Path, dict[str, Any]
     assert plans(tmp_path / "again") == plans(reference[0])
 
 
-def test_another_seed_gives_other_bits(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    other = finish(demo(tmp_path / "other", "run.seed=1", "run.steps=1", "run.eval_tasks=0"))
-    assert other["weights"] != reference[1]["weights"]
-    assert plans(tmp_path / "other") != plans(reference[0])[:1]
-
-
+@pytest.mark.full
 def test_kill_9_at_any_moment_loses_and_repeats_nothing(
     reference: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -211,10 +206,14 @@ print(json.dumps(dict(train(config, PlainView(sys.stderr), options))))
 """
 
 
-def test_the_time_counts_from_the_start_and_the_summary_is_what_is_printed(tmp_path: Path) -> None:
-    short = [*SMALL, "run.steps=1", "run.eval_tasks=0"]
+def test_another_seed_gives_other_bits_and_the_time_counts_from_the_start(
+    reference: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    short = [*SMALL, "run.steps=1", "run.eval_tasks=0", "run.seed=1"]
     settings = [f"run.dir={tmp_path / 'r'}", "harness.agent=script", *short]
     summary = finish([sys.executable, "-c", TIMED, *settings])
+    assert summary["weights"] != reference[1]["weights"]
+    assert plans(tmp_path / "r") != plans(reference[0])[:1]
     assert json.loads((tmp_path / "r" / "summary.json").read_text()) == summary
     assert summary["wall_s"] >= 100
     assert summary["warm_start_s"] == 1.5

@@ -8,6 +8,7 @@ files that the gold changes. Only for runners of unit tests; for scripts the tas
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 
 from insitu.grading.candidate import Candidate, restored
@@ -74,11 +75,16 @@ def _beside(kept: frozenset[str], roots: set[str]) -> Iterator[str]:
 
 def _before(hidden: Tree, kept: frozenset[str], base: Tree) -> Iterator[str]:
     """Yield paths that would shadow a module beside a test file that it imports by its bare name."""
+    beside = defaultdict(set)
+    for path in kept:
+        module = path.removesuffix("/__init__.py").removesuffix(".py")
+        if path.endswith(".py") and "/" in module:
+            folder, _, name = module.rpartition("/")
+            beside[folder].add(name)
     for path, entry in hidden.items():
-        folder = path.rpartition("/")[0]
-        for name in _imported(entry) if path.endswith(".py") else ():
-            if f"{folder}/{name}.py" not in kept and f"{folder}/{name}/__init__.py" not in kept:
-                continue
+        # Most files do not contain such a name, and parsing is slow.
+        names = {name for name in beside[path.rpartition("/")[0]] if name.encode() in entry.content}
+        for name in names & _imported(entry) if names and path.endswith(".py") else ():
             ways = [f"{source}{name}" for source in SOURCES]
             if not any(f"{way}.py" in base or f"{way}/__init__.py" in base for way in ways):
                 yield from (way + end for way in ways for end in (".py", ""))

@@ -1,0 +1,211 @@
+// Charts: uPlot for curves, SVG for the small ones. Each has a sentence and a table for those who cannot see it.
+import { html, useEffect, useLayoutEffect, useMemo, useRef } from "./vendor/preact-htm.module.js";
+import { isNumber, num } from "./format.js";
+
+/* global uPlot */
+
+/** The colour of a CSS variable as the canvas needs it. */
+export function cssColour(name) {
+  const probe = document.createElement("i");
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const colour = getComputedStyle(probe).color;
+  probe.remove();
+  return colour;
+}
+
+/** Call `change` when the colour scheme changes. */
+export function onScheme(change) {
+  const media = matchMedia("(prefers-color-scheme: dark)");
+  const observer = new MutationObserver(change);
+  observer.observe(document.documentElement, { attributeFilter: ["data-theme"] });
+  media.addEventListener("change", change);
+  return () => {
+    observer.disconnect();
+    media.removeEventListener("change", change);
+  };
+}
+
+/** "training solve rate: 36 points, from 0.17 to 0.94". */
+export function summary(title, xs, ys) {
+  const shown = ys.map((y, i) => [xs[i], y]).filter(([, y]) => isNumber(y));
+  if (!shown.length) return `${title}: no values`;
+  if (shown.length === 1) return `${title}: ${num(shown[0][1])}`;
+  return `${title}: ${shown.length} points, from ${num(shown[0][1])} to ${num(shown.at(-1)?.[1])}`;
+}
+
+/**
+ * Curves over one axis. `series` are {label, values, colour, kind?: "line"|"dots"|"both", width?, dash?, low?, high?}.
+ * @param {{title: string, xs: number[], series: any[], height?: number, range?: any, log?: boolean, sync?: string, onPick?: any,
+ *   format?: (y: number) => string, axis?: string}} props
+ */
+export function Chart({ title, xs, series, height = 160, range = undefined, log = false, sync = "", onPick = undefined, format = num, axis = "step", legend = false }) {
+  const box = useRef(/** @type {HTMLElement|null} */ (null));
+  const readout = useRef(/** @type {HTMLElement|null} */ (null));
+  const plot = useRef(/** @type {any} */ (null));
+  const shape = series.map((s) => `${s.label}|${s.kind}|${s.colour}`).join();
+  const data = useMemo(() => [xs, ...series.map((s) => s.values)], [xs, series]);
+  const pick = useRef(onPick);
+  pick.current = onPick;
+
+  useLayoutEffect(() => {
+    const draw = () => {
+      plot.current?.destroy();
+      if (!box.current) return;
+      const options = plotOptions({ series, range, log, sync, format, axis, height, width: box.current.clientWidth });
+      options.hooks.setCursor = [(u) => showCursor(u, readout.current, series, format, axis)];
+      plot.current = new uPlot(options, data, box.current);
+      plot.current.over.addEventListener("click", () => {
+        const at = plot.current.cursor.idx;
+        if (isNumber(at) && pick.current && plot.current.select.width < 3) pick.current(plot.current.data[0][at]);
+      });
+    };
+    draw();
+    const watch = new ResizeObserver(() => {
+      if (box.current && plot.current && box.current.clientWidth !== plot.current.width) plot.current.setSize({ width: box.current.clientWidth, height });
+    });
+    if (box.current) watch.observe(box.current);
+    const stop = onScheme(draw);
+    return () => {
+      stop();
+      watch.disconnect();
+      plot.current?.destroy();
+      plot.current = null;
+    };
+  }, [shape, height, log, axis]);
+  useEffect(() => plot.current?.setData(data), [data]);
+
+  const main = series.find((s) => !s.hidden) ?? { values: [] };
+  return html`<figure class="chart">
+    ${legend ? html`<${Legend} series=${series} />` : ""}
+    <div ref=${box} class=${`plot ${onPick ? "pickable" : ""}`} role="img" aria-label=${summary(title, xs, main.values)}></div>
+    <div ref=${readout} class="readout" aria-hidden="true"></div>
+  </figure>`;
+}
+
+export function Legend({ series }) {
+  return html`<ul class="legend">${series.filter((s) => s.label && !s.quiet).map((s) => html`<li><span class=${`swatch ${s.kind === "dots" ? "dot" : ""}`} style=${{ background: `var(${s.colour})` }}></span>${s.label}</li>`)}</ul>`;
+}
+
+function showCursor(u, element, series, format, axis) {
+  if (!element) return;
+  const at = u.cursor.idx;
+  if (!isNumber(at)) return void (element.textContent = "");
+  const values = series.map((s, i) => [s, u.data[i + 1][at]]).filter(([s, y]) => isNumber(y) && !s.quiet);
+  element.textContent = values.length ? `${axis} ${num(u.data[0][at])} · ${values.map(([s, y]) => (series.length > 1 ? `${s.label} ${format(y)}` : format(y))).join(" · ")}` : "";
+}
+
+function plotOptions({ series, range, log, sync, format, axis, height, width }) {
+  const [grid, text] = [cssColour("--grid"), cssColour("--dim")];
+  const font = "11px system-ui, sans-serif";
+  return {
+    width, height, padding: [8, 10, 0, 0], hooks: {},
+    legend: { show: false },
+    cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false }, ...(sync ? { sync: { key: sync } } : {}) },
+    scales: { x: { time: axis === "time" }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
+    axes: [
+      { stroke: text, font, grid: { show: false }, ticks: { show: false }, size: 24, gap: 4, space: 40, ...(axis === "time" ? {} : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5, 1e6] }) },
+      { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false }, size: 54, gap: 4, space: 28, values: (_u, ticks) => ticks.map((y) => (isNumber(y) ? format(y) : "")) },
+    ],
+    series: [{}, ...series.map((s) => plotSeries(s))],
+  };
+}
+
+function plotSeries({ label, colour, kind = "line", width = 1.75, dash, low, high }) {
+  const stroke = cssColour(colour);
+  const dots = kind !== "line";
+  const bars = (u, i) => {
+    if (!low) return;
+    const { ctx } = u;
+    ctx.save();
+    ctx.setLineDash([]);
+    ctx.strokeStyle = stroke;
+    ctx.lineWidth = 1.25 * devicePixelRatio;
+    ctx.beginPath();
+    u.data[0].forEach((x, at) => {
+      if (!isNumber(low[at]) || !isNumber(u.data[i][at])) return;
+      const px = u.valToPos(x, "x", true);
+      const cap = 3 * devicePixelRatio;
+      const [top, bottom] = [u.valToPos(high[at], "y", true), u.valToPos(low[at], "y", true)];
+      ctx.moveTo(px, top); ctx.lineTo(px, bottom);
+      ctx.moveTo(px - cap, top); ctx.lineTo(px + cap, top);
+      ctx.moveTo(px - cap, bottom); ctx.lineTo(px + cap, bottom);
+    });
+    ctx.stroke();
+    ctx.restore();
+  };
+  return {
+    label, stroke, width: kind === "dots" ? 0 : width, dash, spanGaps: true,
+    points: { show: (u, i) => (bars(u, i), dots || u.data[i].filter(isNumber).length < 2), size: kind === "dots" ? 5 : 7, fill: stroke, stroke, width: 0 },
+    ...(kind === "dots" ? { paths: () => null } : {}),
+  };
+}
+
+/** A curve as small as a word. */
+export function Sparkline({ values, title = "", width = 96, height = 22 }) {
+  const shown = values.filter(isNumber);
+  if (shown.length < 2) return html`<span class="dim">–</span>`;
+  const [low, high] = [Math.min(...shown, 0), Math.max(...shown, low01(shown))];
+  const point = (y, i) => `${(2 + (i * (width - 4)) / (shown.length - 1)).toFixed(1)} ${(height - 3 - ((y - low) * (height - 6)) / (high - low || 1)).toFixed(1)}`;
+  return html`<svg class="spark" width=${width} height=${height} viewBox=${`0 0 ${width} ${height}`} role="img" aria-label=${summary(title, [], shown)}>
+    <path d=${`M${shown.map(point).join("L")}`} /><circle cx=${point(shown.at(-1), shown.length - 1).split(" ")[0]} cy=${point(shown.at(-1), shown.length - 1).split(" ")[1]} r="2.2" />
+  </svg>`;
+}
+
+function low01(values) {
+  return Math.max(...values) <= 1 ? 1 : -Infinity;
+}
+
+/**
+ * Stacked bars, one per step. `parts` are {label, colour, values}; `onPick(step, part)` when a part is clicked.
+ * @param {{title: string, xs: number[], parts: any[], height?: number, share?: boolean, link?: any, format?: any}} props
+ */
+export function Stack({ title, xs, parts, height = 110, share = false, link = undefined, format = num, axis = "step" }) {
+  const width = 600;
+  const totals = xs.map((_, i) => parts.reduce((sum, part) => sum + (part.values[i] ?? 0), 0));
+  const top = share ? 1 : Math.max(...totals, 1e-12);
+  const slot = width / Math.max(xs.length, 1);
+  const columns = xs.map((x, i) => {
+    let y = height;
+    return parts.map((part) => {
+      const value = part.values[i] ?? 0;
+      const tall = (height * (share ? value / (totals[i] || 1) : value)) / top;
+      if (!(tall > 0)) return "";
+      y -= tall;
+      const bar = html`<rect x=${(i * slot + slot * 0.1).toFixed(2)} y=${y.toFixed(2)} width=${(slot * 0.8).toFixed(2)} height=${tall.toFixed(2)} fill=${`var(${part.colour})`}><title>${`${axis} ${x}: ${part.label} ${format(value)} of ${format(totals[i])}`}</title></rect>`;
+      return link ? html`<a href=${link(x, part)} tabindex="-1">${bar}</a>` : bar;
+    });
+  });
+  const last = totals.length - 1;
+  return html`<figure class="chart stackchart">
+    <${Legend} series=${parts.filter((part) => part.values.some((v) => v > 0))} />
+    <svg viewBox=${`0 0 ${width} ${height}`} preserveAspectRatio="none" height=${height} role="img" aria-label=${`${title}: ${xs.length} bars, last ${last >= 0 ? format(totals[last]) : "none"}`}>${columns}</svg>
+    <div class="ends" aria-hidden="true"><span>${xs.length ? `${axis} ${num(xs[0])}` : ""}</span><span>${share ? "" : `highest ${format(Math.max(...totals))}`}</span><span>${xs.length > 1 ? num(xs.at(-1)) : ""}</span></div>
+  </figure>`;
+}
+
+/** Counts over equal bins. */
+export function Histogram({ title, values, bins = 24, format = num, height = 72, colour = "--c1" }) {
+  const shown = values.filter(isNumber);
+  if (!shown.length) return html`<p class="empty">no values</p>`;
+  const [low, high] = [Math.min(...shown), Math.max(...shown)];
+  const counts = new Array(high > low ? bins : 1).fill(0);
+  for (const value of shown) counts[Math.min(counts.length - 1, Math.floor(((value - low) / (high - low || 1)) * counts.length))]++;
+  const top = Math.max(...counts);
+  const slot = 240 / bins;
+  return html`<figure class="chart">
+    <svg class="histogram" viewBox=${`0 0 240 ${height}`} preserveAspectRatio="none" height=${height} role="img" aria-label=${`${title}: ${shown.length} values from ${format(low)} to ${format(high)}`}>
+      ${counts.map((n, i) => n > 0 && html`<rect x=${(i * slot + 0.5).toFixed(2)} width=${(slot - 1).toFixed(2)} y=${(height - (height * n) / top).toFixed(2)} height=${((height * n) / top).toFixed(2)} fill=${`var(${colour})`}><title>${`${n} from ${format(low + (i * (high - low)) / counts.length)}`}</title></rect>`)}
+    </svg>
+    <div class="ends" aria-hidden="true"><span>${format(low)}</span><span>${high > low ? format(high) : ""}</span></div>
+  </figure>`;
+}
+
+/** The centred moving mean over `size` values, without those that are missing. */
+export function movingMean(values, size) {
+  const half = Math.floor(size / 2);
+  return values.map((_, i) => {
+    const shown = values.slice(Math.max(0, i - half), i + half + 1).filter((v) => v !== null);
+    return shown.length ? shown.reduce((a, b) => a + b, 0) / shown.length : null;
+  });
+}

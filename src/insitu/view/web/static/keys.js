@@ -1,0 +1,51 @@
+// Keyboard shortcuts. A page registers its keys while it is shown; the newest registration wins.
+import { useEffect } from "./vendor/preact-htm.module.js";
+
+/** @typedef {Record<string, [string, (event: KeyboardEvent) => void]>} KeyMap key -> [meaning, action] */
+
+/** @type {{keys: KeyMap}[]} */
+const layers = [];
+let prefix = "";
+
+/** Register keys while the component is mounted. "g s" is g followed by s. @param {KeyMap} keys */
+export function useKeys(keys) {
+  useEffect(() => {
+    const layer = { keys };
+    layers.push(layer);
+    return () => void layers.splice(layers.indexOf(layer), 1);
+  });
+}
+
+/** The keys that work now, newest layer first, for the help dialog. */
+export function activeKeys() {
+  const found = new Map();
+  for (const { keys } of [...layers].reverse()) {
+    for (const [key, [meaning]] of Object.entries(keys)) if (!found.has(key)) found.set(key, meaning);
+  }
+  return [...found];
+}
+
+function typing(target) {
+  return target instanceof HTMLElement && (target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName));
+}
+
+/** @param {KeyboardEvent} event */
+function handle(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape" && event.target instanceof HTMLElement && typing(event.target)) return event.target.blur();
+  if (typing(event.target) || document.querySelector("dialog[open]")) return undefined;
+  // Enter and Space belong to the control that has the focus.
+  if (/^(Enter| )$/.test(event.key) && event.target instanceof Element && event.target.closest("a,button,summary")) return undefined;
+  const name = prefix ? `${prefix} ${event.key}` : event.key;
+  prefix = "";
+  for (const { keys } of [...layers].reverse()) {
+    if (keys[name]) {
+      event.preventDefault();
+      return keys[name][1](event);
+    }
+  }
+  if (event.key === "g") prefix = "g";
+  return undefined;
+}
+
+addEventListener("keydown", handle);

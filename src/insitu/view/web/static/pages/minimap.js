@@ -1,0 +1,87 @@
+// The whole row on one canvas: share trained, lowest log-probability, turn borders; click or drag moves.
+import { html, useEffect, useRef } from "../vendor/preact-htm.module.js";
+import { apiPath } from "../api.js";
+import { int } from "../format.js";
+import { useData } from "../ui.js";
+import { cssColour, onScheme } from "../chart.js";
+
+const HEIGHT = 44;
+const LOWEST = -8;
+
+export function Minimap({ run, id, segment, view, at, onGo }) {
+  const { data } = useData(apiPath([run, "minimap"], { id, segment }));
+  const canvas = useRef(/** @type {HTMLCanvasElement|null} */ (null));
+  useEffect(() => {
+    const element = canvas.current;
+    if (!element || !data) return undefined;
+    const draw = () => drawMinimap(element, data, view, at);
+    draw();
+    const watch = new ResizeObserver(draw);
+    watch.observe(element);
+    const stop = onScheme(draw);
+    return () => {
+      watch.disconnect();
+      stop();
+    };
+  }, [data, view, at]);
+  if (!data?.tokens) return html`<div class="minimap-space"></div>`;
+  const tokenAt = (event) => {
+    const place = event.currentTarget.getBoundingClientRect();
+    return Math.floor(((event.clientX - place.left) / place.width) * data.tokens);
+  };
+  const keys = (event) => {
+    const by = { PageDown: 4096, PageUp: -4096, Home: -data.tokens, End: data.tokens }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    onGo(Math.max(0, Math.min(data.tokens - 1, Math.max(0, at) + by)));
+  };
+  return html`<figure class="minimap">
+    <canvas ref=${canvas} height=${HEIGHT} tabindex="0" role="slider" aria-label="position in the row" aria-valuemin="0" aria-valuemax=${data.tokens} aria-valuenow=${Math.max(0, at)} aria-valuetext=${`token ${int(Math.max(0, at))} of ${int(data.tokens)}`}
+      onPointerDown=${(event) => (event.currentTarget.setPointerCapture(event.pointerId), onGo(tokenAt(event)))} onPointerMove=${(event) => event.buttons && onGo(tokenAt(event))} onKeyDown=${keys}></canvas>
+    <figcaption class="legend"><li><span class="swatch box swatch-1"></span>sampled</li><li><span class="swatch swatch-2"></span>lowest log-probability</li><li><span class="swatch box swatch-turn"></span>turn begins</li></figcaption>
+  </figure>`;
+}
+
+function drawMinimap(element, data, view, at) {
+  const ratio = devicePixelRatio || 1;
+  const width = element.clientWidth;
+  element.width = Math.round(width * ratio);
+  element.height = HEIGHT * ratio;
+  const draw = element.getContext("2d");
+  if (!draw) return;
+  draw.scale(ratio, ratio);
+  const [trained, line, mark, dim, back] = ["--c1", "--c2", "--accent", "--line-strong", "--sunk"].map(cssColour);
+  draw.fillStyle = back;
+  draw.fillRect(0, 0, width, HEIGHT);
+  const x = (token) => (token / data.tokens) * width;
+  draw.fillStyle = trained;
+  data.edges.forEach((edge, i) => {
+    const end = data.edges[i + 1] ?? data.tokens;
+    draw.globalAlpha = 0.15 + 0.6 * data.masked[i];
+    if (data.masked[i] > 0) draw.fillRect(x(edge), HEIGHT - 12, Math.max(0.6, x(end) - x(edge)), 12);
+  });
+  draw.globalAlpha = 1;
+  draw.strokeStyle = dim;
+  draw.beginPath();
+  for (const turn of data.turns) {
+    draw.moveTo(x(turn.sampled), 0);
+    draw.lineTo(x(turn.sampled), 5);
+  }
+  draw.stroke();
+  draw.strokeStyle = line;
+  draw.lineWidth = 1;
+  draw.beginPath();
+  data.edges.forEach((edge, i) => {
+    const y = 4 + (Math.max(LOWEST, data.min_logprob[i]) / LOWEST) * (HEIGHT - 20);
+    if (i) draw.lineTo(x(edge), y);
+    else draw.moveTo(x(edge), y);
+  });
+  draw.stroke();
+  draw.strokeStyle = mark;
+  draw.lineWidth = 2;
+  draw.strokeRect(x(view[0]) + 1, 1, Math.max(4, x(view[1]) - x(view[0]) - 2), HEIGHT - 2);
+  if (at >= 0) {
+    draw.fillStyle = mark;
+    draw.fillRect(x(at) - 1, 0, 2, HEIGHT);
+  }
+}

@@ -1,0 +1,152 @@
+// Is it learning, is it healthy, where do I look?
+import { html, useMemo } from "../vendor/preact-htm.module.js";
+import { apiPath } from "../api.js";
+import { ago, int, num, pct, plural, secs, words } from "../format.js";
+import { useRun, useRunVersion } from "../live.js";
+import { go, href, rolloutHref } from "../router.js";
+import { Badge, Empty, Panel, Reward, Stat, useData, Waiting } from "../ui.js";
+import { Line } from "../text.js";
+import { Chart, movingMean, Stack } from "../chart.js";
+import { Metrics } from "./metrics.js";
+
+const LEDGER_COLOURS = ["--c2", "--c4", "--c5", "--c6", "--c3"];
+
+export function OverviewPage({ route }) {
+  const version = useRunVersion(3);
+  const loaded = useData(apiPath([route.run, "overview"]), version);
+  if (!loaded.data) return html`<h1><${Line} text=${route.run} /></h1><${Waiting} of=${loaded} />`;
+  const { run, steps, empty } = loaded.data;
+  if (empty) return html`<h1><${Line} text=${run.name} /></h1><div class="notice info">No rollout is stored yet. This page updates by itself.</div>`;
+  return html`
+    <${Head} data=${loaded.data} />
+    <${Alarms} data=${loaded.data} run=${route.run} />
+    ${run.kind === "train" || steps.step.length > 0 ? html`<div class="cols wide-left stretch"><${Curve} data=${loaded.data} run=${route.run} /><${Why} why=${loaded.data.why} run=${route.run} /></div>`
+      : html`<div class="cols stretch"><${HeldOut} points=${loaded.data.heldout} /><${Why} why=${loaded.data.why} run=${route.run} /></div>`}
+    <div class="cols stretch"><${Telling} rows=${loaded.data.telling} run=${route.run} />
+      <div class="column"><${LedgerPanel} steps=${steps} run=${route.run} /><${Standing} data=${loaded.data} run=${route.run} /></div></div>
+    ${steps.step.length > 0 && html`<${Metrics} steps=${steps} run=${route.run} />`}`;
+}
+
+function Head({ data }) {
+  const { run, steps, heldout } = data;
+  const last = steps.step.length - 1;
+  const stepS = steps.metrics.step_s?.filter((s) => s !== null).slice(-5) ?? [];
+  const mean = stepS.length ? stepS.reduce((a, b) => a + b, 0) / stepS.length : null;
+  const left = run.state === "running" && mean && run.steps ? mean * (run.steps - run.step) : null;
+  const totals = heldout.filter((point) => point.category === "" && point.phase.startsWith("eval"));
+  const [before, now] = [totals[0], totals.length > 1 ? totals.at(-1) : null];
+  const tokens = last >= 0 && steps.metrics.tokens_sampled ? (steps.metrics.tokens_sampled[last] ?? 0) / (steps.metrics.step_s?.[last] || 1) : null;
+  const rate = last >= 0 && steps.total[last] ? steps.solved[last] / steps.total[last] : null;
+  return html`
+    <div class="title"><h1><${Line} text=${run.name} /></h1><span class="sub"><${Line} text=${[run.agent, run.model, run.tasks, run.engine && `${run.engine} engine`, run.seed === null ? "" : `seed ${run.seed}`].filter(Boolean).join(" · ")} /></span></div>
+    <section class="panel strip" aria-label="figures"><div class="stats">
+      ${run.kind === "train" && html`<${Stat} label="Step">${run.step} <span class="dim">of ${run.steps}</span><//>`}
+      ${rate !== null && html`<${Stat} label="Training solve rate" note="last step">${pct(rate)}<//>`}
+      ${before && html`<${Stat} label="Held-out tasks solved" note=${now ? "before → now" : "before training"}>${now ? html`<span class="dim">${pct(before.rate)} →</span> <span class=${now.low > before.high ? "good-text" : ""}>${pct(now.rate)}</span>` : pct(before.rate)}<//>`}
+      <${Stat} label="Rollouts">${int(run.rollouts)}<//>
+      ${tokens !== null && html`<${Stat} label="Tokens sampled" note="last step">${num(Math.round(tokens))} <span class="dim">/ s</span><//>`}
+      ${mean !== null && html`<${Stat} label="Time per step" note=${left ? `${secs(left)} left` : ""}>${secs(mean)}<//>`}
+      <${Stat} label="Last write">${ago(run.last_write_s)}<//>
+    </div></section>`;
+}
+
+function Alarms({ data, run }) {
+  const { alarms, states, summary: end } = data;
+  const failed = states.filter((s) => s.reason === "infra").reduce((sum, s) => sum + s.n, 0);
+  if (!alarms.length && !(end && end.error)) return "";
+  return html`<div class="notice warn" role="note"><b>${plural(alarms.length, "alarm")}:</b> ${alarms.map((alarm, i) => html`${i ? ", " : " "}<a href=${href(run, "step", [alarm.last])}>${words(alarm.name.replace(/_alarm$/, ""))}</a> in ${plural(alarm.steps, "step")}`)}${failed ? html`, ${plural(failed, "infrastructure failure")}` : ""}. <a href=${href(run, "health")}>Health</a></div>`;
+}
+
+function Curve({ data, run }) {
+  const { steps, heldout } = data;
+  const curve = useMemo(() => curveOf(steps, heldout), [steps, heldout]);
+  return html`<${Panel} title="Is it learning?" note="share of tasks solved; click a step to open it">
+    ${curve.xs.length ? html`<${Chart} title="training solve rate" xs=${curve.xs} series=${curve.series} height=${270} range=${[0, curve.top]} format=${pct} legend onPick=${(x) => steps.step.includes(x) && go(href(run, "step", [x]))} />` : html`<${Empty}>No step is committed yet.<//>`}
+    <${HeldOutLine} heldout=${heldout} />
+  <//>`;
+}
+
+/** One axis for training steps and held-out points. */
+function curveOf(steps, heldout) {
+  const points = heldout.filter((p) => p.category === "" && p.phase.startsWith("eval"));
+  const xs = [...new Set([...steps.step, ...points.map((p) => p.step)])].sort((a, b) => a - b);
+  const rates = steps.step.map((_, i) => (steps.total[i] ? steps.solved[i] / steps.total[i] : null));
+  const means = movingMean(rates, 5);
+  const at = (values) => xs.map((x) => values[steps.step.indexOf(x)] ?? null);
+  const held = (key) => xs.map((x) => points.findLast((p) => p.step === x)?.[key] ?? null);
+  const series = [
+    { label: "training tasks", values: at(rates), colour: "--c1-faint", kind: "dots" },
+    { label: "their mean over 5 steps", values: at(means), colour: "--c1", width: 2.25 },
+    { label: "held-out tasks, 95 % interval", values: held("rate"), low: held("low"), high: held("high"), colour: "--c2", kind: "both", dash: [3, 4] },
+  ];
+  const rewards = steps.step.map((_, i) => (steps.total[i] ? steps.reward_sum[i] / steps.total[i] : null));
+  if (rewards.some((reward, i) => reward !== null && Math.abs(reward - (rates[i] ?? 0)) > 1e-9)) series.push({ label: "mean reward", values: at(rewards), colour: "--c3", width: 1.5 });
+  const highest = Math.max(...points.map((p) => p.high), ...rates.map((rate) => rate ?? 0), ...rewards.map((reward) => reward ?? 0));
+  return { xs, series, top: Math.min(1, Math.ceil(highest * 10.5) / 10) || 1 };
+}
+
+function HeldOutLine({ heldout }) {
+  const totals = heldout.filter((p) => p.category === "");
+  if (!totals.length) return "";
+  return html`<p class="note">${totals.map((p, i) => html`${i ? " · " : ""}${words(p.phase)}: <b class="nowrap">${int(p.solved)} of ${int(p.total)}</b> (${pct(p.low)} – ${pct(p.high)})`)}</p>`;
+}
+
+function HeldOut({ points }) {
+  return html`<${Panel} title="Solved" note="with 95 % intervals"><ul class="list">${points.filter((p) => p.phase !== "train").map((p) => html`<li class="rowlink"><b class="num">${pct(p.rate)}</b> <${Line} text=${p.category || "all tasks"} /> <span class="dim">${int(p.solved)} of ${int(p.total)}, ${pct(p.low)} – ${pct(p.high)}</span></li>`)}</ul><//>`;
+}
+
+function Why({ why, run }) {
+  const total = why.reduce((sum, row) => sum + row.n, 0);
+  return html`<${Panel} title="Why not solved" note=${total ? `${plural(total, "rollout")}, by cause` : ""}>
+    ${why.length ? html`<ul class="bars">${why.slice(0, 8).map((row) => html`<li><a class="bar-row" href=${whyHref(run, row)}>
+      <span class="fill" style=${{ width: `${(100 * row.n) / why[0].n}%` }}></span>
+      <span class="on"><b class="num">${int(row.n)}</b> <span class="cause"><${Line} text=${row.text || causeOf(row)} max=${110} /></span> ${row.outcome && row.outcome !== "unresolved" ? html`<${Badge} value=${row.outcome} />` : row.status !== "ok" ? html`<${Badge} value=${row.status} />` : ""}</span>
+    </a></li>`)}</ul>${why.length > 8 ? html`<p class="note">${plural(why.length - 8, "more cause", "more causes")} on the <a href=${href(run, "health")}>health page</a></p>` : ""}` : html`<${Empty}>Nothing failed.<//>`}
+  <//>`;
+}
+
+/** The rollouts behind a cause. */
+export function whyHref(run, row) {
+  const cause = row.text ? (row.of_error ? { error: row.text } : { why: row.text }) : {};
+  return href(run, "rollouts", [], { status: row.status, outcome: row.outcome || "none", solved: 0, ...cause });
+}
+
+function causeOf(row) {
+  if (row.outcome === "unresolved") return "checks failed";
+  return words(row.outcome || row.status);
+}
+
+function Telling({ rows, run }) {
+  return html`<${Panel} title="Look at these" note="the most telling rollouts">
+    ${rows.length ? html`<ul class="list">${rows.map((row) => html`<li><a class="rowlink" href=${rolloutHref(run, row.id)}>
+      <b class="go first-letter"><${Line} text=${row.telling} /></b><span class="grow"></span><${Outcome} row=${row} />
+      <span class="dim small full"><${Line} text=${row.task} max=${60} />, ${row.phase === "train" ? `step ${row.step}` : words(row.phase)} · ${plural(row.calls, "call")} · ${int(row.sampled)} tokens · ${secs(row.total_s)}</span>
+    </a></li>`)}</ul>` : html`<${Empty}>No rollout is decided yet.<//>`}
+  <//>`;
+}
+
+/** Outcome and reward of a row in one line. */
+export function Outcome({ row }) {
+  return html`<span class="nowrap">${row.outcome ? html`<${Badge} value=${row.outcome} />` : html`<${Badge} value=${row.status} />`} <span class="dim small">reward</span> <${Reward} value=${row.reward} /></span>`;
+}
+
+function LedgerPanel({ steps, run }) {
+  const entries = Object.keys(steps.ledger).filter((name) => !["captured", "trained"].includes(name) && steps.ledger[name].some((n) => n > 0));
+  if (!steps.step.length) return "";
+  const parts = [
+    { label: "trained", name: "", colour: "--c1", values: steps.ledger.trained ?? [] },
+    ...entries.map((name, i) => ({ label: words(name.replace(/^excluded\./, "")), name: name.replace(/^excluded\./, ""), colour: LEDGER_COLOURS[i % LEDGER_COLOURS.length], values: steps.ledger[name] })),
+  ];
+  return html`<${Panel} title="Every sampled token" note="trained, or excluded for a named reason"><${Stack} title="tokens per step" xs=${steps.step} parts=${parts} format=${int}
+    link=${(step, part) => href(run, "rollouts", [], { account: step, excluded: part.name })} /><//>`;
+}
+
+const STANDING = ["planned", "queued", "running", "grading", "ready", "decided", "accepted", "trained", "discarded"];
+
+function Standing({ data, run }) {
+  const rows = [...data.states].sort((a, b) => STANDING.indexOf(a.state) - STANDING.indexOf(b.state));
+  return html`<${Panel} title="Where rollouts stand">
+    <ul class="chips">${rows.map((row) => html`<li><a class="chip" href=${href(run, "rollouts", [], { state: row.state, fate: row.reason })}>${words(row.state)}${row.reason ? html` <span class="dim">${words(row.reason)}</span>` : ""}<span class="n">${int(row.n)}</span></a></li>`)}</ul>
+    ${data.running.length > 0 && html`<p class="note">Under way: ${data.running.slice(0, 6).map((row, i) => html`${i ? ", " : ""}<a href=${rolloutHref(run, row.id)}><${Line} text=${row.id} /></a>`)}${data.running.length > 6 ? ` and ${data.running.length - 6} more` : ""}</p>`}
+  <//>`;
+}

@@ -1,0 +1,84 @@
+// All tasks with their solve rates over the run, and the page of one task.
+import { html, useState } from "../vendor/preact-htm.module.js";
+import { apiPath } from "../api.js";
+import { ago, int, num, pct, plural, secs, words } from "../format.js";
+import { useRunVersion } from "../live.js";
+import { compareHref, href, rolloutHref, setQuery } from "../router.js";
+import { Badge, Panel, Reward, Stat, Table, useData, Waiting } from "../ui.js";
+import { Block, Line } from "../text.js";
+import { Cell, RewardLegend } from "./step.js";
+
+const CHOICES = [["", "all"], ["changed", "most changed"], ["never", "never solved"], ["always", "always solved"]];
+
+export function TasksPage({ route }) {
+  const { phase = "", show = "", q = "" } = route.query;
+  const loaded = useData(apiPath([route.run, "tasks"], { phase }), useRunVersion(10));
+  const [text, setText] = useState(q);
+  if (!loaded.data) return html`<h1>Tasks</h1><${Waiting} of=${loaded} />`;
+  const { tasks, phases, first_step: first, last_step: last } = loaded.data;
+  const change = (task) => rateOf(task.thirds[2]) - rateOf(task.thirds.find(([, n]) => n > 0) ?? [0, 0]);
+  const chosen = tasks.filter((task) => (!q || task.task.toLowerCase().includes(q.toLowerCase())) && (show === "never" ? task.solved === 0 : show === "always" ? task.solved === task.n - task.failed && task.solved > 0 : show === "changed" ? change(task) !== 0 : true));
+  if (show === "changed") chosen.sort((a, b) => Math.abs(change(b)) - Math.abs(change(a)));
+  const names = [...new Set(phases.map((p) => p.phase))];
+  const columns = [
+    { key: "task", label: "Task", cls: "wrap", cell: (row) => html`<a href=${href(route.run, "task", [row.task])}><${Line} text=${row.task} max=${90} /></a>` },
+    { key: "category", label: "Category", cell: (row) => html`<${Line} text=${row.category || "–"} max=${40} />` },
+    { key: "n", label: "Rollouts", num: true }, { key: "solved", label: "Solved", num: true },
+    { key: "rate", label: "Rate", num: true, cell: (row) => (row.rate === null ? "–" : html`<b>${pct(row.rate)}</b> <span class="dim">${pct(row.low)} – ${pct(row.high)}</span>`) },
+    { key: "thirds", label: "Over the run", title: `first, middle and last third of steps ${first} to ${last}`, value: change, cell: (row) => html`<${Thirds} thirds=${row.thirds} />` },
+    { key: "last_solved", label: "Last solved", num: true, cell: (row) => (row.last_solved === null ? html`<span class="dim">never</span>` : `step ${row.last_solved}`) },
+    { key: "failed", label: "Not graded", num: true, cell: (row) => (row.failed ? int(row.failed) : html`<span class="dim">0</span>`) },
+  ];
+  const never = tasks.filter((task) => task.solved === 0).length;
+  const always = tasks.filter((task) => task.solved > 0 && task.solved === task.n - task.failed).length;
+  return html`<div class="title"><h1>Tasks</h1><span class="dim">${plural(tasks.length, "task")}: ${int(never)} never solved, ${int(always)} always solved (both without a gradient)</span></div>
+    <div class="filters"><form class="facet" role="search" onSubmit=${(event) => (event.preventDefault(), setQuery({ q: text }))}><input id="search" type="search" placeholder="name of a task" aria-label="Search tasks" value=${text} onInput=${(event) => setText(event.currentTarget.value)} /><button>Search</button></form>
+      ${names.length > 1 && html`<div class="facet"><span class="label">phase</span>${names.map((name) => html`<button class="chip" aria-pressed=${name === loaded.data.phase} onClick=${() => setQuery({ phase: name })}>${words(name)}</button>`)}</div>`}
+      <div class="facet"><span class="label">show</span>${CHOICES.map(([id, label]) => html`<button class="chip" aria-pressed=${show === id} onClick=${() => setQuery({ show: id })}>${label}</button>`)}</div></div>
+    <section class="panel"><${Table} key=${`${show}${phase}`} label="tasks" columns=${columns} rows=${chosen} keyOf=${(row) => row.task} /></section>`;
+}
+
+function rateOf([solved, n]) {
+  return n ? solved / n : 0;
+}
+
+/** Solve rate by thirds of the run as three small bars. */
+function Thirds({ thirds }) {
+  const text = thirds.map(([solved, n]) => (n ? `${solved} of ${n}` : "none")).join(", then ");
+  return html`<span class="thirds" role="img" aria-label=${text} title=${text}>${thirds.map(([solved, n]) => html`<span class=${n ? "" : "none"}><span style=${{ height: `${n ? Math.max(6, (100 * solved) / n) : 0}%` }}></span></span>`)}</span>`;
+}
+
+export function TaskPage({ route }) {
+  const task = route.parts.join("/");
+  const loaded = useData(apiPath([route.run, "task"], { task }), useRunVersion(10));
+  if (!loaded.data) return html`<h1><${Line} text=${task} /></h1><${Waiting} of=${loaded} />`;
+  const { rollouts, prompt, category } = loaded.data;
+  const graded = rollouts.filter((row) => row.reward !== null);
+  const solved = graded.filter((row) => row.reward >= 1);
+  const places = new Map();
+  for (const row of rollouts) {
+    const place = row.phase === "train" ? `step ${row.step}` : words(row.phase);
+    places.set(place, [...(places.get(place) ?? []), row]);
+  }
+  const held = rollouts.filter((row) => row.phase.startsWith("eval"));
+  const train = rollouts.filter((row) => row.phase === "train");
+  const pair = held.length > 1 ? [held[0], held.at(-1)] : train.length > 1 ? [train[0], train.at(-1)] : null;
+  return html`<div class="title"><h1><${Line} text=${task} /></h1><span class="sub">${category ? html`<${Line} text=${category} /> · ` : ""}<a href=${href(route.run, "rollouts", [], { task })}>all its rollouts as a table</a>${pair && html` · <a href=${compareHref([route.run], { id_a: pair[0].id, id_b: pair[1].id })}>compare the first with the last rollout</a>`}</span></div>
+    <section class="panel strip" aria-label="figures"><div class="stats">
+      <${Stat} label="Solved">${int(solved.length)} <span class="dim">of ${int(graded.length)}</span><//>
+      <${Stat} label="First solved">${solved.length ? (solved[0].phase === "train" ? `step ${solved[0].step}` : words(solved[0].phase)) : "never"}<//>
+      <${Stat} label="Calls, mean">${num(mean(rollouts.map((row) => row.calls)))}<//>
+      <${Stat} label="Time, mean">${secs(mean(rollouts.map((row) => row.total_s)))}<//></div></section>
+    <${Panel} title="Prompt"><${Block} text=${prompt || "(the prompt cannot be decoded here)"} lines=${20} label="prompt" /><//>
+    <${Panel} title="Its rollouts over the run"><${RewardLegend} /><ul class="heat">${[...places].map(([place, rows]) => html`<li><span class="place">${place}</span><span class="cells">${rows.map((row) => html`<${Cell} row=${row} run=${route.run} />`)}</span></li>`)}</ul><//>
+    <${Panel} title="Verdicts"><${Table} label="rollouts of the task" rows=${rollouts} first=${50} columns=${[
+      { key: "id", label: "Rollout", cls: "id", cell: (row) => html`<a href=${rolloutHref(route.run, row.id)}><${Line} text=${row.id} /></a>` },
+      { key: "outcome", label: "Outcome", cell: (row) => html`<${Badge} value=${row.outcome || row.status} />` }, { key: "reward", label: "Reward", num: true, cell: (row) => html`<${Reward} value=${row.reward} />` },
+      { key: "reason", label: "Why", cls: "wrap", cell: (row) => html`<${Line} text=${row.reason || row.error || "–"} max=${160} />` },
+      { key: "calls", label: "Calls", num: true }, { key: "sampled", label: "Tokens", num: true }, { key: "total_s", label: "Time", num: true, cell: (row) => secs(row.total_s) }, { key: "ended_s", label: "Ended", num: true, cell: (row) => ago(row.ended_s) },
+    ]} /><//>`;
+}
+
+function mean(values) {
+  return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
+}

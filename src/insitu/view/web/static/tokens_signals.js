@@ -24,7 +24,7 @@ export function signalsOf(reasons) {
   return [
     {
       id: "fate", key: "1", label: "Trained or why not", needs: "reason",
-      buckets: reasons.map((name, n) => ({ label: name, tone: name in FATES ? FATES[name] : `n${(n % 3) + 1}`, flag: n > 1, test: (page, i) => reasonOf(page, i) === name })),
+      buckets: reasons.map((name, n) => ({ label: name, tone: name in FATES ? FATES[name] : `n${(n % 3) + 1}`, flag: n > 0, test: (page, i) => reasonOf(page, i) === name })),
     },
     {
       id: "advantage", key: "2", label: "Advantage", needs: "mask",

@@ -26,7 +26,7 @@ export function RolloutPage({ route }) {
   return html`<${Loaded} key=${id} data=${loaded.data} route=${route} id=${id} />`;
 }
 
-const TABS = [["transcript", "Transcript", "t"], ["tokens", "Tokens", "k"], ["diff", "Diff", "d"], ["verdict", "Verdict", "v"], ["tree", "Tree", ""], ["attempts", "Attempts", ""], ["log", "Log", ""], ["files", "Files", ""], ["raw", "Raw", ""]];
+const TABS = [["transcript", "Transcript", "t"], ["tokens", "Tokens", "i"], ["diff", "Diff", "d"], ["verdict", "Verdict", "v"], ["tree", "Tree", ""], ["attempts", "Attempts", ""], ["log", "Log", ""], ["files", "Files", ""], ["raw", "Raw", ""]];
 
 function Loaded({ data, route, id }) {
   const { run } = useRun();

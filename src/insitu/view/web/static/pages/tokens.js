@@ -6,7 +6,7 @@ import { useKeys } from "../keys.js";
 import { setQuery } from "../router.js";
 import { useData } from "../ui.js";
 import { Line } from "../text.js";
-import { PAGE_TOKENS, TokenStrip, toneOf } from "../tokens_strip.js";
+import { PAGE_TOKENS, TokenStrip } from "../tokens_strip.js";
 import { signalsOf, tokenWords } from "../tokens_signals.js";
 import { Minimap } from "./minimap.js";
 
@@ -87,15 +87,21 @@ function Strip({ data, route, id, source, total }) {
     const token = strip.current?.tokenAt(event.clientX, event.clientY);
     if (token !== null && token !== undefined) void show(token, false);
   };
-  const flagged = (page, i) => signal.buckets.some((bucket, n) => (only === null ? bucket.flag : only === n) && bucket.test(page, i, context) && firstMatch(signal, page, i, context) === n);
+  const kindOf = async (token) => {
+    const page = await strip.current?.load(Math.floor(token / PAGE_TOKENS));
+    return page ? firstMatch(signal, page, token - page.header.start, context) : -1;
+  };
   const jump = async (direction) => {
     // A million tokens are 245 pages; 40 of them are looked through at a time.
+    // From stretch to stretch: tokens in a row of the same kind are one.
+    let last = at < 0 ? -1 : await kindOf(at);
     for (let token = at + direction, looked = 0; token >= 0 && token < total && looked < 40 * PAGE_TOKENS; token += direction, looked++) {
-      const index = Math.floor(token / PAGE_TOKENS);
-      const page = pages.current.get(index * PAGE_TOKENS) ?? (await strip.current?.load(index));
-      if (page && flagged(page, token - page.header.start)) return show(token);
+      const page = pages.current.get(token - (token % PAGE_TOKENS));
+      const kind = page ? firstMatch(signal, page, token - page.header.start, context) : await kindOf(token);
+      if (kind !== last && kind >= 0 && (only === null ? signal.buckets[kind].flag : only === kind)) return show(token);
+      last = kind;
     }
-    return setReadout([["", "No further flagged token here."]]);
+    return setReadout([["next", "no further flagged token"]]);
   };
   useKeys({
     n: ["next flagged token", () => void jump(1)],

@@ -1,0 +1,33 @@
+"""Every page of the viewer, as addresses behind `#/`."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+ROLLOUT = "train/00001/000/03"
+TABS = ("transcript", "tokens", "diff", "verdict", "tree", "attempts", "log", "files", "raw")
+
+
+def addresses(run: str, task: str) -> dict[str, str]:
+    """Return name -> address of every page of a run."""
+    at = f"#/{quote(run, safe='')}"
+    found = {
+        "runs": "#/",
+        "overview": at,
+        "step": f"{at}/step/1",
+        "group": f"{at}/group/train/1/0",
+        "rollouts": f"{at}/rollouts",
+        "filtered": f"{at}/rollouts?outcome=unresolved&sort=-agent_s&q=shop",
+        "tasks": f"{at}/tasks",
+        "task": f"{at}/task/{quote(task, safe='')}",
+        "health": f"{at}/health",
+        "cheats": f"{at}/cheats",
+        "config": f"{at}/config",
+        "compare": f"#/compare/{quote(run, safe='')}",
+        "pair": f"#/compare/{quote(run, safe='')}?id_a={quote(ROLLOUT, safe='')}&id_b={quote('train/00001/000/00', safe='')}",
+    }
+    for tab in TABS:
+        rollout = "train/00001/000/00" if tab in ("log", "files") else ROLLOUT
+        found[tab] = f"{at}/rollout/{rollout}?tab={tab}"
+    found["turn"] = f"{at}/rollout/{ROLLOUT}?tab=tokens&turn=0&signal=logprob&at=5"
+    return found

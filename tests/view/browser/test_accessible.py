@@ -8,15 +8,18 @@ from typing import Any
 import axe
 import pytest
 from addresses import addresses
-from conftest import Served, open_tab
 from test_pages import task_of
 
-pytestmark = pytest.mark.browser
+from conftest import Served, open_tab
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 320])
-def test_no_page_has_serious_faults(browser: Any, served: Served, runs: Path, scheme: str, width: int) -> None:
+def test_no_page_has_serious_faults(
+    browser: Any, served: Served, runs: Path, scheme: str, width: int
+) -> None:
     if not axe.SCRIPT.exists():
         pytest.skip("axe-core is not installed: scripts/setup test")
     found = {}

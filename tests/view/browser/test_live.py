@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Served, Tab, open_tab, serve
 from run_lab import Flavour, make_rollout, make_run
 
+from conftest import Served, Tab, open_tab, serve
 from insitu.storage.run_dir import RunDir
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 ARRIVES_MS = 3000
 """From the commit of a rollout to its row, as the design promises; checked by a wait, not by a clock."""
 
@@ -50,7 +50,10 @@ def test_what_is_read_does_not_move(live: Tab, live_run: Path) -> None:
     live.page.wait_for_selector(".window tbody tr td.id a")
     live.page.evaluate("document.querySelector('.window').scrollTop = 2000")
     live.page.wait_for_timeout(200)
-    seen = "() => [document.querySelector('.window').scrollTop, [...document.querySelectorAll('.window td.id')].map(e => e.textContent).join()]"
+    seen = (
+        "() => [document.querySelector('.window').scrollTop,"
+        " [...document.querySelectorAll('.window td.id')].map(e => e.textContent).join()]"
+    )
     before = live.page.evaluate(seen)
     put(live_run, 0)
     live.page.wait_for_selector("button:has-text('1 new')", timeout=ARRIVES_MS)

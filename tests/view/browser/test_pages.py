@@ -1,4 +1,4 @@
-"""What a browser makes of every page: hostile text stays text, addresses round trip, keys reach everything."""
+"""Every page in a browser: hostile text stays text, addresses round trip, keys reach everything."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from typing import Any
 
 import pytest
 from addresses import ROLLOUT, addresses
+
 from conftest import Tab
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+FOREIGN = """() => ({
+  pwned: window.pwned,
+  violations: window.violations ?? [],
+  made: document.querySelectorAll(
+    ['script', 'iframe', 'object', 'embed', 'img', '[onload]', '[onerror]', '[onmouseover]']
+      .map(name => `main ${name}`).join()
+  ).length,
+  links: [...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href'))
+    .filter(href => !/^(#|api\\/)/.test(href)),
+})"""
+"""What hostile text could have made of a page."""
 HOSTILE = "<img src=x onerror=window.pwned=1>"
 
 
@@ -25,11 +37,7 @@ def test_hostile_text_runs_nothing_on_any_page(tab: Tab, runs: Path) -> None:
         tab.open(address)
         page.keyboard.press("e")
         page.mouse.move(400, 500)
-        foreign = page.evaluate(
-            """() => ({pwned: window.pwned, violations: window.violations ?? [],
-                made: document.querySelectorAll('main script, main iframe, main object, main embed, main img, main [onload], main [onerror], main [onmouseover]').length,
-                links: [...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href')).filter(href => !/^(#|api\\/)/.test(href))})"""
-        )
+        foreign = page.evaluate(FOREIGN)
         assert foreign == {"pwned": None, "violations": [], "made": 0, "links": []}, name
     assert tab.problems == []
 
@@ -52,7 +60,9 @@ def test_every_page_has_one_title_and_fits_a_narrow_window(tab: Tab, runs: Path)
     for name, address in addresses("lab", task_of(runs / "lab")).items():
         tab.open(address)
         assert tab.page.locator("h1").count() == 1, name
-        wide = tab.page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        wide = tab.page.evaluate(
+            "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
         assert wide <= 0, f"{name} is {wide} px too wide"
     assert tab.problems == []
 
@@ -123,7 +133,10 @@ def test_the_scheme_follows_the_system_and_the_switch(browser: Any, served: Any,
 
     for tab in open_tab(browser, served, color_scheme=scheme):
         tab.open("#/lab")
-        luminance = "() => getComputedStyle(document.documentElement).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0)"
+        luminance = (
+            "() => getComputedStyle(document.documentElement).backgroundColor"
+            ".match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0)"
+        )
         before = tab.page.evaluate(luminance)
         assert (before < 200) == (scheme == "dark")
         tab.page.get_by_role("button", name="Switch between dark and light").click()

@@ -28,11 +28,16 @@ def served() -> list[Path]:
 
 
 def test_vendored_files_are_those_of_the_packages() -> None:
-    rows = re.findall(r"^\| (\S+) \|.*\| ([0-9a-f]{64}) \|$", (STATIC / "vendor/VENDORED.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\S+) \|.*\| ([0-9a-f]{64}) \|$", (STATIC / "vendor/VENDORED.md").read_text(), re.MULTILINE
+    )
     assert len(rows) == 3
     for name, digest in rows:
         assert hashlib.sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == digest
-    assert {path.name for path in (STATIC / "vendor").iterdir()} == {name for name, _ in rows} | {"LICENSES", "VENDORED.md"}
+    assert {path.name for path in (STATIC / "vendor").iterdir()} == {name for name, _ in rows} | {
+        "LICENSES",
+        "VENDORED.md",
+    }
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.relative_to(STATIC).as_posix())
@@ -56,17 +61,21 @@ def test_scripts_parse() -> None:
         pytest.skip("no Node 20 here: scripts/setup test")
     for path in OWN:
         kind = [] if path.name == "theme.js" else ["--input-type=module"]
-        done = subprocess.run([node, "--check", *kind, "-"], input=path.read_bytes(), capture_output=True, timeout=60)
+        done = subprocess.run(
+            [node, "--check", *kind, "-"], input=path.read_bytes(), capture_output=True, timeout=60
+        )
         assert done.returncode == 0, f"{path.name}: {done.stderr.decode()}"
 
 
 def test_modules_can_be_concatenated() -> None:
-    """An exported report is made of the same modules in one script: plain imports, no cycle, all that is imported exists."""
+    """An exported report is one script of the same modules: plain imports of what exists, no cycle."""
     needs: dict[Path, set[Path]] = {}
     exports: dict[Path, set[str]] = {}
     for path in OWN:
         text = path.read_text()
-        exports[path] = set(re.findall(r"^export (?:async )?(?:function|const|class|let) (\w+)", text, re.MULTILINE))
+        exports[path] = set(
+            re.findall(r"^export (?:async )?(?:function|const|class|let) (\w+)", text, re.MULTILINE)
+        )
         assert len(re.findall(r"^export", text, re.MULTILINE)) == len(exports[path])
         lines = [line for line in text.splitlines() if re.match(r"import\b", line)]
         assert all(IMPORT.match(line) for line in lines), path.name

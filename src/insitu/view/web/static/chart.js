@@ -173,13 +173,13 @@ export function Stack({ title, xs, parts, height = 110, share = false, link = un
       if (!(tall > 0)) return "";
       y -= tall;
       const bar = html`<rect x=${(i * slot + slot * 0.1).toFixed(2)} y=${y.toFixed(2)} width=${(slot * 0.8).toFixed(2)} height=${tall.toFixed(2)} fill=${`var(${part.colour})`}><title>${`${axis} ${x}: ${part.label} ${format(value)} of ${format(totals[i])}`}</title></rect>`;
-      return link ? html`<a href=${link(x, part)} tabindex="-1">${bar}</a>` : bar;
+      return link ? html`<a href=${link(x, part)} tabindex="-1" aria-label=${`${axis} ${x}: ${part.label} ${format(value)}`}>${bar}</a>` : bar;
     });
   });
   const last = totals.length - 1;
   return html`<figure class="chart stackchart">
     <${Legend} series=${parts.filter((part) => part.values.some((v) => v > 0))} />
-    <svg viewBox=${`0 0 ${width} ${height}`} preserveAspectRatio="none" height=${height} role="img" aria-label=${`${title}: ${xs.length} bars, last ${last >= 0 ? format(totals[last]) : "none"}`}>${columns}</svg>
+    <svg viewBox=${`0 0 ${width} ${height}`} preserveAspectRatio="none" height=${height} role=${link ? "group" : "img"} aria-label=${`${title}: ${xs.length} bars, last ${last >= 0 ? format(totals[last]) : "none"}`}>${columns}</svg>
     <div class="ends" aria-hidden="true"><span>${xs.length ? `${axis} ${num(xs[0])}` : ""}</span><span>${share ? "" : `highest ${format(Math.max(...totals))}`}</span><span>${xs.length > 1 ? num(xs.at(-1)) : ""}</span></div>
   </figure>`;
 }

@@ -38,7 +38,7 @@ export function Minimap({ run, id, segment, view, at, onGo }) {
   return html`<figure class="minimap">
     <canvas ref=${canvas} height=${HEIGHT} tabindex="0" role="slider" aria-label="position in the row" aria-valuemin="0" aria-valuemax=${data.tokens} aria-valuenow=${Math.max(0, at)} aria-valuetext=${`token ${int(Math.max(0, at))} of ${int(data.tokens)}`}
       onPointerDown=${(event) => (event.currentTarget.setPointerCapture(event.pointerId), onGo(tokenAt(event)))} onPointerMove=${(event) => event.buttons && onGo(tokenAt(event))} onKeyDown=${keys}></canvas>
-    <figcaption class="legend"><li><span class="swatch box swatch-1"></span>sampled</li><li><span class="swatch swatch-2"></span>lowest log-probability</li><li><span class="swatch box swatch-turn"></span>turn begins</li></figcaption>
+    <figcaption><ul class="legend"><li><span class="swatch box swatch-1"></span>sampled</li><li><span class="swatch swatch-2"></span>lowest log-probability</li><li><span class="swatch box swatch-turn"></span>turn begins</li></ul></figcaption>
   </figure>`;
 }
 

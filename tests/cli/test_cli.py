@@ -208,7 +208,12 @@ def test_help_names_each_command_once(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("argv", "hint"),
-    [(["trian"], "train"), (["tasks", "validte"], "validate"), (["init", "--engine=vlm"], "vllm")],
+    [
+        (["trian"], "train"),
+        (["tasks", "validte"], "validate"),
+        (["init", "--engine=vlm"], "vllm"),
+        (["demo", "--form-scratch"], "--from-scratch"),
+    ],
 )
 def test_verbs_and_values_get_a_suggestion(
     argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]

@@ -38,6 +38,7 @@ REPOSITORY = Path(__file__).parents[2]
         ("collect.group_min=9", "collect.group_min is larger than collect.group_size"),
         ("limits.max_call_tokens=4096", "leaves no room for a prompt"),
         ("train.min_groups=13", "no step could train"),
+        ("grade.min_trust=strng", "or 'strong', got 'strng'; did you mean strong?"),
         ('tasks.kinds=["nope"]', "tasks.kinds.0: input should be 'operator', "),
         (
             "sandbox.max_sandboxes=12",

@@ -66,9 +66,9 @@ def call(**more: Any) -> str:
         ({"input_output": ""}, "row (no id): the row has no inputs with outputs"),
         ({"input_output": "{"}, "input_output: is not JSON"),
         ({"input_output": json.dumps({"inputs": ["1"], "outputs": []})}, "1 inputs, 0 outputs"),
-        ({"input_output": json.dumps({"inputs": [None], "outputs": ["1"]})}, "is no text"),
+        ({"input_output": json.dumps({"inputs": [None], "outputs": ["1"]})}, "is not a text"),
         ({"input_output": json.dumps({"inputs": ["1"], "outputs": [""]})}, "every expected output is empty"),
-        ({"input_output": call(inputs=["1"])}, "no list of arguments"),
+        ({"input_output": call(inputs=["1"])}, "not a list of arguments"),
         ({"question": ""}, "question: String should have at least 1 character"),
     ],
 )

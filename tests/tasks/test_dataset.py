@@ -150,8 +150,8 @@ def test_the_train_split_goes_round_in_new_orders(tmp_path: Path) -> None:
         ("{not json", "a.jsonl:2: row (no id): "),
         ("[1]", "not a JSON object"),
         ('{"id": "x", "prompt": NaN}', "NaN is no JSON"),
-        (json.dumps(row("t1")), "row t1: the id is also that of"),
-        (json.dumps(row("u", prompt="Fix t1.")), "row u: the same task as t1"),
+        (json.dumps(row("t1")), "row t1: duplicate id, also in"),
+        (json.dumps(row("u", prompt="Fix t1.")), "row u: duplicate of t1"),
         (
             json.dumps(row("u", cases=[])),
             "row u: needs exactly one of cases, io, fail_to_pass (with tests) and checks",
@@ -165,7 +165,10 @@ def test_the_train_split_goes_round_in_new_orders(tmp_path: Path) -> None:
         (json.dumps(row("u", files={})), "there is nothing to work on"),
         (json.dumps(row("u", files={"../x": "y"})), "is not a path inside the work folder"),
         (json.dumps(row("u", files={"a": "y", "a/b": "z"})), "lies under a file"),
-        (json.dumps(row("u", gold={"m.py": "def f(x):\n    return x\n"})), "row u: the gold changes nothing"),
+        (
+            json.dumps(row("u", gold={"m.py": "def f(x):\n    return x\n"})),
+            "the gold solution changes nothing",
+        ),
         (json.dumps(row("u", promt="x")), "row u: unknown key 'promt': did you mean prompt?"),
         (
             json.dumps(row("u", cases=[{"function": "f", "arguments": [1], "expected": 2}])),

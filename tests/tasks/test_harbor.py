@@ -139,7 +139,7 @@ def test_variables_that_the_host_would_fill_in(tmp_path: Path) -> None:
     (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
     assert item.oracle.tests.env == {"A": "one two"}
     harbor(tmp_path, **{"task.toml": TOML.replace("it's us", "${OPENAI_API_KEY}")})
-    with pytest.raises(TaskError, match=r"verifier\.env\.WHO takes OPENAI_API_KEY from the host"):
+    with pytest.raises(TaskError, match=r"verifier\.env\.WHO reads OPENAI_API_KEY from the host"):
         RowSource("harbor", format_of("harbor"), tmp_path)
 
 

@@ -107,9 +107,9 @@ def test_a_task_without_tests_needs_a_reward_function() -> None:
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ([3], "tasks.source:1: row .*int is no Task"),
+        ([3], "tasks.source:1: row .*int is not a Task"),
         ([graded(1)[0], row(1)], "tasks.source:1: .*needs exactly one"),
-        ([row(1), row(1)], "the id is also that of tasks.source:1"),
+        ([row(1), row(1)], "duplicate id, also in tasks.source:1"),
         ([], "holds no task"),
         (3, "tasks.source: object:int-[0-9]+ is a int, not a TaskSource"),
         (lambda: 1 / 0, "tasks.source: .* raised ZeroDivisionError"),

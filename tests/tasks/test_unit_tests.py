@@ -121,7 +121,7 @@ def test_other_tests_go_to_pytest_whole(tmp_path: Path) -> None:
         ({"prompt": "def triple(x:\n"}, "prompt is not Python"),
         ({"canonical_solution": "    return (\n"}, "canonical_solution is not Python"),
         ({"canonical_solution": ""}, "canonical_solution: String should have at least 1"),
-        ({"canonical_solution": "    pass\n"}, "the gold changes nothing"),
+        ({"canonical_solution": "    pass\n"}, "the gold solution changes nothing"),
         ({"entry_point": "a b"}, "entry_point: String should match pattern"),
         ({"task_id": 7}, "row 7: task_id: Input should be a valid string"),
     ],
@@ -190,7 +190,7 @@ def test_julia_rows_run_a_script_that_must_come_to_its_end(tmp_path: Path) -> No
         ({"language": "perl", "test": "x"}, "row u1: language: Input should be 'python' or 'julia'"),
         (
             {"language": "julia", "cases": [{"function": "f", "args": [], "expected": 1}]},
-            "cases are for python",
+            "cases need language = python",
         ),
         ({"test": PYTEST, "timeout_s": 0}, "timeout_s: Input should be greater than 0"),
         ({"test": PYTEST, "entry": "/etc/passwd"}, "is not a path inside the work folder"),

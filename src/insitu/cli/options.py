@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,12 +29,20 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with code 2."""
         if choice := _INVALID_CHOICE.search(message):
-            names = re.findall(r"[\w-]+", choice[2])
-            if close := difflib.get_close_matches(choice[1], names, n=1):
-                message += f"; did you mean {close[0]}?"
+            message += _similar(choice[1], re.findall(r"[\w-]+", choice[2]))
         command = self.prog.removeprefix("insitu").strip()
         text = f"{command}: {message}" if command else message
         self.exit(2, f"insitu: {' '.join(text.split())}; see {self.prog} --help\n")
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return action.choices
 
 
 def _path(text: str) -> Path:
@@ -52,7 +60,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in options]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        known = _subcommands(parser)[options.command]._option_string_actions
+        hints = [_similar(text.partition("=")[0], known) for text in unknown if text.startswith("-")]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
     if rest:
         options.overrides += rest
     return options

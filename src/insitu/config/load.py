@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -225,4 +226,6 @@ def _describe(item: Any) -> str:
     if not where:
         return message
     value = "" if isinstance(item["input"], Mapping) else f", got {item['input']!r}"
-    return f"{where}: {message}{value}"
+    choices = re.findall(r"'([^']*)'", message) if item["type"] == "literal_error" else []
+    close = difflib.get_close_matches(str(item["input"]), choices, n=1)
+    return f"{where}: {message}{value}" + (f"; did you mean {close[0]}?" if close else "")

@@ -146,7 +146,7 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return "\n".join(_text(item) for item in value) + "\n"
     if value is None or isinstance(value, dict):
-        raise TaskError("input_output: an input or an output is no text")
+        raise TaskError("input_output: an input or an output is not a text")
     return str(value)
 
 
@@ -188,12 +188,12 @@ class _AppsFormat:
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _AppsRow.model_validate(row)
-        told = parsed.input_output or _InputOutput()
-        if len(told.inputs) != len(told.outputs):
-            raise TaskError(f"input_output: {len(told.inputs)} inputs, {len(told.outputs)} outputs")
+        tests = parsed.input_output or _InputOutput()
+        if len(tests.inputs) != len(tests.outputs):
+            raise TaskError(f"input_output: {len(tests.inputs)} inputs, {len(tests.outputs)} outputs")
         starter = parsed.starter_code or ""
-        pairs = list(zip(told.inputs, told.outputs, strict=True))
-        function = told.fn_name or ""
+        pairs = list(zip(tests.inputs, tests.outputs, strict=True))
+        function = tests.fn_name or ""
         gold = _gold(parsed.solutions or ())
         shown = starter if starter.strip() else gold
         named = f"Solution.{function}" if function and "class Solution" in shown else function
@@ -218,7 +218,7 @@ class _AppsFormat:
 def _call(function: str, args: object, expected: object) -> Case:
     """The set compares a result with the output and, where that is a list, with its first element."""
     if not isinstance(args, list):
-        raise TaskError("input_output: the inputs of a function are no list of arguments")
+        raise TaskError("input_output: the inputs of a function are not a list of arguments")
     if args and isinstance(args[0], dict):
         args = [_int_keys(args[0])]
     if isinstance(expected, dict):

@@ -229,9 +229,9 @@ class RowSource:
             raise _Bad(_refusal(place, error, row_id(row))) from None
         task = item.task
         if task.id in ids:
-            raise _Bad(_refusal(place, f"the id is also that of {ids[task.id]}", task.id))
+            raise _Bad(_refusal(place, f"duplicate id, also in {ids[task.id]}", task.id))
         if task.content_hash in hashes:
-            raise _Bad(_refusal(place, f"the same task as {hashes[task.content_hash]}", task.id))
+            raise _Bad(_refusal(place, f"duplicate of {hashes[task.content_hash]}", task.id))
         return _Entry(
             id=task.id,
             content_hash=task.content_hash,

@@ -169,9 +169,9 @@ def _resolved(env: Mapping[str, str], table: str) -> dict[str, str]:
     for key, value in env.items():
         found = _FROM_HOST.fullmatch(value)
         if not key.isidentifier():
-            raise TaskError(f"{table}.env: {ascii(key)[:60]} is no name of a variable")
+            raise TaskError(f"{table}.env: {ascii(key)[:60]} is not a variable name")
         if found is not None and found[2] is None:
-            raise TaskError(f"{table}.env.{key} takes {found[1]} from the host: no sandbox is given it")
+            raise TaskError(f"{table}.env.{key} reads {found[1]} from the host, which sandboxes cannot see")
         values[key] = value if found is None else found[2]
     return values
 

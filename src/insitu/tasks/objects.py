@@ -49,7 +49,7 @@ class ObjectFormat:
             return PlainJsonl().build(row, place, options)
         task, oracle = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
         if not isinstance(task, Task) or not isinstance(oracle, Oracle | None):
-            raise TaskError(f"{place}: {type(entry).__name__} is no Task, (Task, Oracle) or dictionary")
+            raise TaskError(f"{place}: {type(entry).__name__} is not a Task, (Task, Oracle) or dictionary")
         if oracle is None:
             options.allow_untested()
         return make_item(

@@ -1,8 +1,8 @@
 """insitu's own formats: `jsonl`, one task per row, and `folder`, one task per folder.
 
-A row says what the work folder holds, what the agent is told, how the result is judged (one of cases, tests,
-checks) and, for `insitu tasks validate`, a solution. In the folder format the same keys stand in task.toml,
-and prompt.md, files/, tests/ and gold/ beside it give the texts.
+A row has the files of the work folder, the prompt, one of cases, tests and checks to judge the result, and a
+solution for `insitu tasks validate`. In the folder format task.toml has the same keys, and prompt.md, files/,
+tests/ and gold/ beside it have the texts.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _PlainRow(OwnRow):
         if self.fail_to_pass and not self.tests:
             raise ValueError("fail_to_pass needs tests, the hidden files with these ids")
         if not self.files and not self.image and not self.setup:
-            raise ValueError("needs files, an image or setup commands: there is nothing to work on")
+            raise ValueError("needs files, an image or setup commands: otherwise there is nothing to work on")
         if self.root_setup and not self.image:
             raise ValueError("root_setup needs an image: nothing else has a system of its own")
         return self

@@ -123,9 +123,9 @@ def _hunk(hunk: Hunk, reverse: bool) -> tuple[int, tuple[bytes, ...], tuple[byte
 
 def _apply(tree: dict[str, FileEntry], change: _FileChange) -> None:
     if change.old and change.old not in tree:
-        raise TaskError(f"the patch does not apply: {change.old} is not there")
+        raise TaskError(f"the patch does not apply: {change.old} does not exist")
     if change.new and change.new != change.old and change.new in tree:
-        raise TaskError(f"the patch does not apply: {change.new} is there already")
+        raise TaskError(f"the patch does not apply: {change.new} already exists")
     entry = tree.pop(change.old) if change.old else FileEntry(content=b"")
     content = _edited(entry.content, change)
     if not change.new:

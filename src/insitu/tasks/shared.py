@@ -72,7 +72,7 @@ def tree_of_folder(folder: Path) -> dict[str, FileEntry]:
             status = path.stat()
             left -= status.st_size
             if left < 0 or len(tree) >= MAX_TREE_FILES:
-                raise TaskError(f"{folder} holds too much for a task")
+                raise TaskError(f"{folder} is too large for a task")
             name = path.relative_to(folder).as_posix()
             tree[name] = FileEntry(content=path.read_bytes(), executable=bool(status.st_mode & 0o100))
     return tree
@@ -110,7 +110,7 @@ def make_item(
     tests = oracle.tests
     both = set(tests.fail_to_pass) & set(tests.pass_to_pass)
     if both:
-        raise TaskError(f"test {ascii(min(both))[:100]} stands in FAIL_TO_PASS and in PASS_TO_PASS")
+        raise TaskError(f"test {ascii(min(both))[:100]} is in both FAIL_TO_PASS and PASS_TO_PASS")
     if not prompt.strip():
         raise TaskError("the prompt is empty")
     named = setup.workdir or not setup.image
@@ -119,7 +119,7 @@ def make_item(
     if any(char.isspace() for char in setup.image):
         raise TaskError(f"image {ascii(setup.image)[:100]} is not an image reference")
     if oracle.gold and all(files.get(path) == entry for path, entry in oracle.gold.items()):
-        raise TaskError("the gold changes nothing")
+        raise TaskError("the gold solution changes nothing")
     task = Task(
         id=id,
         prompt=prompt,

@@ -155,7 +155,7 @@ def _asset(options: LoadOptions, name: str, key: str) -> str:
     if not path.is_relative_to(root):
         raise TaskError(f"swepro.{key}: {ascii(name)[:80]} is not below {options.assets}")
     if not path.is_file():
-        raise TaskError(f"swepro.{key}: {ascii(name)[:80]} is not there")
+        raise TaskError(f"swepro.{key}: {ascii(name)[:80]} does not exist")
     return read_text(path)
 
 

@@ -2,7 +2,7 @@
 
 They share the columns; they differ in how an image is named, where the work folder is and where the test
 command comes from. Sets of another make have files of their own: swe_more (Pro, SWE-smith, R2E-Gym), slime.
-No image of these sets was at hand when this was written: names and commands follow the sets' own rules.
+Not tested with images of these sets: names and commands follow the sets' documentation.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _InstallConfig(TaskRow):
 
 
 class SweRow(TaskRow):
-    """The columns that insitu uses. Hints are not among them: agents are not told."""
+    """The columns that insitu uses. Agents do not get the hints."""
 
     instance_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$")]
     repo: Annotated[str, Field(pattern=r"^[\w.\-]+/[\w.\-]+$")]
@@ -272,7 +272,7 @@ HEX = re.compile(r"^[0-9a-f]{7,40}$")
 def commit(value: str, what: str) -> str:
     """A commit id that is safe in a command. Raises TaskError."""
     if not HEX.match(value):
-        raise TaskError(f"{what} is no commit id: {ascii(value)[:60]}")
+        raise TaskError(f"{what} is not a commit id: {ascii(value)[:60]}")
     return value
 
 

@@ -75,7 +75,7 @@ class HumanEval:
 
 
 def _checked_by(row: _HumanEvalRow) -> HiddenTests:
-    """The set's own test, run as it is meant: with all names of the module at hand."""
+    """The set's own test, run in the namespace of the module."""
     text = (
         "from solution import *\n"
         f"from solution import {row.entry_point}\n\n"
@@ -115,9 +115,9 @@ class _UnitTestRow(TaskRow):
         if sum(ways) != 1:
             raise ValueError("needs one of cases, test (test_code) and tests: nothing can be graded")
         if self.tests and self.language != "python":
-            raise ValueError("tests are for python")
+            raise ValueError("tests need language = python")
         if self.cases and self.language != "python":
-            raise ValueError("cases are for python")
+            raise ValueError("cases need language = python")
         if self.test and self.language == "python":
             _parse(self.test, "test")
         return self

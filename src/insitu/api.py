@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -43,6 +44,8 @@ SHORT = {
     "reward": "reward.function",
 }
 """Keyword -> key that its value belongs to, unless the value is a table."""
+CANCEL_POLL_S = 0.2
+"""Interval at which a blocking call inside an event loop looks whether its task was cancelled."""
 EventKind = Literal["begin", "stage", "rollout_started", "rollout", "advance", "step", "evaluation", "note"]
 
 
@@ -72,6 +75,9 @@ class CallbackView:
     """Turn the calls that a view gets into events for one callback; implements `view.base.View`."""
 
     def __init__(self, callback: Callable[[RunEvent], None] | None) -> None:
+        """Wrap the callback; raise ConfigError if it is none."""
+        if callback is not None and (not callable(callback) or inspect.iscoroutinefunction(callback)):
+            raise ConfigError(f"progress must be a plain function of a RunEvent, got {callback!a}")
         self._callback = callback or (lambda event: None)
 
     def begin(self, title: str, rollouts: int) -> None:
@@ -285,6 +291,8 @@ def _resolve(
         if config is not None or overrides or tables:
             raise ConfigError("a resumed run keeps its configuration: drop config, overrides and tables")
         return read_config(Path(resume))
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides must be a mapping or a list of table.key=value, got {overrides!a}")
     given = _expanded(tables)
     if isinstance(config, Config):
         return name_run(load_config(None, overrides, config.model_dump(), given))
@@ -292,7 +300,9 @@ def _resolve(
         return name_run(load_config(None, overrides, config_from_run(Path(config), "collect"), given))
     if isinstance(config, str | Path):
         return name_run(load_config(Path(config), overrides, base, given))
-    layers = [dict(base or {}), *([] if config is None else [config])]
+    if not isinstance(config, Mapping | None):
+        raise ConfigError(f"config must be a Config, a TOML file or a mapping of tables, got {config!a}")
+    layers = [dict(base or {}), config or {}]
     return name_run(load_config(None, overrides, _merged(layers), given))
 
 
@@ -324,11 +334,15 @@ def _expanded(tables: Mapping[str, Any]) -> dict[str, Any]:
     found: list[Mapping[str, Any]] = []
     for name, value in tables.items():
         key = SHORT.get(name)
+        if key is not None and value is None:
+            continue
         if key is None or isinstance(value, Mapping):
             found.append({name: value})
         elif name == "model" and str(value).startswith(("http://", "https://")):
             found.append({"engine": {"kind": "upstream", "url": str(value)}})
         elif name == "agent" and isinstance(value, list | tuple):
+            if not value:
+                raise ConfigError("agent: the command is empty")
             found.append({"harness": {"command": tuple(value)}})
         else:
             table, _, field_name = key.partition(".")
@@ -360,20 +374,28 @@ def _blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 def _in_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine on a new event loop in a new thread; Ctrl-C while waiting cancels it."""
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
 
     async def main() -> T:
-        task = asyncio.current_task()
-        if task is not None:
-            running.append((asyncio.get_running_loop(), task))
-        return await start()
+        task = asyncio.ensure_future(start())
+        running.set_result((asyncio.get_running_loop(), task))
+        return await task
 
+    outer = asyncio.current_task()
+    requests = outer.cancelling() if outer is not None else 0
     # Leaving the block waits for the thread, so nothing of a cancelled run outlives the call.
     with ThreadPoolExecutor(1, thread_name_prefix="insitu-run") as pool:
         future = pool.submit(lambda: asyncio.run(main()))
         try:
-            return future.result()
-        except KeyboardInterrupt:
-            for loop, task in running:
-                loop.call_soon_threadsafe(task.cancel)
+            # asyncio.run handles Ctrl-C by cancelling its task, which this call blocks: hence the polling.
+            while not wait([future], CANCEL_POLL_S).done:
+                if outer is not None and outer.cancelling() > requests:
+                    raise asyncio.CancelledError
+        except BaseException:
+            wait([running, future], return_when=FIRST_COMPLETED)
+            if not future.done():
+                loop, task = running.result()
+                with contextlib.suppress(RuntimeError):  # it has just ended
+                    loop.call_soon_threadsafe(task.cancel)
             raise
+        return future.result()

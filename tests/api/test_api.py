@@ -114,6 +114,7 @@ def test_keywords_stand_for_keys(tmp_path: Path) -> None:
     assert (server.config.engine.kind, server.config.engine.url) == ("upstream", "http://127.0.0.1:9")
     assert insitu.serve(model="http://127.0.0.1:9", engine={"kind": "vllm"}).config.engine.kind == "vllm"
     assert insitu.serve(model=tmp_path).config.model.path == str(tmp_path)
+    assert insitu.serve(model=None, agent=None).config.harness == insitu.serve().config.harness
     assert insitu.serve({"limits": {"max_calls": 3}}).config.limits.max_calls == 3
 
 
@@ -150,6 +151,15 @@ async def test_cancelling_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
         ({"trian": {"lr": 1}}, "keyword tables: unknown key trian.lr; did you mean train.lr?"),
         ({"resume": "x", "run": {"steps": 1}}, "a resumed run keeps its configuration"),
         ({"config": "missing.toml"}, "cannot read missing.toml"),
+        ({"config": 3}, "config must be a Config, a TOML file or a mapping of tables, got 3"),
+        ({"overrides": "train.lr=1"}, "overrides must be a mapping or a list"),
+        ({"agent": []}, "agent: the command is empty"),
+        ({"progress": 3}, "progress must be a plain function of a RunEvent, got 3"),
+        ({"progress": asyncio.sleep}, "progress must be a plain function of a RunEvent"),
+        (
+            {"tasks": [insitu.Task(id="a", prompt="", files={})]},
+            "task a has no hidden tests: pass (task, oracle)",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_line_and_leave_nothing(
@@ -161,3 +171,34 @@ def test_wrong_arguments_are_one_line_and_leave_nothing(
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+_BLOCKED = """
+import asyncio, os, signal, threading, insitu
+
+def progress(event):
+    if event.kind == "rollout_started":
+        os.kill(os.getpid(), signal.SIGINT)
+
+async def main():
+    insitu.rollout(
+        {example!r}, overrides={{"rollout.tasks": 200, "run.dir": {folder!r}, "harness.workers": 1}}, progress=progress
+    )
+
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    assert threading.active_count() == 1
+    print("stopped")
+"""
+
+
+def test_ctrl_c_stops_a_blocking_call_inside_asyncio_run(tmp_path: Path) -> None:
+    """asyncio.run answers the first Ctrl-C by cancelling its task, which the call itself blocks."""
+    code = _BLOCKED.format(example="examples/rollout.toml", folder=str(tmp_path / "run"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=180, check=False)
+    assert done.stdout == b"stopped\n", done.stderr.decode()
+    stored = (
+        insitu.open_run(tmp_path / "run").rollouts() if (tmp_path / "run" / "run.sqlite").exists() else []
+    )
+    assert len(stored) < 200

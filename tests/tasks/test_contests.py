@@ -63,7 +63,7 @@ def call(**more: Any) -> str:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"input_output": ""}, "row (no id): the row has no inputs with outputs"),
+        ({"input_output": ""}, ": the row has no inputs with outputs"),
         ({"input_output": "{"}, "input_output: is not JSON"),
         ({"input_output": json.dumps({"inputs": ["1"], "outputs": []})}, "1 inputs, 0 outputs"),
         ({"input_output": json.dumps({"inputs": [None], "outputs": ["1"]})}, "is not a text"),

@@ -147,7 +147,7 @@ def test_the_train_split_goes_round_in_new_orders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("{not json", "a.jsonl:2: row (no id): "),
+        ("{not json", "a.jsonl:2: "),
         ("[1]", "not a JSON object"),
         ('{"id": "x", "prompt": NaN}', "NaN is no JSON"),
         (json.dumps(row("t1")), "row t1: duplicate id, also in"),

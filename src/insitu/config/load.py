@@ -57,7 +57,7 @@ Raw = Mapping[str, Any]
 
 
 def load_config(
-    path: Path | None = None,
+    path: Path | str | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     base: Raw | None = None,
     tables: Raw | None = None,
@@ -71,7 +71,7 @@ def load_config(
     if base is not None:
         layers.append(("base configuration", base))
     if path is not None:
-        layers.append((str(path), read_toml(path)))
+        layers.append((str(path), read_toml(Path(path))))
     if tables:
         layers.append(("keyword tables", tables))
     if isinstance(overrides, Mapping):

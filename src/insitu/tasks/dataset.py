@@ -74,7 +74,7 @@ class _Refusal:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.where}: row {self.id or '(no id)'}: {self.reason}"
+        return f"{self.where}: {f'row {self.id}: ' if self.id else ''}{self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

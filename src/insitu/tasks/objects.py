@@ -49,9 +49,9 @@ class ObjectFormat:
             return PlainJsonl().build(row, place, options)
         task, oracle = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
         if not isinstance(task, Task) or not isinstance(oracle, Oracle | None):
-            raise TaskError(f"{place}: {type(entry).__name__} is not a Task, (Task, Oracle) or dictionary")
-        if oracle is None:
-            options.allow_untested()
+            raise TaskError(f"{type(entry).__name__} is not a Task, (Task, Oracle) or dictionary")
+        if oracle is None and not options.untested:
+            raise TaskError(f"task {task.id} has no hidden tests: pass (task, oracle), or set reward.function")
         return make_item(
             id=task.id,
             prompt=task.prompt,

@@ -392,7 +392,8 @@ def _in_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
                 if outer is not None and outer.cancelling() > requests:
                     raise asyncio.CancelledError
         except BaseException:
-            wait([running, future], return_when=FIRST_COMPLETED)
+            either: list[Future[Any]] = [running, future]
+            wait(either, return_when=FIRST_COMPLETED)
             if not future.done():
                 loop, task = running.result()
                 with contextlib.suppress(RuntimeError):  # it has just ended

@@ -7,8 +7,13 @@ caused by the agent (graded). `boundary` converts foreign exceptions at an edge 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+MAX_RAISED_CHARS = 300
+"""Length of what a user's code raised in a message."""
 
 
 class InsituError(Exception):
@@ -125,6 +130,28 @@ def boundary(kind: type[InsituError], doing: str) -> Iterator[None]:
         raise
     except (OSError, EOFError, TimeoutError, ValueError) as error:
         raise kind(f"{doing}: {error or type(error).__name__}") from error
+
+
+@contextmanager
+def user_code(kind: type[InsituError], name: str, passing: type[Exception] = InsituError) -> Iterator[None]:
+    """Convert every error of a user's code into `kind`, one line with its place.
+
+    Insitu's own errors and those of type `passing` are raised unchanged.
+    """
+    try:
+        yield
+    except (InsituError, passing):
+        raise
+    except (Exception, SystemExit) as error:
+        raise kind(f"{name} {describe_raised(error)}") from error
+
+
+def describe_raised(error: BaseException, file: str = "") -> str:
+    """Return what was raised and where: the last line in `file`, if there is one, else the last line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    place = [f" ({Path(frame.filename).name} line {frame.lineno})" for frame in own or frames][-1:]
+    return f"raised {ascii(error)[:MAX_RAISED_CHARS]}{''.join(place)}"
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
@@ -114,6 +115,13 @@ def names(kind: Kind) -> list[str]:
 
 def find(kind: Kind, value: object) -> Any:
     """Return the extension that `value` names, or `value` itself if it is an object; raise ConfigError."""
+    found = _find(kind, value)
+    if inspect.iscoroutinefunction(found) and kind != "rewards":
+        raise ConfigError(f"{kind}: {value} is a coroutine function, must be a plain one")
+    return found
+
+
+def _find(kind: Kind, value: object) -> Any:
     if not isinstance(value, str):
         return value
     check(kind, value)

@@ -181,9 +181,8 @@ def progress(event):
         os.kill(os.getpid(), signal.SIGINT)
 
 async def main():
-    insitu.rollout(
-        {example!r}, overrides={{"rollout.tasks": 200, "run.dir": {folder!r}, "harness.workers": 1}}, progress=progress
-    )
+    overrides = {{"rollout.tasks": 200, "run.dir": {folder!r}, "harness.workers": 1}}
+    insitu.rollout("examples/rollout.toml", overrides=overrides, progress=progress)
 
 try:
     asyncio.run(main())
@@ -195,7 +194,7 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_stops_a_blocking_call_inside_asyncio_run(tmp_path: Path) -> None:
     """asyncio.run answers the first Ctrl-C by cancelling its task, which the call itself blocks."""
-    code = _BLOCKED.format(example="examples/rollout.toml", folder=str(tmp_path / "run"))
+    code = _BLOCKED.format(folder=str(tmp_path / "run"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=180, check=False)
     assert done.stdout == b"stopped\n", done.stderr.decode()
     stored = (

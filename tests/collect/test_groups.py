@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 import time
@@ -313,24 +312,3 @@ async def test_a_reward_of_the_group_is_given_when_all_of_it_is_decided(whole: b
     assert dict(sink.rescores)["train/00001/002/03"] == 0.75
     assert len(sink.rescores) == 12
     assert bool(groups[0].rollouts[3].changed) == whole
-
-
-class FailingInside(FakeAttempts):
-    """Fake attempts in which a task group has failed, and the failure was handled, before they end."""
-
-    async def run(self, *args: Any, **kwargs: Any) -> Rollout:
-        with contextlib.suppress(ExceptionGroup):
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_fail())
-        return await super().run(*args, **kwargs)
-
-
-async def _fail() -> None:
-    await asyncio.sleep(0)
-    raise ValueError("inside")
-
-
-async def test_an_attempt_in_which_a_task_group_failed_is_not_taken_for_a_cancelled_one() -> None:
-    attempts = FailingInside(lambda spec: "judge down" if spec.attempt == 1 else 1.0)
-    (group,) = await collected(attempts, Memory(), TASKS[:1], group_size=2)
-    assert [(rollout.attempt, rollout.reward) for rollout in group.rollouts] == [(2, 1.0)] * 2

@@ -17,6 +17,8 @@ def backwards(draws, size, seed):
     return 9 - draws
 def wrong(draws, size, seed):
     return draws / 2
+def broken(draws, size, seed):
+    return draws[7]
 """
 
 
@@ -35,5 +37,7 @@ def test_a_sampler_of_the_user_chooses(tmp_path: Path) -> None:
         draw(10)
     with pytest.raises(TaskError, match="wrong returned .* expected an index"):
         task_sampler(load_config(None, [f"tasks.sampler={tmp_path}/mine.py:wrong"]), source)(1)
+    with pytest.raises(TaskError, match=r"mine.py:broken raised IndexError\(.*mine.py line 7"):
+        task_sampler(load_config(None, [f"tasks.sampler={tmp_path}/mine.py:broken"]), source)(1)
     with pytest.raises(ConfigError, match="unknown name 'epoch' of kind samplers; did you mean epochs"):
         load_config(None, ["tasks.sampler=epoch"])

@@ -77,6 +77,8 @@ def test_an_estimator_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def best_only(rewards):\n    return (rewards == rewards.max()) * 1.0\n"
         "def wrong(rewards):\n    return rewards[1:]\n"
+        "async def later(rewards):\n    return rewards\n"
+        "def broken(rewards):\n    return rewards / {}\n"
     )
     name = load_config(None, [f"train.advantage={tmp_path}/mine.py:best_only"]).train.advantage
     assert advantages([0.5, None, 0.0, 1.0], name) == (0.0, None, 0.0, 1.0)
@@ -84,5 +86,9 @@ def test_an_estimator_of_the_user(tmp_path: Path) -> None:
         TrainError, match=r"returned \[1.0\] for rewards \[0.0, 1.0\], expected 2 finite numbers"
     ):
         advantages([0.0, 1.0], f"{tmp_path}/mine.py:wrong")
+    with pytest.raises(TrainError, match=r"mine.py:broken raised TypeError\(.*\) \(mine.py line 8\)"):
+        advantages([0.0, 1.0], f"{tmp_path}/mine.py:broken")
+    with pytest.raises(ConfigError, match=r"mine.py:later is a coroutine function, must be a plain one"):
+        advantages([0.0, 1.0], f"{tmp_path}/mine.py:later")
     with pytest.raises(ConfigError, match=r"unknown name 'grpe' of kind advantages; did you mean grpo\?"):
         load_config(None, ["train.advantage=grpe"])

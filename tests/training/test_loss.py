@@ -366,6 +366,10 @@ def test_a_loss_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def reinforce(logp, inputs, config):\n    return -inputs.advantage * logp\n"
         "def mean(logp, inputs, config):\n    return -(inputs.advantage * logp).mean()\n"
+        "def broken(logp, inputs, config):\n    raise ValueError('mine')\n"
+        "def constant(logp, inputs, config):\n    return -logp.detach()\n"
+        "import torch\n"
+        "def large(logp, inputs, config):\n    raise torch.OutOfMemoryError('too large')\n"
     )
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
     inputs = LossInputs(mu=torch.tensor([-1.0, -2.0]), advantage=torch.tensor([1.0, -0.5]))
@@ -374,3 +378,9 @@ def test_a_loss_of_the_user(tmp_path: Path) -> None:
     assert not found.cut.any()
     with pytest.raises(TrainError, match=r"mine.py:mean did not return a tensor of shape \[2\]"):
         token_loss(logp, inputs, LossConfig(loss=f"{tmp_path}/mine.py:mean"))
+    with pytest.raises(TrainError, match=r"mine.py:broken raised ValueError\('mine'\) \(mine.py line 6\)"):
+        token_loss(logp, inputs, LossConfig(loss=f"{tmp_path}/mine.py:broken"))
+    with pytest.raises(TrainError, match="mine.py:constant returned a tensor without a gradient"):
+        token_loss(logp, inputs, LossConfig(loss=f"{tmp_path}/mine.py:constant"))
+    with pytest.raises(torch.OutOfMemoryError):  # the trainer repeats the step with other memory options
+        token_loss(logp, inputs, LossConfig(loss=f"{tmp_path}/mine.py:large"))

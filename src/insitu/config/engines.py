@@ -17,18 +17,20 @@ from insitu.config.base import (
     Table,
     only,
 )
+from insitu.registry import BUILT_IN
 from insitu.types import MIN_TEMPERATURE
 
 _EMBEDDED = only("kind", "embedded")
-_SERVER = only("kind", "vllm", "sglang")
+_KNOWN = BUILT_IN["engines"]
+_SERVER = only("kind", "vllm", "sglang", known=_KNOWN)
 _PROVIDER = only("kind", "upstream")
-_REMOTE = only("kind", "vllm", "sglang", "external", "upstream")
+_REMOTE = only("kind", "vllm", "sglang", "external", "upstream", known=_KNOWN)
 
 
 class ProviderKeys(Keys):
     """A provider and the operator's limits, over all sessions."""
 
-    url: Annotated[str, only("kind", "vllm", "sglang", "upstream")] = ""
+    url: Annotated[str, only("kind", "vllm", "sglang", "upstream", known=_KNOWN)] = ""
     """URL of the server, e.g. http://127.0.0.1:8000; a trailing /v1 is dropped."""
     model: Annotated[str, _PROVIDER] = ""
     """Name of the provider's model that agents request."""

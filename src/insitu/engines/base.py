@@ -41,6 +41,7 @@ PauseMode = Literal["wait", "abort", "keep"]
 """What happens to running requests: they finish, are aborted, or are frozen until `resume`."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Sampler and control plane."""
 

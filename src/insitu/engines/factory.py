@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from insitu.config import Config
 from insitu.engines.base import Engine, LoadingEngine
 from insitu.engines.external import ExternalEngine
 from insitu.engines.external_http import serve_external, split_address
+from insitu.engines.guarded import GuardedEngine
 from insitu.engines.http import HttpOptions, checked_url
 from insitu.engines.probe import probe_engine
-from insitu.errors import ConfigError, EngineError, EngineUnavailable
+from insitu.errors import ConfigError, EngineError, EngineUnavailable, user_code
 from insitu.registry import find
 from insitu.types import IntArray, Message, ToolSpec
 
@@ -139,8 +140,11 @@ async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncItera
     elif config.engine.kind in _NOT_OPENED:
         raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_OPENED[config.engine.kind]}")
     else:
-        async with find("engines", config.engine.kind)(config) as own:
-            yield own
+        async with AsyncExitStack() as stack:
+            own = await _enter(stack, config.engine.kind, config)
+            if not isinstance(own, Engine):
+                raise ConfigError(f"engine.kind {config.engine.kind} opened {own!a}, which is not an Engine")
+            yield GuardedEngine(own, config.engine.kind)
 
 
 @asynccontextmanager
@@ -149,13 +153,12 @@ async def _attach_server(config: Config, announce: Callable[[str], None]) -> Asy
     kind, most_s = config.engine.kind, config.engine.start_timeout_s
     if kind in (*_NOT_OPENED, "external"):
         raise ConfigError(f"engine.kind {kind} cannot load weights from the insitu trainer")
-    opener = find("engines", kind)
     options = http_options(config) if kind in ("vllm", "sglang") else None
     began, announced = time.monotonic(), False
     async with AsyncExitStack() as stack:
         while True:
             try:
-                engine = await stack.enter_async_context(opener(options or config))
+                engine = await _enter(stack, kind, options or config)
                 break
             except EngineUnavailable as error:
                 if time.monotonic() - began >= most_s:
@@ -167,7 +170,13 @@ async def _attach_server(config: Config, announce: Callable[[str], None]) -> Asy
             await asyncio.sleep(min(POLL_S, max(0.0, began + most_s - time.monotonic())))
         if not isinstance(engine, LoadingEngine):
             raise ConfigError(f"engine.kind {kind} cannot load weights: it is not a LoadingEngine")
-        yield engine
+        yield engine if options else cast("LoadingEngine", GuardedEngine(engine, kind))
+
+
+async def _enter(stack: AsyncExitStack, kind: str, options: object) -> object:
+    """Open an engine until the stack ends; raise EngineError for what its code raises."""
+    with user_code(EngineError, f"engine.kind {kind}"):
+        return await stack.enter_async_context(find("engines", kind)(options))
 
 
 _NOT_OPENED = {

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from insitu import registry
 from insitu.config import Config
-from insitu.errors import ConfigError, SetupError
+from insitu.errors import ConfigError, SetupError, user_code
 from insitu.grading.grader import RUNNERS
 from insitu.sandbox.base import Capability, SandboxBackend
 from insitu.sandbox.circuit_breaker import CircuitOptions
@@ -89,7 +89,8 @@ def make_backend(config: Config, kind: str = "", *, work_bytes: int = WORK_BYTES
     found = registry.find("sandboxes", kind)
     if kind in registry.BUILT_IN["sandboxes"]:
         return cast("SandboxBackend", found(config, work_bytes))
-    made = found if isinstance(found, SandboxBackend) and not isinstance(found, type) else found(config)
+    with user_code(SetupError, f"sandbox.backend {kind}"):
+        made = found if isinstance(found, SandboxBackend) and not isinstance(found, type) else found(config)
     if not isinstance(made, SandboxBackend):
         raise ConfigError(f"sandbox.backend: {kind} is not a SandboxBackend or a function returning one")
     return made

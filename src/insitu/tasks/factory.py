@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from insitu.config import Config
-from insitu.errors import ConfigError, TaskError, boundary
+from insitu.errors import ConfigError, TaskError, boundary, user_code
 from insitu.registry import find
 from insitu.tasks.allowlist import read_allowlist
 from insitu.tasks.base import UNTESTED, TaskSource
@@ -79,10 +79,8 @@ def _called(found: Any) -> Any:
     instance = isinstance(found, Format | TaskSource) and not isinstance(found, type)
     if instance or not callable(found):
         return found
-    try:
+    with user_code(TaskError, f"tasks.source: {found!r}"):
         return found()
-    except Exception as error:  # the boundary: it is the user's code
-        raise TaskError(f"tasks.source: {found!r} raised {error!a}") from error
 
 
 def _options(config: Config, limits: Limits) -> LoadOptions:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from insitu.config import Config
-from insitu.errors import TaskError
+from insitu.errors import TaskError, user_code
 from insitu.registry import find
 from insitu.tasks.base import TaskSource
 from insitu.types import Task
@@ -32,9 +32,11 @@ def task_sampler(config: Config, source: TaskSource) -> Callable[[int], Task]:
     sampler: Sampler = find("samplers", name)
 
     def task(draw: int) -> Task:
-        chosen = np.asarray(sampler(np.array([draw]), source.size("train"), config.run.seed))
+        with user_code(TaskError, f"tasks.sampler {name}"):
+            chosen = np.asarray(sampler(np.array([draw]), source.size("train"), config.run.seed))
         if chosen.shape != (1,) or chosen.dtype.kind not in "iu" or chosen[0] < 0:
             raise TaskError(f"tasks.sampler {name} returned {chosen!r} for one draw, expected an index")
-        return source.tasks("train", int(chosen[0]), 1)[0]
+        with user_code(TaskError, f"tasks.source {config.tasks.source}"):
+            return source.tasks("train", int(chosen[0]), 1)[0]
 
     return task

@@ -16,19 +16,16 @@ import concurrent.futures
 import contextlib
 import inspect
 import threading
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from insitu import registry
-from insitu.errors import ConfigError, GradeError, TaskError
+from insitu.errors import MAX_RAISED_CHARS, ConfigError, GradeError, TaskError, describe_raised
 
 FAILURES = 5
 """Consecutive failures of one function that end the run."""
 CALL_S = 300.0
 """Default timeout of one call in seconds."""
-MAX_MESSAGE_CHARS = 300
 
 Result = TypeVar("Result")
 
@@ -137,12 +134,9 @@ class UserFunction:
     def _describe(self, error: Exception) -> str:
         """Return what failed, with the line in the function's own file where it raised."""
         if isinstance(error, BadResult | _CallTimeout):
-            return str(error)[:MAX_MESSAGE_CHARS]
+            return str(error)[:MAX_RAISED_CHARS]
         code = getattr(self._function, "__code__", None)
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-        place = [f" ({Path(frame.filename).name} line {frame.lineno})" for frame in own or frames][-1:]
-        return f"raised {ascii(error)[:MAX_MESSAGE_CHARS]}{''.join(place)}"
+        return describe_raised(error, code.co_filename if code is not None else "")
 
 
 def _is_coroutine_function(function: Callable[..., Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -24,11 +25,14 @@ class UsedWith:
     """One of `keys` must have one of these."""
     unless: Any = None
     """Without `values`: none of `keys` may have this one."""
+    known: frozenset[str] = frozenset()
+    """Built-in values; if given, any other value, the user's own, is as good as one of `values`."""
 
     def reason(self, table: Keys) -> str:
         """Return why the key has no effect in `table`, or an empty string."""
         chosen = {key: getattr(table, key) for key in self.keys}
-        if self.values and not {*chosen.values()} & {*self.values}:
+        own = self.known and {*chosen.values()} - self.known
+        if self.values and not own and not {*chosen.values()} & {*self.values}:
             return f"{_assigned(chosen)}, only with {' or '.join(self.values)}"
         return _assigned(chosen) if not self.values and self.unless in chosen.values() else ""
 
@@ -38,9 +42,9 @@ class UsedWith:
         return " or ".join(f"not {key} = {self.unless!r}" for key in self.keys)
 
 
-def only(key: str, *values: str) -> UsedWith:
-    """Mark a key that is used only with these values of `key`."""
-    return UsedWith((key,), values)
+def only(key: str, *values: str, known: Collection[str] = ()) -> UsedWith:
+    """Mark a key that is used only with these values of `key`, and with own ones if `known` is given."""
+    return UsedWith((key,), values, known=frozenset(known))
 
 
 def unless(key: str, value: Any) -> UsedWith:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from insitu.config.training import LossConfig
-from insitu.errors import TrainError
+from insitu.errors import TrainError, user_code
 from insitu.registry import find
 from insitu.training.loss.importance import correct, off_policy_keeps
 from insitu.training.loss.kl import divergence
@@ -100,10 +100,13 @@ def token_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> TokenLoss
 
 def _policy_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Return the policy term of the configured loss and where its clip bounds the gradient, both [N]."""
-    result = _loss_function(config.loss)(logp, terms, config)
+    with user_code(TrainError, f"loss {config.loss}", passing=torch.OutOfMemoryError):
+        result = _loss_function(config.loss)(logp, terms, config)
     loss, cut = result if isinstance(result, tuple) else (result, torch.zeros_like(logp, dtype=torch.bool))
     if not isinstance(loss, Tensor) or loss.shape != logp.shape or cut.shape != logp.shape:
         raise TrainError(f"loss {config.loss} did not return a tensor of shape {list(logp.shape)}")
+    if logp.requires_grad and not loss.requires_grad:
+        raise TrainError(f"loss {config.loss} returned a tensor without a gradient: nothing would be learned")
     return loss, cut
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from insitu.errors import TrainError
+from insitu.errors import TrainError, user_code
 from insitu.registry import find
 from insitu.types import equal_rewards
 
@@ -36,7 +36,8 @@ def advantages(rewards: Sequence[float | None], name: str = "dr_grpo") -> tuple[
     if equal_rewards(scorable.tolist()):
         return tuple(None if r is None else 0.0 for r in rewards)
     estimator: Estimator = find("advantages", name)
-    credit = np.asarray(estimator(scorable.copy()), dtype=np.float64)
+    with user_code(TrainError, f"advantage {name}"):
+        credit = np.asarray(estimator(scorable.copy()), dtype=np.float64)
     if credit.shape != scorable.shape or not np.isfinite(credit).all():
         raise TrainError(
             f"advantage {name} returned {credit.tolist()} for rewards {scorable.tolist()},"

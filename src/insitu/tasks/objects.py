@@ -51,7 +51,9 @@ class ObjectFormat:
         if not isinstance(task, Task) or not isinstance(oracle, Oracle | None):
             raise TaskError(f"{type(entry).__name__} is not a Task, (Task, Oracle) or dictionary")
         if oracle is None and not options.untested:
-            raise TaskError(f"task {task.id} has no hidden tests: pass (task, oracle), or set reward.function")
+            raise TaskError(
+                f"task {task.id} has no hidden tests: pass (task, oracle), or set reward.function"
+            )
         return make_item(
             id=task.id,
             prompt=task.prompt,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from web_lab import viewing
 
 from insitu.agents.install import find_node
 from insitu.errors import SetupError
@@ -94,6 +94,17 @@ def test_modules_can_be_concatenated() -> None:
         done.update(ready)
 
 
-def test_what_is_served_is_small() -> None:
-    """Compressed, as a browser gets it: below 200 kB for all pages together."""
-    assert sum(len(gzip.compress(path.read_bytes())) for path in served()) < 130_000
+async def test_what_is_served_is_small_and_sent_once(tmp_path: Path) -> None:
+    """All pages together stay below 200 kB; an unchanged file is not sent again."""
+    (tmp_path / "runs").mkdir()
+    total = 0
+    async with viewing(tmp_path / "runs") as client:
+        for path in served():
+            name = "" if path.name == "index.html" else path.relative_to(STATIC).as_posix()
+            status, body, answer = await client.get(f"/{name}")
+            assert (status, body) == (200, path.read_bytes())
+            total += int(answer.headers["Content-Length"])
+        headers = {"Authorization": f"Bearer {client.viewer.token}", "If-None-Match": answer.headers["ETag"]}
+        async with client.session.get(f"{client.origin}/{name}", headers=headers) as again:
+            assert (again.status, await again.read()) == (304, b"")
+    assert total < 130_000

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gzip
+import hashlib
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +82,20 @@ async def _close(app: web.Application) -> None:
 
 async def _static(request: web.Request, *, file: Path) -> web.StreamResponse:
     headers = {**HEADERS, "Content-Type": _TYPES[file.suffix], "Cache-Control": "no-cache"}
-    return web.FileResponse(file, headers=headers)
+    raw, packed, tag = _read_static(file)
+    headers["ETag"] = tag
+    if request.headers.get("If-None-Match") == tag:
+        return web.Response(status=304, headers=headers)
+    if "gzip" not in request.headers.get("Accept-Encoding", ""):
+        return web.Response(body=raw, headers=headers)
+    return web.Response(body=packed, headers={**headers, "Content-Encoding": "gzip"})
+
+
+@functools.cache
+def _read_static(file: Path) -> tuple[bytes, bytes, str]:
+    """Return a file as it is, compressed, and its entity tag."""
+    raw = file.read_bytes()
+    return raw, gzip.compress(raw, mtime=0), f'"{hashlib.sha256(raw).hexdigest()[:16]}"'
 
 
 async def _runs(request: web.Request) -> web.Response:

@@ -162,6 +162,7 @@ function low01(values) {
  */
 export function Stack({ title, xs, parts, height = 110, share = false, link = undefined, format = num, axis = "step" }) {
   const width = 600;
+  ({ xs, parts } = binned(xs, parts));
   const totals = xs.map((_, i) => parts.reduce((sum, part) => sum + (part.values[i] ?? 0), 0));
   const top = share ? 1 : Math.max(...totals, 1e-12);
   const slot = width / Math.max(xs.length, 1);
@@ -182,6 +183,15 @@ export function Stack({ title, xs, parts, height = 110, share = false, link = un
     <svg viewBox=${`0 0 ${width} ${height}`} preserveAspectRatio="none" height=${height} role=${link ? "group" : "img"} aria-label=${`${title}: ${xs.length} bars, last ${last >= 0 ? format(totals[last]) : "none"}`}>${columns}</svg>
     <div class="ends" aria-hidden="true"><span>${xs.length ? `${axis} ${num(xs[0])}` : ""}</span><span>${share ? "" : `highest ${format(Math.max(...totals))}`}</span><span>${xs.length > 1 ? num(xs.at(-1)) : ""}</span></div>
   </figure>`;
+}
+
+/** Many steps as at most 120 bars: the means of neighbours, under the first one's number. */
+function binned(xs, parts) {
+  const size = Math.ceil(xs.length / 120);
+  if (size <= 1) return { xs, parts };
+  const mean = (values, i) => values.slice(i, i + size).reduce((sum, value) => sum + (value ?? 0), 0) / Math.min(size, values.length - i);
+  const starts = xs.map((_, i) => i).filter((i) => i % size === 0);
+  return { xs: starts.map((i) => xs[i]), parts: parts.map((part) => ({ ...part, values: starts.map((i) => mean(part.values, i)) })) };
 }
 
 /** Counts over equal bins. */

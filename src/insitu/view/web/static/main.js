@@ -40,7 +40,7 @@ function App() {
     <header class="top">
       <div class="bar">
         <a class="brand" href="#/" aria-label="insitu: all runs"><img src="icon.svg" alt="" /><span>insitu</span></a>
-        ${route.run && html`<span class="crumb"><a href="#/">runs</a><span class="sep" aria-hidden="true">/</span><a href=${href(route.run)}><${Line} text=${route.run} /></a></span>`}
+        ${route.run && html`<span class="crumb"><span class="up"><a href="#/">runs</a><span class="sep" aria-hidden="true">/</span></span><a href=${href(route.run)}><${Line} text=${route.run} /></a></span>`}
         ${route.page === "compare" && html`<span class="crumb"><a href="#/">runs</a><span class="sep" aria-hidden="true">/</span>compare</span>`}
         ${run && html`<${Badge} value=${run.state} />`}
         <span class="grow"></span>

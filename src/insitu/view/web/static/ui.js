@@ -82,7 +82,7 @@ export function More({ items, first = 50, step = 200, columns = 0, noun = "row",
   const [count, setCount] = useState(first);
   const draw = Array.isArray(children) ? children[0] : children;
   const rest = items.length - count;
-  const button = html`<button class="more" onClick=${() => setCount(count + step)}>Show ${int(Math.min(rest, step))} more of ${plural(rest, noun)}</button>`;
+  const button = html`<button class="more" onClick=${() => setCount(count + step)}>Show ${rest <= step ? `${plural(rest, `more ${noun}`)}` : `${int(step)} of ${plural(rest, `more ${noun}`)}`}</button>`;
   return html`${items.slice(0, count).map(draw)}${rest > 0 ? (columns ? html`<tr><td colspan=${columns}>${button}</td></tr>` : button) : ""}`;
 }
 

@@ -25,7 +25,6 @@ export function Metrics({ steps, run }) {
   const toggle = (key) => html`<button class="chip" aria-pressed=${options[key]} onClick=${() => setOptions({ ...options, [key]: !options[key] })}>${{ smooth: "smooth", log: "log scale", time: "by time" }[key]}</button>`;
   const side = html`<span class="chips"><input type="search" placeholder=${`filter ${numbers.length} metrics`} aria-label="Filter metrics by a regular expression" value=${filter} onInput=${(event) => setFilter(event.currentTarget.value)} />${toggle("smooth")}${toggle("log")}${toggle("time")}</span>`;
   return html`<${Panel} title="Metrics" note=${filter ? "" : rest ? `${rest} more by the filter; drag across a chart to zoom, double-click to reset` : ""} side=${side}>
-    ${!filter && html`<${StepTime} steps=${steps} />`}
     ${groups.filter(([, keys]) => keys.length).map(([title, keys]) => html`<h3 key=${title}>${title}</h3>
       <div class="small-multiples" key=${`${title}-charts`}>${keys.slice(0, 40).map((key) => html`<${Small} key=${key} name=${key} xs=${xs} values=${steps.metrics[key]} options=${options} run=${run} steps=${steps} />`)}</div>`)}
     ${groups.every(([, keys]) => !keys.length) && html`<p class="empty">No metric matches.</p>`}
@@ -60,11 +59,12 @@ function Small({ name, xs, values, options, run, steps }) {
 
 const PARTS = [["collect_s", "collect", "--c1"], ["train_s", "train", "--c2"], ["publish_s", "publish weights", "--c3"]];
 
-function StepTime({ steps }) {
+/** Collect, train and publish of each step as one bar. */
+export function StepTime({ steps, run }) {
   const parts = PARTS.filter(([key]) => steps.metrics[key]).map(([key, label, colour]) => ({ label, colour, values: steps.metrics[key].map((v) => v ?? 0) }));
   const used = steps.step.map((_, i) => parts.reduce((sum, part) => sum + part.values[i], 0));
   const other = steps.metrics.step_s?.map((total, i) => Math.max(0, (total ?? 0) - used[i]));
   if (other?.some((v, i) => v > 0.02 * (used[i] || 1))) parts.push({ label: "other", colour: "--c6", values: other });
   if (!parts.length) return "";
-  return html`<h3>Where a step's time goes</h3><${Stack} title="seconds per step" xs=${steps.step} parts=${parts} format=${secs} height=${84} />`;
+  return html`<${Panel} title="Where a step's time goes"><${Stack} title="seconds per step" xs=${steps.step} parts=${parts} format=${secs} height=${84} link=${(step) => href(run, "step", [step])} /><//>`;
 }

@@ -1,19 +1,18 @@
 // Is it learning, is it healthy, where do I look?
-import { html, useMemo } from "../vendor/preact-htm.module.js";
-import { apiPath } from "../api.js";
+import { html, useEffect, useMemo, useState } from "../vendor/preact-htm.module.js";
+import { apiPath, get } from "../api.js";
 import { ago, int, num, pct, plural, secs, words } from "../format.js";
 import { useRun, useRunVersion } from "../live.js";
 import { go, href, rolloutHref } from "../router.js";
-import { Badge, Empty, Panel, Reward, Stat, useData, Waiting } from "../ui.js";
+import { Badge, Empty, Panel, Reward, Stat, Waiting } from "../ui.js";
 import { Line } from "../text.js";
 import { Chart, movingMean, Stack } from "../chart.js";
-import { Metrics } from "./metrics.js";
+import { Metrics, StepTime } from "./metrics.js";
 
 const LEDGER_COLOURS = ["--c2", "--c4", "--c5", "--c6", "--c3"];
 
 export function OverviewPage({ route }) {
-  const version = useRunVersion(3);
-  const loaded = useData(apiPath([route.run, "overview"]), version);
+  const loaded = useOverview(route.run);
   if (!loaded.data) return html`<h1><${Line} text=${route.run} /></h1><${Waiting} of=${loaded} />`;
   const { run, steps, empty } = loaded.data;
   if (empty) return html`<h1><${Line} text=${run.name} /></h1><div class="notice info">No rollout is stored yet. This page updates by itself.</div>`;
@@ -23,8 +22,37 @@ export function OverviewPage({ route }) {
     ${run.kind === "train" || steps.step.length > 0 ? html`<div class="cols wide-left stretch"><${Curve} data=${loaded.data} run=${route.run} /><${Why} why=${loaded.data.why} run=${route.run} /></div>`
       : html`<div class="cols stretch"><${HeldOut} points=${loaded.data.heldout} /><${Why} why=${loaded.data.why} run=${route.run} /></div>`}
     <div class="cols stretch"><${Telling} rows=${loaded.data.telling} run=${route.run} />
-      <div class="column"><${LedgerPanel} steps=${steps} run=${route.run} /><${Standing} data=${loaded.data} run=${route.run} /></div></div>
+      <div class="column"><${LedgerPanel} steps=${steps} run=${route.run} /><${StepTime} steps=${steps} run=${route.run} /><${Standing} data=${loaded.data} run=${route.run} /></div></div>
     ${steps.step.length > 0 && html`<${Metrics} steps=${steps} run=${route.run} />`}`;
+}
+
+/** The overview; when the run has grown, only its new steps are fetched. */
+function useOverview(run) {
+  const [state, setState] = useState({ run: "", data: /** @type {any} */ (null), error: "", seconds: 0 });
+  // A large run takes longer to sum up: it is looked at less often.
+  const version = useRunVersion(Math.max(3, 20 * state.seconds));
+  useEffect(() => {
+    const abort = new AbortController();
+    const old = state.run === run ? state.data : null;
+    const started = performance.now();
+    const after = old?.steps?.step.at(-1) ?? "";
+    get(apiPath([run, "overview"], { after }), abort.signal).then(
+      (data) => setState({ run, data: { ...data, steps: joined(old?.steps, data.steps) }, error: "", seconds: (performance.now() - started) / 1000 }),
+      (error) => abort.signal.aborted || setState((last) => ({ ...last, run, data: old, error: error.message })),
+    );
+    return () => abort.abort();
+  }, [run, version]);
+  return state.run === run ? state : { data: null, error: "" };
+}
+
+/** Columns of steps with new ones behind them. */
+function joined(old, added) {
+  if (!old || !added) return added ?? old;
+  const n = old.step.length;
+  const column = (before, now, none) => [...(before ?? new Array(n).fill(none)), ...(now ?? new Array(added.step.length).fill(none))];
+  const table = (before, now, none) => Object.fromEntries([...new Set([...Object.keys(before), ...Object.keys(now)])].map((key) => [key, column(before[key], now[key], none)]));
+  const plain = Object.keys(added).filter((key) => Array.isArray(added[key]));
+  return { ...Object.fromEntries(plain.map((key) => [key, column(old[key], added[key], null)])), ledger: table(old.ledger, added.ledger, 0), metrics: table(old.metrics, added.metrics, null) };
 }
 
 function Head({ data }) {
@@ -51,10 +79,12 @@ function Head({ data }) {
 }
 
 function Alarms({ data, run }) {
-  const { alarms, states, summary: end } = data;
+  const { steps, states } = data;
+  // The answer counts alarms of the steps in it; these are of all steps.
+  const alarms = Object.keys(steps.metrics).filter((key) => key.endsWith("_alarm")).map((name) => ({ name, at: steps.step.filter((_, i) => steps.metrics[name][i]) })).filter(({ at }) => at.length);
   const failed = states.filter((s) => s.reason === "infra").reduce((sum, s) => sum + s.n, 0);
-  if (!alarms.length && !(end && end.error)) return "";
-  return html`<div class="notice warn" role="note"><b>${plural(alarms.length, "alarm")}:</b> ${alarms.map((alarm, i) => html`${i ? ", " : " "}<a href=${href(run, "step", [alarm.last])}>${words(alarm.name.replace(/_alarm$/, ""))}</a> in ${plural(alarm.steps, "step")}`)}${failed ? html`, ${plural(failed, "infrastructure failure")}` : ""}. <a href=${href(run, "health")}>Health</a></div>`;
+  if (!alarms.length) return "";
+  return html`<div class="notice warn" role="note"><b>${plural(alarms.length, "alarm")}:</b> ${alarms.map((alarm, i) => html`${i ? ", " : " "}<a href=${href(run, "step", [alarm.at.at(-1)])}>${words(alarm.name.replace(/_alarm$/, ""))}</a> in ${plural(alarm.at.length, "step")}`)}${failed ? html`, ${plural(failed, "infrastructure failure")}` : ""}. <a href=${href(run, "health")}>Health</a></div>`;
 }
 
 function Curve({ data, run }) {

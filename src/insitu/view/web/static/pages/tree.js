@@ -7,17 +7,17 @@ import { Line } from "../text.js";
 import { driftWords } from "./transcript.js";
 
 const COLOURS = { final: "--c1", subagent: "--c3", auxiliary: "--c5", wipe: "--c4", append: "--c2" };
-const GAP_X = 64;
-const GAP_Y = 34;
+const GAP_X = 88;
+const GAP_Y = 56;
 
 export function TreeTab({ data, route, id }) {
   const turns = data.turns;
   const places = layout(turns);
   const most = Math.max(...turns.map((turn) => turn.sampled), 1);
-  const radius = (turn) => 4 + 9 * Math.sqrt(turn.sampled / most);
+  const radius = (turn) => 6 + 9 * Math.sqrt(turn.sampled / most);
   const width = 40 + GAP_X * (1 + Math.max(...[...places.values()].map((place) => place.x)));
-  const height = 30 + GAP_Y * (1 + Math.max(...[...places.values()].map((place) => place.y)));
-  const at = (turn) => ({ x: 24 + GAP_X * places.get(turn).x, y: 24 + GAP_Y * places.get(turn).y });
+  const height = 24 + GAP_Y * (1 + Math.max(...[...places.values()].map((place) => place.y)));
+  const at = (turn) => ({ x: 34 + GAP_X * places.get(turn).x, y: 38 + GAP_Y * places.get(turn).y });
   const labels = [...new Set(turns.map((turn) => turn.label || "none"))];
   return html`<${Panel} title="Forest" note=${`${plural(turns.length, "turn")}, ${plural(data.segments.length, "segment")}; a node's size is its sampled tokens`}>
       <ul class="legend">${labels.map((label) => html`<li><span class="swatch box" style=${{ background: `var(${COLOURS[label] ?? "--c6"})` }}></span>${label === "none" ? "in no segment" : words(label)}</li>`)}</ul>
@@ -28,7 +28,7 @@ export function TreeTab({ data, route, id }) {
         })}
         ${turns.map((turn) => html`<a href=${rolloutHref(route.run, id, { turn: turn.turn })} aria-label=${`turn ${turn.turn}, ${plural(turn.sampled, "token")}, ${words(turn.label || "in no segment")}`}>
           <circle cx=${at(turn.turn).x} cy=${at(turn.turn).y} r=${radius(turn)} fill=${`var(${COLOURS[turn.label] ?? "--c6"})`} class=${turn.excluded ? "faded" : ""}><title>${`turn ${turn.turn}: ${int(turn.sampled)} tokens${turn.excluded ? `, ${words(turn.excluded)}` : ""}`}</title></circle>
-          <text x=${at(turn.turn).x} y=${at(turn.turn).y - radius(turn) - 4}>${turn.turn}</text></a>`)}
+          <text x=${at(turn.turn).x} y=${at(turn.turn).y - radius(turn) - 4}>turn ${turn.turn}</text></a>`)}
       </svg></div><//>
     ${data.drifts.length > 0 && html`<${Panel} title="Why it branched"><${Table} label="drifts" rows=${data.drifts} columns=${[
       { key: "request", label: "At turn", num: true }, { key: "kind", label: "Kind" }, { key: "cause", label: "Cause", cell: driftWords },

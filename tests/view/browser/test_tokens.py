@@ -35,7 +35,8 @@ def long_rollout(tokens: int) -> Rollout:
     mask = np.arange(tokens) >= fresh
     segment = Segment(
         rollout_id=base.id, index=0, kind="sampled", label="final",
-        ids=np.concatenate([first.context_ids, ids]), mask=mask, logprobs=np.concatenate([np.zeros(fresh, np.float32), logprobs]),
+        ids=np.concatenate([first.context_ids, ids]), mask=mask,
+        logprobs=np.concatenate([np.zeros(fresh, np.float32), logprobs]),
         versions=np.where(mask, 1, 0).astype(np.int32),
     )  # fmt: skip
     ledger = Ledger(captured=len(ids), trained=len(ids))

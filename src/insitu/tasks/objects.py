@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from insitu.errors import TaskError
+from insitu.errors import TaskError, user_code
 from insitu.tasks.base import UNTESTED, Item, Split, split_of
 from insitu.tasks.dataset import LoadOptions, RowCheck
 from insitu.tasks.own_formats import PlainJsonl
 from insitu.tasks.row_files import RawRow, RowLocation
 from insitu.tasks.shared import make_item
 from insitu.types import Limits, Oracle, Task
+
+_END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +108,9 @@ class StreamSource:
         return self._read[task.id]
 
     def _read_next(self) -> None:
-        try:
-            entry = next(self._entries)
-        except StopIteration:
+        with user_code(TaskError, "tasks.source"):
+            entry = next(self._entries, _END)
+        if entry is _END:
             self._ended = True
             return
         place = location(entry, len(self._read) + 1)

@@ -23,7 +23,7 @@ from insitu.gateway.host_tools import HostCall
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.session_spec import SessionStats
-from insitu.grading.diff import DiffPolicy, compare
+from insitu.grading.diff import DiffPolicy, compare, unified
 from insitu.types import (
     Ledger,
     Limits,
@@ -76,6 +76,8 @@ class AttemptSpec:
 NOTHING_SAMPLED = Trajectory(segments=(), turns=(), ledger=Ledger())
 WAITED_SHARE = 0.1
 """Share of the wall limit spent waiting for rate limits above which a timeout is not graded."""
+MAX_DIFF_CHARS = 256 << 10
+"""Most characters of the judged diff that are stored."""
 KeepLog = Callable[[Rollout, bytes], None]
 """Gets the redacted output of an agent whose attempt did not end `ok`; must not raise."""
 KeepArtifacts = Callable[[Rollout, Mapping[str, bytes]], None]
@@ -89,6 +91,8 @@ class _AttemptState:
     """State of a running attempt: seconds by phase, and results that must survive its failure."""
 
     start: float
+    began_s: float
+    """Start in seconds since the epoch."""
     leased: float = 0.0
     agent: float = 0.0
     graded: float = 0.0
@@ -161,7 +165,7 @@ class AttemptExecutor:
         Cancelling stops agent, sandbox and engine requests at once; `on_cancelled` then gets the partial
         rollout. Raises CaptureError when a capture invariant is broken.
         """
-        state = _AttemptState(start=time.monotonic())
+        state = _AttemptState(start=time.monotonic(), began_s=time.time())
         try:
             rollout = await self._run(spec, state, on_start, ready)
         except asyncio.CancelledError:
@@ -232,9 +236,9 @@ class AttemptExecutor:
         if ungraded is not None:
             return _unscorable_rollout(spec, state, ungraded)
         if not isinstance(self._judge, PreparableJudge):
-            return _graded_rollout(spec, state, result, verdict, stats, spec.task.files)
+            return await _graded_rollout(spec, state, result, verdict, stats, spec.task.files)
         base = await self._judge.base(spec.task)
-        rollout = _graded_rollout(spec, state, result, verdict, stats, base)
+        rollout = await _graded_rollout(spec, state, result, verdict, stats, base)
         rollout = await self._judge.score(spec.task, rollout)
         state.graded = time.monotonic() - graded
         return replace(rollout, timings=_timings(state, stats.engine_s))
@@ -319,7 +323,7 @@ def _timings(state: _AttemptState, engine_s: float = 0.0) -> Timings:
     )
 
 
-def _graded_rollout(
+async def _graded_rollout(
     spec: AttemptSpec,
     state: _AttemptState,
     result: AgentResult,
@@ -332,6 +336,8 @@ def _graded_rollout(
         trajectory = replace(trajectory, ledger=reassign(trajectory.ledger, "evaluation"))
     # Files that the judge ignores are not kept either: an agent may leave any amount of them.
     diff = compare(base, result.tree, DiffPolicy(protected=spec.task.grading.protected))
+    before = {path: base[path] for path in (*diff.changed, *diff.deleted) if path in base}
+    text = await asyncio.to_thread(unified, before, diff.changed, max_chars=MAX_DIFF_CHARS)
     return Rollout(
         id=spec.rollout_id,
         task_id=spec.task.id,
@@ -346,6 +352,8 @@ def _graded_rollout(
         attempt=spec.attempt,
         error="" if result.exit == "finished" else result.detail,
         egress_attempts=state.egress,
+        began_s=state.began_s,
+        diff=text,
     )
 
 
@@ -364,4 +372,5 @@ def _unscorable_rollout(spec: AttemptSpec, state: _AttemptState, reason: str) ->
         attempt=spec.attempt,
         error=reason,
         egress_attempts=state.egress,
+        began_s=state.began_s,
     )

@@ -196,6 +196,17 @@ def test_less_than_all_is_unresolved(stdout: bytes, exit_code: int, outcome: Out
     assert finding(stdout, exit_code) is outcome
 
 
+def test_failing_cases_are_kept_with_both_values() -> None:
+    stdout = b'["n"]\n["n-0",true,"\\ud800"]\n["n-1",false,"ValueError"]\n'
+    found = judge(CASES, IDS, ExecResult(exit_code=0, stdout=stdout, stderr=b""), CPU_S).failing
+    assert [(check.outcome, check.got) for check in found] == [
+        ("wrong", r"'\ud800'"),
+        ("raised ValueError", ""),
+    ]
+    assert [check.expected for check in found] == [repr(case.expected) for case in CASES]
+    assert found[0].name.startswith("case 0: ")
+
+
 @pytest.mark.parametrize(
     "line",
     [

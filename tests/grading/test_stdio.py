@@ -83,6 +83,18 @@ async def test_a_wrong_program_earns_nothing(grader: Grader, program: str, reaso
 
 
 @pytest.mark.slow
+async def test_a_failing_input_is_kept_as_evidence(grader: Grader) -> None:
+    verdict = await judge(grader, make("fraction"), "print('\x1b[31m3')\n" * 2)
+    assert verdict.evidence is not None
+    first = verdict.evidence[0]
+    assert (first.name, first.outcome, first.expected) == ("input 0", "a wrong output", "3\n")
+    assert first.got == "\ufffd[31m3\n\ufffd[31m3\n"
+    assert [check.name for check in verdict.evidence] == ["input 0", "input 1", "input 2"]
+    assert "evidence" not in repr(verdict)
+    assert (await judge(grader, make(), GOOD)).evidence == ()
+
+
+@pytest.mark.slow
 async def test_time_is_the_candidates(grader: Grader) -> None:
     verdict = await judge(grader, make(timeout_s=1.0), "while True: pass\n")
     assert (verdict.outcome, verdict.reward) == (Outcome.TEST_TIMEOUT, 0.0)

@@ -16,7 +16,7 @@ from helpers_record import make_rollout, same
 
 from insitu.errors import RecordError
 from insitu.storage.store import Score, Store, add_ledgers
-from insitu.types import DriftNote, Ledger, Rollout, Status
+from insitu.types import CallTimes, DriftNote, FailingCheck, Ledger, Rollout, Status
 
 
 def commit(store: Store, step: int, *rollouts: Rollout) -> None:
@@ -261,13 +261,6 @@ def test_full_disk_is_one_clear_line_and_keeps_what_was_stored(tmp_path: Path) -
         assert len(store.rollouts("train", 0)) == stored > 0
 
 
-def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    with Store(tmp_path / "s") as store:
-        store.set_meta("schema_version", "99")
-    with pytest.raises(RecordError, match="schema version 99; this insitu reads 5"):
-        Store(tmp_path / "s")
-
-
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s").write_bytes(b"hello" * 1000)
     for readonly in (False, True):
@@ -346,3 +339,22 @@ def test_kill_nine_loses_nothing_that_returned_and_repeats_nothing(tmp_path: Pat
             assert len(steps) >= sum(line.startswith("step") for line in claimed)
             assert all(len(store.rollouts("train", step)) == 3 for step in steps)
             assert store.check_balance().states.get("trained", 0) == 3 * len(steps)
+
+
+def test_optional_additions_are_read_back(tmp_path: Path) -> None:
+    plain = make_rollout("train/00000/000/00")
+    first, *others = plain.trajectory.turns
+    times = CallTimes(began_s=10.0, first_s=10.5, ended_s=11.0, cached=4)
+    first = dataclasses.replace(first, spans=(("system", 0, 2, ""), ("tool", 2, 3, "bash")), times=times)
+    check = FailingCheck(name="case 0", outcome="wrong", expected="2", got="1", tail="é")
+    assert plain.verdict is not None
+    rollout = dataclasses.replace(
+        plain,
+        trajectory=dataclasses.replace(plain.trajectory, turns=(first, *others)),
+        verdict=dataclasses.replace(plain.verdict, evidence=(check,)),
+        began_s=9.0,
+        diff="--- a/x\n+++ b/x\n",
+    )
+    with Store(tmp_path / "run.sqlite") as store:
+        store.put_rollout("train", 0, 0, 0, rollout)
+        assert same(store.rollout(rollout.id), rollout)

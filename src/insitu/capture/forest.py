@@ -10,6 +10,7 @@ failures are CaptureError with rollout, turn and token index.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from insitu.types import (
     Generation,
     IntArray,
     Message,
+    MessageSpans,
     ModelRequest,
     Segment,
     ToolSpec,
@@ -76,6 +78,7 @@ class Forest:
         self._tools: tuple[Sequence[ToolSpec], bytes] = ((), tools_digest(()))
         self._drift_log = DriftLog(self._nodes)
         self._turns: set[int] = set()
+        self._tool_names: dict[str, str] = {}
         self._train_auxiliary = train_auxiliary
         self._deliveries = 0
         self._sealed: Trajectory | None = None
@@ -155,7 +158,13 @@ class Forest:
         same = before.tools == tools and walk.root_key == key and walk.forks == self._nodes.forks
         return walk if same and before.lead + walk.depends <= messages.known else None
 
-    def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
+    def extend(
+        self,
+        plan: PromptPlan,
+        delta: IntArray,
+        diagnosis: Diagnosis | None = None,
+        spans: MessageSpans = (),
+    ) -> int:
         """Add the context node for `plan` with the ids rendered for it; return its id.
 
         `delta` is everything between `plan.base` and the sampled ids to come: close (or root block), context,
@@ -169,6 +178,7 @@ class Forest:
         stored = stored_context(self._nodes, plan.root_key, plan.base, plan.digests)
         if stored is None:
             node = self._new_context(plan, delta, wire)
+            node.spans = spans
         else:
             node = self._nodes.context(stored)
             node.streamed = node.streamed or plan.streamed
@@ -274,7 +284,12 @@ class Forest:
         self._nodes.place(sampled, context.children)
         self._turns.add(turn)
         self._index.mint(minted, sampled.id)
+        self._tool_names.update((call.id, call.name) for call in reply.tool_calls if call.id)
         return sampled.id
+
+    def tool_name(self, call_id: str) -> str:
+        """Return the name of the tool that a sampled call used; empty for another id."""
+        return self._tool_names.get(call_id, "")
 
     def pointer(self, node: int) -> str:
         """Return the signed reference to a sampled node; empty without a key."""
@@ -356,9 +371,9 @@ def _frozen_generation(generation: Generation) -> Generation:
     if logprobs is not None:
         logprobs = logprobs.copy()
         logprobs.setflags(write=False)
-    return Generation(
+    return replace(
+        generation,
         ids=frozen_ids(generation.ids),
         logprobs=logprobs,
-        finish=generation.finish,
         version_runs=tuple(generation.version_runs),
     )

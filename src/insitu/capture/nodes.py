@@ -14,7 +14,7 @@ import numpy as np
 
 from insitu.capture.digests import DigestRun, MessageDigest, MessageHasher, PartDigests, digest
 from insitu.errors import CaptureError
-from insitu.types import Generation, IntArray, SegmentKind
+from insitu.types import Generation, IntArray, MessageSpans, SegmentKind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class ContextNode:
     """The newest message is not a user's, but a tool's answer or the model's."""
     hints: tuple[tuple[str, str], ...] = ()
     """Client metadata: labels, never keys."""
+    spans: MessageSpans = ()
     children: list[int] = field(default_factory=list)
     pending_samples: int = 0
     """Number of samples requested for exactly this prompt, without retries of lost_requests ones."""

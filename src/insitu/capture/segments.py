@@ -238,6 +238,8 @@ def _build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
                 excluded=final_reason(node, reasons[node.id]),
                 hints=context.hints + tuple(("label", label) for label in node.labels),
                 advisory=node.advisory,
+                spans=context.spans,
+                times=generation.times,
             )
         )
     return tuple(turns)

@@ -267,7 +267,9 @@ def export_verb(options: argparse.Namespace) -> int:
         out = stack.enter_context(options.out.open("wb")) if options.out else sys.stdout.buffer
         for rollout in run.rollouts(phase=options.phase or None):
             numpy = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-            out.write(orjson.dumps(rollout.to_dict(), default=text, option=numpy))
+            row = rollout.to_dict()
+            (row["verdict"] or {}).pop("evidence", None)  # hidden expected values
+            out.write(orjson.dumps(row, default=text, option=numpy))
     return 0
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from insitu.errors import EngineError, EngineUnavailable
-from insitu.types import Finish, FloatArray, Generation, IntArray, SamplingParams, VersionRuns
+from insitu.types import CallTimes, Finish, FloatArray, Generation, IntArray, SamplingParams, VersionRuns
 
 FLOOR = -9000.0
 """No float32 softmax gives a sampled token so little; vLLM writes -9999 where it has no logprob."""
@@ -33,6 +33,8 @@ class RawReply:
     version_runs: VersionRuns
     prompt: object = None
     """Prompt ids as the engine saw them; None = the server does not say."""
+    cached: object = None
+    """Prompt tokens from its prefix cache; None = the server does not say."""
 
 
 def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -> Generation:
@@ -50,7 +52,8 @@ def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -
     logprobs = _logprobs(raw.logprobs, len(ids), where)
     _check_vary(logprobs, params, where)
     _check_runs(raw.version_runs, len(ids), where)
-    return Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=raw.version_runs)
+    times = CallTimes(cached=raw.cached if type(raw.cached) is int else None)
+    return Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=raw.version_runs, times=times)
 
 
 def refuse_none(ids: object, where: str) -> None:

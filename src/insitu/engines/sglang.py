@@ -266,6 +266,7 @@ def _joined(parts: Sequence[Generation]) -> Generation:
         logprobs=np.concatenate(logprobs),
         finish=parts[-1].finish,
         version_runs=tuple(runs),
+        times=parts[0].times,
     )
 
 
@@ -302,7 +303,14 @@ def _reply(
     if reported != version:
         raise EngineError(f"{where}: sampled by version {reported}, while version {version} is held")
     finish = "length" if cut else kind
-    return RawReply(ids=ids, logprobs=logprobs, finish=finish, version_runs=((0, version),)), cut
+    raw = RawReply(
+        ids=ids,
+        logprobs=logprobs,
+        finish=finish,
+        version_runs=((0, version),),
+        cached=meta.get("cached_tokens"),
+    )
+    return raw, cut
 
 
 def _triples(value: object, where: str) -> tuple[list[object], list[object]]:

@@ -95,6 +95,7 @@ class VllmEngine(VllmControl):
             finish=choice.get("finish_reason"),
             version_runs=self._checked_runs(runs) if adapter is None else self._under(runs, adapter),
             prompt=_prompt(answer),
+            cached=_cached(answer),
         )
         return checked(raw, ids, params, f"vllm {path}")
 
@@ -121,6 +122,7 @@ class VllmEngine(VllmControl):
             finish=choice.get("finish_reason"),
             version_runs=await self._unchanged(before),
             prompt=_prompt(choice, answer),
+            cached=_cached(answer),
         )
         return checked(raw, ids, params, f"vllm {path}")
 
@@ -143,6 +145,13 @@ class VllmEngine(VllmControl):
         with contextlib.suppress(EngineError):
             body = {"request_ids": [name]}
             await self._http.post("/inference/v1/abort_requests", body, deadline_s=_ABORT_S)
+
+
+def _cached(answer: Mapping[str, Any]) -> object:
+    """Return the prompt tokens from the prefix cache (reported with --enable-prompt-tokens-details)."""
+    usage = answer.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    return details.get("cached_tokens") if isinstance(details, dict) else None
 
 
 def neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from insitu.gateway.deadlines import CallDeadline, QueueTimeout, SessionClock
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.edit_diagnosis import explain
 from insitu.gateway.host_tools import ToolBox
-from insitu.gateway.prompt_ids import fresh_texts, new_ids, planned
+from insitu.gateway.prompt_ids import CHARS_PER_MESSAGE, fresh_texts, new_ids, planned
 from insitu.gateway.reply_checks import ReplyChecks
 from insitu.gateway.session_spec import SessionSpec, SessionStats
 from insitu.gateway.stop_strings import cut_at_stop
@@ -32,6 +33,7 @@ from insitu.types import (
     Generation,
     IntArray,
     Message,
+    MessageSpans,
     ModelRequest,
     Reply,
     RequestKey,
@@ -44,8 +46,6 @@ CHARS_PER_TOKEN = 16
 BYTES_PER_CHAR = 6
 """Size of an escaped character."""
 MIN_BODY_LIMIT = 8 << 20
-CHARS_PER_MESSAGE = 100
-"""Rendering a message costs as much as encoding this many characters."""
 MAX_STOPS = 16
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 MAX_REFUSALS = 256
@@ -150,13 +150,13 @@ class Turns:
         request, injected = self._tools.prepare(request)
         try:
             plan, fresh = await self._plan(request)
-            delta, typed = await self._render(plan, request, fresh)
+            delta, spans, typed = await self._render(plan, request, fresh)
         except WireError as error:
             if error.cause == "context_length_exceeded":
                 self._overflowed()
             raise
         self.stats.injections += typed
-        node = self._forest.extend(plan, delta, explain(self._renderer, self._forest, plan))
+        node = self._forest.extend(plan, delta, explain(self._renderer, self._forest, plan), spans)
         prompt = self._forest.path_ids(node)
         answer: Answer | None = None
         try:
@@ -224,7 +224,7 @@ class Turns:
         if plan.parent is not None:
             return len(self._forest.path_ids(plan.parent))
         held = 0 if plan.base is None else len(self._forest.path_ids(plan.base))
-        delta, _ = await self._render(plan, request, fresh_texts(plan, request))
+        delta, _, _ = await self._render(plan, request, fresh_texts(plan, request))
         return held + len(delta)
 
     async def _plan(self, request: ModelRequest) -> tuple[PromptPlan, list[str]]:
@@ -242,15 +242,18 @@ class Turns:
 
     async def _render(
         self, plan: PromptPlan, request: ModelRequest, fresh: list[str]
-    ) -> tuple[IntArray, int]:
-        """Return the new ids and the number of control markers in the new texts. Raises WireError."""
+    ) -> tuple[IntArray, MessageSpans, int]:
+        """Return the new ids, their messages, and the number of control markers in the new texts.
+
+        Raises WireError.
+        """
         chars = sum(map(len, fresh))
         if chars > CHARS_PER_TOKEN * self._max_context:
             raise self._overflow(chars // CHARS_PER_TOKEN, "at least ")
 
-        def work() -> tuple[IntArray, int]:
-            ids = new_ids(self._renderer, self._forest, plan, request)
-            return ids, sum(map(self._renderer.injections, fresh))
+        def work() -> tuple[IntArray, MessageSpans, int]:
+            ids, spans = new_ids(self._renderer, self._forest, plan, request)
+            return ids, spans, sum(map(self._renderer.injections, fresh))
 
         effort = chars + CHARS_PER_MESSAGE * len(plan.replace)
         return work() if effort <= self._spec.inline_chars else await asyncio.to_thread(work)
@@ -282,7 +285,7 @@ class Turns:
     async def _generate(self, prompt: IntArray, max_tokens: int, turn: int) -> Generation | None:
         """Return the engine's answer, None when the session's wall time ran out first. Raises EngineError."""
         clock = asyncio.get_running_loop().time
-        started = clock()
+        started, began_s = clock(), time.time()
         deadline = self._spec.engine_deadline_s
         params = SamplingParams(
             max_tokens=max_tokens, temperature=self._spec.temperature, stop_ids=self._renderer.stop_ids
@@ -306,7 +309,8 @@ class Turns:
         finally:
             self.stats.engine_s += clock() - started
         self._checks.check(generation, max_tokens)
-        return generation
+        times = replace(generation.times, began_s=began_s, ended_s=time.time())
+        return replace(generation, times=times)
 
     def _commit(self, sent: _Sent, generation: Generation, turn: int) -> Answer:
         sampled_tokens = len(generation.ids)

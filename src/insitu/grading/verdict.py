@@ -52,6 +52,7 @@ def make_verdict(
         task_hash=task_hash,
         diff_hash="" if diff is None else diff.digest,
         duration_s=duration_s,
+        evidence=report.failing,
     )
 
 

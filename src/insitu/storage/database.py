@@ -17,7 +17,7 @@ from typing import Self
 from insitu import failpoint
 from insitu.errors import RecordError
 from insitu.storage.metrics import disk_error
-from insitu.storage.rollout_rows import SCHEMA, SCHEMA_VERSION
+from insitu.storage.schema import OLDEST_VERSION, SCHEMA_VERSION, cover, migrate
 
 _BUSY_TIMEOUT_S = 5.0
 _DAMAGED = ("file is not a database", "database disk image is malformed")
@@ -75,18 +75,21 @@ class Database:
             with self._sql():
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
-            with self._writing("schema") as db:
-                fresh = not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
-                for statement in SCHEMA.split(";\n") if fresh else ():
-                    db.execute(statement)
-                db.execute("INSERT OR IGNORE INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
-        elif not self._all("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+        fresh = not self._all("SELECT 1 FROM sqlite_master WHERE name = 'meta'")
+        if fresh and readonly:
             raise EmptyStore(f"{self._path} holds no rollouts yet")
-        version = self.meta().get("schema_version", "")
-        if version != str(SCHEMA_VERSION):
+        version = str(SCHEMA_VERSION) if fresh else self.meta().get("schema_version", "")
+        if version not in map(str, range(OLDEST_VERSION, SCHEMA_VERSION + 1)):
             raise RecordError(
-                f"{self._path} has schema version {version or 'none'}; this insitu reads {SCHEMA_VERSION}"
+                f"{self._path} has schema version {version or 'none'};"
+                f" this insitu reads {OLDEST_VERSION} to {SCHEMA_VERSION}"
             )
+        if readonly and version != str(SCHEMA_VERSION):
+            with self._reading() as db:
+                cover(db)
+        elif not readonly and (fresh or version != str(SCHEMA_VERSION)):
+            with self._writing("schema") as db:
+                migrate(db)
 
     def _all(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
         with self._reading() as db:

@@ -32,7 +32,7 @@ SELECT r.rowid AS "row", r.rollout_id AS id, r.ulid, r.phase, r.step, r.group_no
   r.task_id AS task, r.category, r.status, r.reward, r.attempt, r.error, r.timings, r.ledger, r.egress,
   v.outcome, v.trust, v.passed, v.total, v.reason, v.dropped_paths AS dropped,
   s.state, s.reason AS fate, s.version, s.oldest, s.account,
-  (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id) AS calls
+  COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) AS calls
 """
 FILTERS: Mapping[str, str] = {
     "phase": "r.phase = :phase",
@@ -73,7 +73,7 @@ SORTS: Mapping[str, str] = {
     "attempt": "r.attempt",
     "egress": "COALESCE(r.egress, -1)",
     "version": "COALESCE(s.oldest, -1)",
-    "calls": "(SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)",
+    "calls": "COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id))",
     "sampled": "json_extract(r.ledger, '$.captured')",
     "trained": "json_extract(r.ledger, '$.trained')",
     **{
@@ -134,11 +134,11 @@ FILES = "SELECT path, executable, length(content) AS size FROM files WHERE rollo
 FILE = "SELECT content, executable FROM files WHERE rollout_id = :id AND path = :path"
 TURN_HEADS = """
 SELECT position, turn, parent, finish, version_runs, excluded, length(context_ids) / 4 AS fresh,
-  length(ids) / 4 AS sampled, logprobs IS NOT NULL AS has_logprobs
+  length(ids) / 4 AS sampled, logprobs IS NOT NULL AS has_logprobs, began_s, first_s, ended_s, cached
 FROM turns WHERE rollout_id = :id ORDER BY position
 """
 TURN_IDS = """
-SELECT turn, parent, finish, context_ids, ids FROM turns
+SELECT turn, parent, finish, context_ids, ids, spans FROM turns
 WHERE rollout_id = :id AND position >= :start ORDER BY position LIMIT :count
 """
 SEGMENT_HEADS = """
@@ -172,6 +172,11 @@ STATUS_OUTCOME = """
 SELECT r.status, COALESCE(v.outcome, 'none') AS outcome, COUNT(*) AS n
 FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) GROUP BY 1, 2
 """
+DIFF = "SELECT text FROM diffs WHERE rollout_id = :id"
+LANES = """
+SELECT r.rollout_id AS id, r.phase, r.step, r.timings, r.ulid, a.began_s, a.ended_s
+FROM rollouts r LEFT JOIN attempts a USING (rollout_id, attempt) ORDER BY r.rowid DESC LIMIT 400
+"""
 WAITS = "SELECT phase, step, timings, ulid FROM rollouts ORDER BY rowid DESC LIMIT 20000"
 SLOWEST = f"{_ROW} {_TABLES} ORDER BY json_extract(r.timings, '$.total_s') DESC LIMIT 20"
 _SUSPECTS = {
@@ -184,7 +189,7 @@ _SUSPECTS = {
     "solved, test files changed": "v.outcome = 'resolved' AND EXISTS"
     " (SELECT 1 FROM files f WHERE f.rollout_id = r.rollout_id AND f.path LIKE '%test%')",
     "solved in one call": "v.outcome = 'resolved'"
-    " AND (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id) = 1",
+    " AND COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) = 1",
 }
 SUSPECTS: Mapping[str, str] = {
     name: f"{_ROW} {_TABLES} WHERE {condition} ORDER BY r.rowid DESC LIMIT 50"

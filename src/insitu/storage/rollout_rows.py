@@ -16,8 +16,11 @@ import numpy as np
 import orjson
 
 from insitu.errors import RecordError
+from insitu.storage.schema import SCHEMA_VERSION
 from insitu.types import (
+    CallTimes,
     DriftNote,
+    FailingCheck,
     FileEntry,
     FloatArray,
     IntArray,
@@ -31,60 +34,6 @@ from insitu.types import (
     Turn,
     Verdict,
 )
-
-SCHEMA_VERSION = 5
-
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS rollouts (
-  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, ulid TEXT NOT NULL,
-  phase TEXT NOT NULL, step INTEGER NOT NULL, group_no INTEGER NOT NULL, slot INTEGER NOT NULL,
-  task_id TEXT NOT NULL, category TEXT NOT NULL, status TEXT NOT NULL, reward REAL,
-  components TEXT NOT NULL, attempt INTEGER NOT NULL,
-  error TEXT NOT NULL, deleted TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,
-  UNIQUE (phase, step, group_no, slot)) STRICT;
-CREATE INDEX IF NOT EXISTS rollouts_by_task ON rollouts (task_id);
-CREATE TABLE IF NOT EXISTS attempts (
-  rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, schema_version INTEGER NOT NULL,
-  status TEXT NOT NULL, error TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,
-  PRIMARY KEY (rollout_id, attempt)) STRICT;
-CREATE TABLE IF NOT EXISTS files (
-  rollout_id TEXT NOT NULL, path TEXT NOT NULL, schema_version INTEGER NOT NULL,
-  executable INTEGER NOT NULL, content BLOB NOT NULL, PRIMARY KEY (rollout_id, path)) STRICT;
-CREATE TABLE IF NOT EXISTS turns (
-  rollout_id TEXT NOT NULL, position INTEGER NOT NULL, schema_version INTEGER NOT NULL,
-  turn INTEGER NOT NULL, parent INTEGER NOT NULL, context_ids BLOB NOT NULL, ids BLOB NOT NULL,
-  logprobs BLOB, finish TEXT NOT NULL, version_runs TEXT NOT NULL, excluded TEXT NOT NULL,
-  PRIMARY KEY (rollout_id, position)) STRICT;
-CREATE TABLE IF NOT EXISTS segments (
-  rollout_id TEXT NOT NULL, position INTEGER NOT NULL, schema_version INTEGER NOT NULL,
-  segment INTEGER NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL, ids BLOB NOT NULL,
-  mask BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
-  PRIMARY KEY (rollout_id, position)) STRICT;
-CREATE TABLE IF NOT EXISTS notes (
-  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL,
-  drifts TEXT NOT NULL, hints TEXT NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS verdicts (
-  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, outcome TEXT NOT NULL, reward REAL,
-  trust TEXT NOT NULL, passed INTEGER NOT NULL, total INTEGER NOT NULL, dropped_paths TEXT NOT NULL,
-  reason TEXT NOT NULL, task_hash TEXT NOT NULL, diff_hash TEXT NOT NULL, duration_s REAL NOT NULL,
-  tests TEXT NOT NULL, controls TEXT NOT NULL, image TEXT NOT NULL, grader TEXT NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS states (
-  rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL, phase TEXT NOT NULL, step INTEGER NOT NULL,
-  group_no INTEGER NOT NULL, slot INTEGER NOT NULL, task_id TEXT NOT NULL, state TEXT NOT NULL,
-  reason TEXT NOT NULL, attempt INTEGER NOT NULL, version INTEGER NOT NULL, oldest INTEGER, account INTEGER,
-  UNIQUE (phase, step, group_no, slot)) STRICT;
-CREATE INDEX IF NOT EXISTS states_by_state ON states (state);
-CREATE INDEX IF NOT EXISTS states_by_account ON states (account);
-CREATE TABLE IF NOT EXISTS steps (
-  step INTEGER PRIMARY KEY, schema_version INTEGER NOT NULL, committed_s REAL NOT NULL,
-  checkpoint TEXT NOT NULL, plan_hash TEXT NOT NULL, metrics TEXT NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS ledger (
-  step INTEGER NOT NULL, entry TEXT NOT NULL, schema_version INTEGER NOT NULL, tokens INTEGER NOT NULL,
-  PRIMARY KEY (step, entry)) STRICT;
-"""
-"""`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`. `notes` has rows only for rollouts
-with drifts or hints."""
 
 Row = Mapping[str, Any]
 
@@ -118,8 +67,11 @@ def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: 
         "reward": rollout.reward,
         "components": dumps(dict(rollout.reward_components)),
         "deleted": dumps(rollout.deleted),
+        "calls": len(rollout.trajectory.turns),
     }
     insert(db, "rollouts", values)
+    if rollout.diff is not None:
+        insert(db, "diffs", {"rollout_id": rollout.id, "text": rollout.diff})
     for path, entry in rollout.changed.items():
         insert(db, "files", {"rollout_id": rollout.id, "path": path} | _file_values(entry))
     for position, turn in enumerate(rollout.trajectory.turns):
@@ -153,12 +105,15 @@ def _check_reward(rollout_id: str, reward: float | None) -> None:
 
 def write_attempt(db: sqlite3.Connection, rollout: Rollout) -> None:
     """Insert or replace the row of one attempt, with the ledger of its sampled tokens."""
-    insert(db, "attempts", _attempt_values(rollout), replace=True)
+    began_s = rollout.began_s
+    ended_s = None if began_s is None else began_s + rollout.timings.total_s
+    times = {"began_s": began_s, "ended_s": ended_s}
+    insert(db, "attempts", _attempt_values(rollout) | times, replace=True)
 
 
 def erase_rollout(db: sqlite3.Connection, rollout_id: str) -> None:
     """Delete every row of a decided rollout; the rows of its attempts stay."""
-    for table in ("rollouts", "files", "turns", "segments", "notes", "verdicts"):
+    for table in ("rollouts", "files", "turns", "segments", "notes", "verdicts", "diffs"):
         db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
 
 
@@ -188,6 +143,10 @@ def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
     turns = db.execute("SELECT * FROM turns WHERE rollout_id = ? ORDER BY position", key).fetchall()
     segments = db.execute("SELECT * FROM segments WHERE rollout_id = ? ORDER BY position", key)
     verdict = db.execute("SELECT * FROM verdicts WHERE rollout_id = ?", key).fetchone()
+    diff = db.execute("SELECT text FROM diffs WHERE rollout_id = ?", key).fetchone()
+    began = db.execute(
+        "SELECT began_s FROM attempts WHERE rollout_id = ? AND attempt = ?", (rollout_id, row["attempt"])
+    ).fetchone()
     hints, drifts = _read_notes(db, rollout_id, [r["turn"] for r in turns])
     return Rollout(
         id=rollout_id,
@@ -209,6 +168,8 @@ def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
         error=row["error"],
         egress_attempts=row["egress"],
         reward_components=orjson.loads(row["components"]),
+        began_s=began["began_s"] if began else None,
+        diff=diff["text"] if diff else None,
     )
 
 
@@ -226,6 +187,8 @@ def _turn_values(turn: Turn) -> dict[str, object]:
         "finish": turn.finish,
         "version_runs": dumps(turn.version_runs),
         "excluded": turn.excluded,
+        "spans": dumps(turn.spans) if turn.spans else None,
+        **{name: getattr(turn.times, name) for name in CallTimes.__dataclass_fields__},
     }
 
 
@@ -294,6 +257,8 @@ def _turn(row: Row, hints: Hints) -> Turn:
         excluded=row["excluded"],
         hints=turn_hints,
         advisory=advisory,
+        spans=tuple(tuple(span) for span in orjson.loads(row["spans"] or "[]")),
+        times=CallTimes(**{name: row[name] for name in CallTimes.__dataclass_fields__}),
     )
 
 
@@ -349,6 +314,7 @@ def _verdict_values(verdict: Verdict) -> dict[str, object]:
         "controls": verdict.controls,
         "image": verdict.image,
         "grader": verdict.grader,
+        "evidence": None if verdict.evidence is None else dumps([c.to_dict() for c in verdict.evidence]),
     }
 
 
@@ -370,7 +336,12 @@ def _verdict(row: Row) -> Verdict:
         controls=row["controls"],
         image=row["image"],
         grader=row["grader"],
+        evidence=_evidence(row["evidence"]),
     )
+
+
+def _evidence(text: str | None) -> tuple[FailingCheck, ...] | None:
+    return None if text is None else tuple(FailingCheck(**check) for check in orjson.loads(text))
 
 
 def _int_blob(array: IntArray) -> bytes:

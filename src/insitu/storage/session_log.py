@@ -26,7 +26,7 @@ from insitu.capture.drift import Drift, PromptPlan, stored_context
 from insitu.capture.drift_diagnosis import Diagnosis
 from insitu.capture.forest import Forest
 from insitu.errors import CaptureError, RecordError, boundary
-from insitu.types import Generation, IntArray, Message, ToolCall
+from insitu.types import CallTimes, Generation, IntArray, Message, MessageSpans, ToolCall
 
 SCHEMA_VERSION = 4
 _HEAD = struct.Struct("<III")  # bytes of JSON, bytes of arrays, CRC of both
@@ -107,8 +107,14 @@ class LoggedForest(Forest):
         self._log = log
         self._advisory: Sequence[tuple[str, str]] = ()
 
-    def extend(self, plan: PromptPlan, delta: IntArray, diagnosis: Diagnosis | None = None) -> int:
-        node = super().extend(plan, delta, diagnosis)
+    def extend(
+        self,
+        plan: PromptPlan,
+        delta: IntArray,
+        diagnosis: Diagnosis | None = None,
+        spans: MessageSpans = (),
+    ) -> int:
+        node = super().extend(plan, delta, diagnosis, spans)
         run = plan.digests.run()
         event = {
             "op": "extend",
@@ -127,6 +133,7 @@ class LoggedForest(Forest):
             "hints": plan.hints,
             "drift": plan.drift,
             "diagnosis": diagnosis,
+            "spans": spans,
         }
         self._log.write(event, delta)
         return node
@@ -155,6 +162,7 @@ class LoggedForest(Forest):
             "count": len(generation.ids),
             "sampled": generation.logprobs is not None,
             "reply": reply,
+            "times": generation.times,
             **kept,
         }
         # Logged only on change: nearly every call has the same ones.
@@ -280,7 +288,8 @@ class _ReplayedForest(Forest):
             hints=tuple((name, value) for name, value in event["hints"]),
         )
         diagnosis = None if event["diagnosis"] is None else Diagnosis(**event["diagnosis"])
-        self._check_node(event, self.extend(plan, delta, diagnosis))
+        spans = tuple((role, start, stop, name) for role, start, stop, name in event.get("spans", ()))
+        self._check_node(event, self.extend(plan, delta, diagnosis, spans))
 
     def _commit(self, event: dict[str, Any], arrays: bytes) -> None:
         count = event["count"]
@@ -293,6 +302,7 @@ class _ReplayedForest(Forest):
             logprobs=logprobs,
             finish=event["finish"],
             version_runs=tuple((start, version) for start, version in event["version_runs"]),
+            times=CallTimes(**event.get("times", {})),
         )
         reply = _message(event["reply"])
         if "advisory" in event:

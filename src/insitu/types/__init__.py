@@ -4,10 +4,21 @@ Values move along the path Task -> Sandbox -> Agent -> Gateway -> Rollout -> Gro
 changed after construction. This package does no I/O, has no async code and imports no other module.
 """
 
-from insitu.types.capture import EXCLUSIONS, DriftNote, Ledger, Segment, SegmentKind, Trajectory, Turn
+from insitu.types.capture import (
+    EXCLUSIONS,
+    DriftNote,
+    Ledger,
+    MessageSpans,
+    Segment,
+    SegmentKind,
+    Trajectory,
+    Turn,
+)
 from insitu.types.generation import (
     MIN_TEMPERATURE,
+    NOT_TIMED,
     BoolArray,
+    CallTimes,
     Finish,
     FloatArray,
     Generation,
@@ -17,6 +28,7 @@ from insitu.types.generation import (
     VersionRuns,
 )
 from insitu.types.judgement import (
+    FailingCheck,
     FinishedRollout,
     Group,
     Outcome,
@@ -49,12 +61,15 @@ from insitu.types.tasks import (
 __all__ = [
     "EXCLUSIONS",
     "MIN_TEMPERATURE",
+    "NOT_TIMED",
     "WORKDIR",
     "BoolArray",
+    "CallTimes",
     "Case",
     "Check",
     "DriftNote",
     "Exchange",
+    "FailingCheck",
     "FileEntry",
     "Finish",
     "FinishedRollout",
@@ -67,6 +82,7 @@ __all__ = [
     "Ledger",
     "Limits",
     "Message",
+    "MessageSpans",
     "ModelRequest",
     "Oracle",
     "Outcome",

@@ -6,10 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from insitu.types.generation import BoolArray, Finish, FloatArray, IntArray, VersionRuns
+from insitu.types.generation import (
+    NOT_TIMED,
+    BoolArray,
+    CallTimes,
+    Finish,
+    FloatArray,
+    IntArray,
+    VersionRuns,
+)
 from insitu.types.values import Value
 
 SegmentKind = Literal["sampled", "demonstrated"]
+
+
+MessageSpans = tuple[tuple[str, int, int, str], ...]
+"""Messages of new prompt ids: (role, first id, end, name of the tool that answers); empty = not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +45,8 @@ class Turn(Value):
     """Client metadata of the request as (name, value), and the gateway's own `label`s."""
     advisory: tuple[tuple[str, str], ...] = ()
     """`ModelRequest.advisory`: request parameters that were ignored."""
+    spans: MessageSpans = ()
+    times: CallTimes = NOT_TIMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

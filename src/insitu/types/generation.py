@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from insitu.types.values import Value
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -42,6 +44,22 @@ class RequestKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallTimes(Value):
+    """Measurements of one engine request, in seconds since the epoch; None = not measured."""
+
+    began_s: float | None = None
+    """When the request went to the engine."""
+    first_s: float | None = None
+    """When the engine had sampled the first token, where it reports that."""
+    ended_s: float | None = None
+    cached: int | None = None
+    """Prompt tokens that the engine took from its prefix cache, where it reports that."""
+
+
+NOT_TIMED = CallTimes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """Result of one engine request."""
 
@@ -51,3 +69,4 @@ class Generation:
     """[n] logprob of each sampled id under the distribution it was drawn from; None = demonstrated."""
     finish: Finish
     version_runs: VersionRuns
+    times: CallTimes = NOT_TIMED

@@ -29,6 +29,19 @@ Trust = Literal["strong", "standard", "weak"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailingCheck(Value):
+    """One required check that did not pass: for the operator, never for the agent or an export."""
+
+    name: str
+    outcome: str
+    """What happened instead: `wrong`, `failed`, `missing`, the name of an error."""
+    expected: str = ""
+    got: str = ""
+    tail: str = ""
+    """End of the output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict(Value):
     """Result of grading; `reward` is None exactly when outcome is INFRA."""
 
@@ -53,6 +66,8 @@ class Verdict(Value):
     task_hash: str = ""
     diff_hash: str = ""
     duration_s: float = 0.0
+    evidence: tuple[FailingCheck, ...] | None = field(default=None, repr=False)
+    """First failing checks; None = not recorded."""
 
 
 class Status(enum.StrEnum):
@@ -115,6 +130,10 @@ class Rollout(Value):
     """Blocked network connections of the agent's sandbox, counted by its kernel; None = unknown."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, if the reward function returned a dictionary."""
+    began_s: float | None = None
+    """When the attempt was queued, in seconds since the epoch."""
+    diff: str | None = field(default=None, repr=False)
+    """The judged changes as a bounded unified diff, binary files only named; None = not recorded."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:

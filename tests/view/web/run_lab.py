@@ -19,12 +19,15 @@ from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.types import (
+    CallTimes,
     DriftNote,
+    FailingCheck,
     FileEntry,
     Group,
     IntArray,
     Ledger,
     Message,
+    MessageSpans,
     Outcome,
     Rollout,
     Segment,
@@ -52,6 +55,7 @@ CORPUS = (
 )
 """Text that must be shown as text."""
 STEPS, GROUPS, SLOTS = 3, 4, 4
+BEGAN_S = 1_790_000_000.0
 _renderer = load_renderer(WARM_START)
 
 
@@ -179,6 +183,7 @@ def make_rollout(flavour: Flavour, phase: str, step: int, group: int, slot: int,
             reason=flavour.text("4 of 4 cases pass" if solved else f"case {slot} raised NameError", slot),
             task_hash="ab",
             diff_hash="cd" if solved else "",
+            evidence=() if solved else (_failing(flavour, slot),),
         ),
         changed={flavour.text("shop.py", 5): FileEntry(content=flavour.all("def f(): pass").encode())},
         deleted=(flavour.text("old.py", 6),) if slot == 1 else (),
@@ -187,26 +192,41 @@ def make_rollout(flavour: Flavour, phase: str, step: int, group: int, slot: int,
         error=flavour.text("the agent stopped", 7) if slot == 1 else "",
         egress_attempts=0,
         reward_components={flavour.text("tests", 8): float(solved)},
+        began_s=BEGAN_S - 0.5,
+        diff=flavour.all("--- a/shop.py\n+++ b/shop.py\n@@ -1 +1 @@\n-old\n+def f(): pass\n"),
+    )
+
+
+def _failing(flavour: Flavour, slot: int) -> FailingCheck:
+    return FailingCheck(
+        name=flavour.text(f"case {slot}: f(1)"),
+        outcome=flavour.text("wrong", 1),
+        expected=flavour.text("2", 2),
+        got=flavour.text("1", 3),
+        tail=flavour.all("Traceback"),
     )
 
 
 def _turns(flavour: Flavour, solved: bool, *, version: int) -> tuple[Turn, ...]:
     system = [Message(role="system", text=flavour.text("Fix the code.", 1))]
     task = [Message(role="user", text=flavour.all("Fix shop.py."))]
-    opened = np.concatenate(
-        [_renderer.open(system, ()), _renderer.append(task), _renderer.generation_prompt()]
-    )
+    root, first_run = _renderer.open(system, ()), _renderer.append(task)
+    opened = np.concatenate([root, first_run, _renderer.generation_prompt()])
+    end = len(root) + len(first_run)
+    asked: MessageSpans = (("system", 0, len(root), ""), ("user", len(root), end, ""))
     call = ToolCall(id="call_a", name="bash", arguments='{"command": "python3 check.py"}')
     first = _reply(Message(role="assistant", tool_calls=(call,)))
     result = [Message(role="tool", text=flavour.all("1 failed\nétoile 🎉"), tool_call_id="call_a")]
-    answered = np.concatenate([_renderer.join(first, "stop", result), _renderer.generation_prompt("tool")])
+    run = _renderer.join(first, "stop", result)
+    answered = np.concatenate([run, _renderer.generation_prompt("tool")])
+    told: MessageSpans = (("tool", len(_renderer.close(first, "stop")), len(run), flavour.text("bash", 11)),)
     texts = (flavour.all("I guess."), flavour.all("done" if solved else "gave up"), flavour.text("looked"))
     left, last, other = (_reply(Message(role="assistant", text=text)) for text in texts)
     return (
-        _turn(0, -1, opened, first, version),
-        _turn(1, 0, answered, left, version),
-        _turn(2, 0, answered, last, version),
-        _turn(3, -1, opened, other, version, hints=((flavour.text("agent", 9), flavour.text("sub", 10)),)),
+        _turn(0, -1, opened, first, version, asked),
+        _turn(1, 0, answered, left, version, told),
+        _turn(2, 0, answered, last, version, told),
+        _turn(3, -1, opened, other, version, asked, ((flavour.text("agent", 9), flavour.text("sub", 10)),)),
     )
 
 
@@ -220,6 +240,7 @@ def _turn(
     context: IntArray,
     ids: IntArray,
     version: int,
+    spans: MessageSpans,
     hints: tuple[tuple[str, str], ...] = (),
 ) -> Turn:
     logprobs = -(np.arange(len(ids), dtype=np.float32) % 7) / 8
@@ -232,6 +253,10 @@ def _turn(
         finish="stop",
         version_runs=((0, version),),
         hints=hints,
+        spans=spans,
+        times=CallTimes(
+            began_s=BEGAN_S + index, first_s=BEGAN_S + index + 0.25, ended_s=BEGAN_S + index + 0.5, cached=8
+        ),
     )
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from run_lab import CORPUS, GROUPS, SLOTS, STEPS, Flavour, make_rollout
+from run_lab import BEGAN_S, CORPUS, GROUPS, SLOTS, STEPS, Flavour, make_rollout
 from web_lab import Client, viewing
 
 from insitu.storage.queries import FILTERS, SORTS
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
+from tests.fakes.old_store import make_old
 
 ONE = "train/00002/000/00"
 TROUBLED = "train/00001/000/03"
@@ -161,6 +162,13 @@ async def test_rollout_names_its_branches_and_its_proven_advantage(lab_run: Path
         assert found["credit"]["proof"] == "identical"
         assert found["credit"]["advantage"] > 0
         assert found["verdict"]["outcome"] == "resolved"
+        assert found["has"]["times"]
+        assert found["began_s"] == found["attempts"][0]["began_s"] == BEGAN_S - 0.5
+        assert found["waits"]["sampling_s"] == 2.0
+        assert found["waits"]["longest"][0] == {"turn": 2, "kind": "tools", "s": 1.5}
+        assert found["verdict"]["evidence"] == []
+        other = await client.json("/api/lab/rollout", id=TROUBLED)
+        assert other["verdict"]["evidence"][0]["expected"] == "2"
         assert found["neighbours"]["group"] == [f"train/00002/000/0{slot}" for slot in range(SLOTS)]
         assert found["has"]["log"]
         assert found["has"]["artifacts"]
@@ -173,7 +181,10 @@ async def test_transcript_has_the_text_of_messages_and_replies(lab_run: Path) ->
         assert [message["role"] for message in first["messages"]] == ["system", "user"]
         assert first["messages"][1]["text"] == "Fix shop.py."
         assert first["reply"]["calls"][0]["name"] == "bash"
-        assert left["messages"][0] == {**left["messages"][0], "role": "tool", "text": "1 failed\nétoile 🎉"}
+        answer = {"role": "tool", "name": "bash", "text": "1 failed\nétoile 🎉"}
+        assert left["messages"][0] == left["messages"][0] | answer
+        assert (first["began_s"], first["ended_s"]) == (BEGAN_S, BEGAN_S + 0.5)
+        assert (last["waited_s"], first["waited_s"]) == (1.5, None)
         assert last["reply"]["text"]["text"] == "done"
         short = await client.json("/api/lab/transcript", id=ONE, chars=3, start=2, count=1)
         assert short["turns"][0]["reply"]["text"] == {"text": "don", "chars": 4, "lines": 1}
@@ -217,6 +228,7 @@ async def test_other_pages_of_a_rollout(lab_run: Path) -> None:
     async with viewing(lab_run) as client:
         diff = await client.json("/api/lab/diff", id=TROUBLED)
         assert diff["files"][0]["text"] == "def f(): pass"
+        assert diff["diff"].startswith("--- a/shop.py")
         assert diff["dropped"] == ["tests/conftest.py"]
         assert "output of the agent" in (await client.json("/api/lab/log", id=ONE))["text"]
         kept = (await client.json("/api/lab/artifacts", id=ONE))["artifacts"]
@@ -334,6 +346,30 @@ async def test_damaged_stores_are_named_in_one_line(lab_run: Path, tmp_path: Pat
         if status == 404:
             assert str(tmp_path) not in body.decode()
             assert runs[0]["problem"]
+
+
+async def test_a_run_of_an_earlier_schema_shows_what_it_has(lab_run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "lab"
+    shutil.copytree(lab_run, copy)
+    make_old(copy / "run.sqlite")
+    async with viewing(copy) as client, viewing(lab_run) as newer:
+        for page in OF_RUN:
+            await client.json(f"/api/lab/{page}")
+        for page in OF_ROLLOUT:
+            await client.json(f"/api/lab/{page}", id=ONE, segment=0)
+        listed, wanted = [await c.json("/api/lab/rollouts", sort="-calls") for c in (client, newer)]
+        for row, other in zip(listed["rows"], wanted["rows"], strict=True):
+            assert (row["id"], row["calls"], row["ended_s"]) == (
+                other["id"],
+                other["calls"],
+                other["ended_s"],
+            )
+        found = await client.json("/api/lab/rollout", id=ONE)
+        assert (found["waits"], found["has"]["times"], found["verdict"]["evidence"]) == (None, False, None)
+        assert found["credit"]["proof"] == "identical"
+        text = await client.json("/api/lab/transcript", id=ONE)
+        assert [message["role"] for message in text["turns"][0]["messages"]] == ["system", "user"]
+        assert (await client.json("/api/lab/diff", id=ONE))["diff"] is None
 
 
 async def test_links_inside_a_run_are_not_followed(lab_run: Path, tmp_path: Path) -> None:

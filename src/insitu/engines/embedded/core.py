@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from insitu.engines.embedded.sampling import stream
 from insitu.engines.embedded.slots import DecodeSlots
 from insitu.engines.embedded.weights import SamplerWeights, checksum
 from insitu.errors import EngineError
-from insitu.types import Finish, Generation, IntArray, RequestKey, SamplingParams
+from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
 
 _WORTH = 3
 """Number of other requests from which a shared prefix is read once for all."""
@@ -71,6 +72,8 @@ class _Request:
     """Prompt tiles whose keys and values the slot holds."""
     count: int = 0
     """Tokens sampled."""
+    first_s: float | None = None
+    cached: int = 0
 
 
 @dataclass(slots=True)
@@ -282,6 +285,7 @@ class EmbeddedCore:
             self._cache.load(held, self._forward.keys[:, slot], self._forward.values[:, slot], start)
             request.filled += len(held)
             self.stats.reused += len(held) * TILE
+            request.cached += len(held) * TILE
 
     def _keep(self, slot: int, index: int, name: bytes) -> None:
         cut = slice(index * TILE, (index + 1) * TILE)
@@ -305,6 +309,8 @@ class EmbeddedCore:
         ids, logprobs = self._rows.step(slots, span)
         for request, token, logprob in zip(list(self._decoding), ids, logprobs, strict=True):
             request.count += 1
+            if request.count == 1:
+                request.first_s = time.time()
             if not math.isfinite(logprob):
                 line = f"version {self._receipt.version} of the weights gives logits that are not finite"
                 self._settle(request, EngineError(line))
@@ -347,7 +353,10 @@ class EmbeddedCore:
             ids, logprobs = self._rows.result(request.slot)
             self._keep_sampled(request, ids)
         runs = ((0, self._receipt.version),)
-        self._settle(request, Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=runs))
+        times = CallTimes(first_s=request.first_s, cached=min(request.cached, len(request.prompt)))
+        self._settle(
+            request, Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=runs, times=times)
+        )
 
     def _keep_sampled(self, request: _Request, ids: IntArray) -> None:
         """Cache the full tiles that sampling completed: the next call of a rollout continues them."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 from insitu.engines.base import EngineInfo, Receipt
 from insitu.engines.rpc import Meta, RpcClient
 from insitu.errors import EngineError, boundary
-from insitu.types import Finish, Generation, IntArray, RequestKey, SamplingParams
+from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
 
 
 class EmbeddedEngine:
@@ -61,6 +61,7 @@ class EmbeddedEngine:
             logprobs=frame.arrays["logprobs"],
             finish=cast(Finish, frame.meta["finish"]),
             version_runs=tuple((int(start), int(version)) for start, version in runs),
+            times=CallTimes(first_s=frame.meta.get("first_s"), cached=frame.meta.get("cached")),
         )
 
     async def pause(self) -> None:

@@ -70,7 +70,12 @@ class EngineService:
             elif result.logprobs is not None:
                 runs = [list(run) for run in result.version_runs]
                 call.reply(
-                    {"finish": result.finish, "version_runs": runs},
+                    {
+                        "finish": result.finish,
+                        "version_runs": runs,
+                        "first_s": result.times.first_s,
+                        "cached": result.times.cached,
+                    },
                     {"ids": result.ids, "logprobs": result.logprobs},
                 )
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from insitu.grading.candidate import Candidate
 from insitu.sandbox.base import Bind, Sandbox
-from insitu.types import Oracle, Outcome, Task, Tree, Trust
+from insitu.types import FailingCheck, Oracle, Outcome, Task, Tree, Trust
 
 START_S = 0.5
 """Wall time per process that does not count as waiting: its start beside load."""
@@ -62,7 +62,7 @@ class RunLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """Result of a run, without expected values and without text of the candidate."""
+    """Result of a run; only `failing` has expected values and text of the candidate."""
 
     outcome: Outcome
     passed: int
@@ -78,6 +78,8 @@ class RunReport:
     """Reward 0..1 of an unresolved task with reward `fraction`; None = passed / total."""
     trust: Trust | None = None
     """Trust of this report where it is lower than the runner's."""
+    failing: tuple[FailingCheck, ...] = ()
+    """First checks that did not pass, see `common.failing_checks`."""
 
 
 class GradingRunner(Protocol):

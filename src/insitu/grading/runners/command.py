@@ -12,9 +12,27 @@ from dataclasses import dataclass
 from insitu.errors import TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.runners.base import RunLimits, RunReport
-from insitu.grading.runners.common import RunnerBase, control_task, for_memory, out_of_cpu, run_in
+from insitu.grading.runners.common import (
+    RunnerBase,
+    control_task,
+    failing_checks,
+    for_memory,
+    out_of_cpu,
+    run_in,
+    text_tail,
+)
 from insitu.sandbox.base import Sandbox
-from insitu.types import Check, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
+from insitu.types import (
+    Check,
+    FailingCheck,
+    FileEntry,
+    GradingPlan,
+    HiddenTests,
+    Oracle,
+    Outcome,
+    Task,
+    Trust,
+)
 
 LIMITED = 'ulimit -t "$1" && exec sh -c "$2"'
 MAX_OUTPUT_BYTES = 32 << 20
@@ -29,6 +47,8 @@ class _CheckResult:
     timed_out: bool = False
     cpu: bool = False
     memory: bool = False
+    exit_code: int | None = None
+    tail: str = ""
 
 
 class CommandRunner(RunnerBase):
@@ -76,7 +96,14 @@ async def _run_check(sandbox: Sandbox, check: Check, limits: RunLimits) -> _Chec
     found = all(marker.encode() in result.stdout for marker in check.markers)
     passed = result.exit_code == 0 and found and not result.timed_out
     cpu, memory = out_of_cpu(result, limits.cpu_s), result.out_of_memory
-    return _CheckResult(passed=passed, timed_out=result.timed_out, cpu=cpu, memory=memory)
+    return _CheckResult(
+        passed=passed,
+        timed_out=result.timed_out,
+        cpu=cpu,
+        memory=memory,
+        exit_code=result.exit_code,
+        tail="" if passed else text_tail(result.stdout, result.stderr),
+    )
 
 
 def report(checks: tuple[Check, ...], done: list[_CheckResult]) -> RunReport:
@@ -99,4 +126,13 @@ def report(checks: tuple[Check, ...], done: list[_CheckResult]) -> RunReport:
         reason=reason,
         complete=not any(one.timed_out for one in done),
         score=score,
+        failing=failing_checks(
+            FailingCheck(name=name, outcome=_how(one), tail=one.tail) for name, one in failed
+        ),
     )
+
+
+def _how(result: _CheckResult) -> str:
+    if result.timed_out or result.cpu:
+        return "out of time"
+    return "a marker is missing" if result.exit_code == 0 else f"exit code {result.exit_code}"

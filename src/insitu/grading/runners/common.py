@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 
 from insitu.errors import SandboxError, SandboxLost, boundary
 from insitu.grading.runners.base import RunLimits
 from insitu.sandbox.base import Bind, ExecResult, Sandbox, cpu_s
-from insitu.types import GradingPlan, HiddenTests, Oracle, Task, Tree, task_hash
+from insitu.types import FailingCheck, GradingPlan, HiddenTests, Oracle, Task, Tree, task_hash
+
+MAX_CHECKS = 20
+MAX_CHECK_CHARS = 2048
+"""Most characters of each text of a failing check."""
 
 
 class RunnerBase:
@@ -84,6 +89,27 @@ def for_memory(out_of_memory: bool) -> str:
     return ", out of memory" if out_of_memory else ""
 
 
+def failing_checks(checks: Iterable[FailingCheck]) -> tuple[FailingCheck, ...]:
+    """Return the first checks with each text cut: of `tail` the end is kept, of the others the beginning."""
+    return tuple(
+        FailingCheck(
+            name=check.name[:MAX_CHECK_CHARS],
+            outcome=check.outcome[:MAX_CHECK_CHARS],
+            expected=check.expected[:MAX_CHECK_CHARS],
+            got=check.got[:MAX_CHECK_CHARS],
+            tail=check.tail[-MAX_CHECK_CHARS:],
+        )
+        for check in islice(checks, MAX_CHECKS)
+    )
+
+
+def text_tail(*outputs: bytes) -> str:
+    """Return the end of a process's output as text without control characters."""
+    raw = b"\n".join(part for part in outputs if part.strip())[-4 * MAX_CHECK_CHARS :]
+    text = raw.decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)[-MAX_CHECK_CHARS:]
+
+
 def unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Raise ValueError for a JSON object with a duplicate key; an `object_pairs_hook`."""
     found = dict(pairs)
@@ -96,6 +122,18 @@ def share(tests: HiddenTests, fixed: int, kept: int) -> float:
     """Return the reward `fraction`: share of tests fixed times share of tests not broken."""
     score = fixed / max(1, len(tests.fail_to_pass))
     return score * kept / len(tests.pass_to_pass) if tests.pass_to_pass else score
+
+
+def failing_tests(
+    tests: HiddenTests, outcomes: Mapping[str, str], fixed: Collection[str], kept: Collection[str]
+) -> tuple[FailingCheck, ...]:
+    """Return the required tests whose outcome is not among `fixed` (fail_to_pass) or `kept` (the others)."""
+    required = [(name, fixed) for name in tests.fail_to_pass] + [(name, kept) for name in tests.pass_to_pass]
+    return failing_checks(
+        FailingCheck(name=name, outcome=outcomes.get(name, "missing"))
+        for name, good in required
+        if outcomes.get(name) not in good
+    )
 
 
 def passing(tests: HiddenTests, passed: int, known: Mapping[str, str]) -> str:

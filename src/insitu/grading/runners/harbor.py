@@ -11,13 +11,21 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from insitu.errors import SandboxError, TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.runners.base import RunLimits, RunReport
-from insitu.grading.runners.common import RunnerBase, control_task, out_of_cpu, run_in, unique_pairs
+from insitu.grading.runners.common import (
+    RunnerBase,
+    control_task,
+    out_of_cpu,
+    run_in,
+    text_tail,
+    unique_pairs,
+)
 from insitu.sandbox.base import Sandbox
-from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
+from insitu.types import FailingCheck, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
 
 TESTS, LOGS = "/tests", "/logs"
 SCRIPT = "tests/test.sh"
@@ -58,7 +66,13 @@ class HarborRunner(RunnerBase):
         if result.timed_out or out_of_cpu(result, limits.cpu_s):
             return _report(Outcome.TEST_TIMEOUT, "out of time", complete=not result.timed_out)
         await sandbox.kill_all()
-        return await self._read(sandbox)
+        found = await self._read(sandbox)
+        if found.outcome is Outcome.RESOLVED:
+            return found
+        last = FailingCheck(
+            name=SCRIPT, outcome="end of the output", tail=text_tail(result.stdout, result.stderr)
+        )
+        return replace(found, failing=(last,))
 
     async def _read(self, sandbox: Sandbox) -> RunReport:
         for path in REWARDS:

@@ -21,6 +21,7 @@ from insitu.grading.runners.base import RunLimits, RunReport
 from insitu.grading.runners.common import (
     RunnerBase,
     control_task,
+    failing_checks,
     for_memory,
     out_of_cpu,
     run_in,
@@ -30,7 +31,7 @@ from insitu.grading.runners.json_io_worker import MAX_DEPTH, MAX_NODES, encode
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.sandbox.base_tree import is_plain
 from insitu.tasks.row_files import MAX_DIGITS
-from insitu.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, Trust
+from insitu.types import Case, FailingCheck, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, Trust
 
 WORKER = Path(__file__).with_name("json_io_worker.py").read_text()
 ENVIRONMENT = {
@@ -130,6 +131,11 @@ def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: 
         return RunReport(outcome=Outcome.TAMPERED, passed=0, total=total, reason=str(found))
     right = [c.ok and equal(c.value, case) for c, case in zip(claims, cases, strict=False)]
     passed = sum(right)
+    failing = failing_checks(
+        _failing(number, case, claim)
+        for number, (case, claim, ok) in enumerate(zip(cases, claims, right, strict=False))
+        if not ok
+    )
     if result.timed_out or out_of_cpu(result, cpu_s):
         what = "time" if result.timed_out else "CPU time"
         return RunReport(
@@ -138,14 +144,27 @@ def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: 
             total=total,
             reason=f"out of {what} after {len(claims)} of {total} cases",
             complete=not result.timed_out,
+            failing=failing,
         )
     if result.exit_code != 0 or len(claims) < total:
         how = f"{result.exit_code}{for_memory(result.out_of_memory)}"
         reason = f"the process ended ({how}) after {len(claims)} of {total} cases"
-        return RunReport(outcome=Outcome.UNRESOLVED, passed=passed, total=total, reason=reason)
+        return RunReport(
+            outcome=Outcome.UNRESOLVED, passed=passed, total=total, reason=reason, failing=failing
+        )
     outcome = Outcome.RESOLVED if passed == total else Outcome.UNRESOLVED
     reason = f"{passed} of {total} cases pass" + _first_error(claims)
-    return RunReport(outcome=outcome, passed=passed, total=total, reason=reason, complete=True)
+    return RunReport(
+        outcome=outcome, passed=passed, total=total, reason=reason, complete=True, failing=failing
+    )
+
+
+def _failing(number: int, case: Case, claim: _Claim) -> FailingCheck:
+    call = f"case {number}: {case.function}({', '.join(map(repr, case.args))})"
+    expected = repr(case.expected)
+    if claim.ok:
+        return FailingCheck(name=call, outcome="wrong", expected=expected, got=repr(claim.value))
+    return FailingCheck(name=call, outcome=f"raised {claim.value}", expected=expected)
 
 
 def _first_error(claims: Sequence[_Claim]) -> str:

@@ -24,7 +24,15 @@ from insitu.grading.canaries import Controlled, text_of, with_controls
 from insitu.grading.candidate import Candidate, restored
 from insitu.grading.diff import DEFAULT_POLICY, bad_path
 from insitu.grading.runners.base import RunLimits, RunReport
-from insitu.grading.runners.common import RunnerBase, control_task, for_memory, passing, run_in, share
+from insitu.grading.runners.common import (
+    RunnerBase,
+    control_task,
+    failing_tests,
+    for_memory,
+    passing,
+    run_in,
+    share,
+)
 from insitu.grading.runners.pytest_files import forms_key, pytest_folder
 from insitu.grading.runners.pytest_mutants import MOST_RUNS, MutantResults, MutantRound, draw
 from insitu.grading.runners.pytest_records import FileRun, RecordsTampered, read_run
@@ -345,6 +353,7 @@ def report(tests: HiddenTests, ran: Sequence[_FileResult]) -> RunReport:
         controls=f"{failed} failed as they must, {good} passed as they must, {_turned(ran, turned)}",
         score=share(tests, f2p, p2p),
         trust="weak" if any(one.weak for one in ran) else None,
+        failing=() if resolved else failing_tests(tests, outcomes, ("passed",), ("passed",)),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -16,11 +16,19 @@ from insitu.errors import ConfigError, GradeError, TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.diff import DEFAULT_POLICY, bad_path
 from insitu.grading.runners.base import RunLimits, RunReport
-from insitu.grading.runners.common import RunnerBase, control_task, for_memory, out_of_cpu, run_in
+from insitu.grading.runners.common import (
+    RunnerBase,
+    control_task,
+    failing_checks,
+    for_memory,
+    out_of_cpu,
+    run_in,
+    text_tail,
+)
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.sandbox.base_tree import is_plain
 from insitu.tasks.user_functions import UserFunction, load_function
-from insitu.types import Exchange, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, Trust
+from insitu.types import Exchange, FailingCheck, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, Trust
 
 LIMITED = 'ulimit -t "$1" && ulimit -v "$2" && exec "$3" -s -B "$4"'
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONINTMAXSTRDIGITS": "0"}
@@ -43,6 +51,8 @@ class _InputResult:
     reason: str = ""
     timed_out: bool = False
     cpu: bool = False
+    got: str = ""
+    """End of what was printed."""
 
 
 class StdioRunner(RunnerBase):
@@ -92,7 +102,7 @@ class StdioRunner(RunnerBase):
             await sandbox.kill_all()
             if not answered[-1].passed and task.grading.reward == "binary":
                 break
-        return report(answered, total)
+        return report(answered, oracle.exchanges)
 
     def _check_of(self, task: Task, oracle: Oracle, parallel: int) -> Check:
         """Return the user's checker or `same_output`. Raises TaskError."""
@@ -146,13 +156,14 @@ async def _run_input(
         return _InputResult(passed=False, reason=f"out of {what}", timed_out=True, cpu=not result.timed_out)
     why = _wrong(result)
     if why:
-        return _InputResult(passed=False, reason=why)
+        return _InputResult(passed=False, reason=why, got=text_tail(result.stdout, result.stderr))
     try:
         printed = result.stdout.decode()
     except UnicodeDecodeError:
         return _InputResult(passed=False, reason="the output is not UTF-8")
     right = await check(exchange.stdin, exchange.expected, printed)
-    return _InputResult(passed=right, reason="" if right else "a wrong output")
+    got = "" if right else text_tail(result.stdout)
+    return _InputResult(passed=right, reason="" if right else "a wrong output", got=got)
 
 
 def _wrong(result: ExecResult) -> str:
@@ -161,8 +172,9 @@ def _wrong(result: ExecResult) -> str:
     return "too much output" if result.truncated else ""
 
 
-def report(answered: list[_InputResult], total: int) -> RunReport:
+def report(answered: list[_InputResult], exchanges: Sequence[Exchange]) -> RunReport:
     """Return the report over all inputs."""
+    total = len(exchanges)
     passed = sum(one.passed for one in answered)
     failed = next(((n, one) for n, one in enumerate(answered) if not one.passed), None)
     reason = f"{passed} of {total} outputs are right"
@@ -177,6 +189,11 @@ def report(answered: list[_InputResult], total: int) -> RunReport:
         reason=f"{reason}; input {number}: {first.reason}",
         complete=all(one.cpu for one in late),
         score=passed / total,
+        failing=failing_checks(
+            FailingCheck(name=f"input {number}", outcome=one.reason, expected=exchange.expected, got=one.got)
+            for number, (exchange, one) in enumerate(zip(exchanges, answered, strict=False))
+            if not one.passed
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 
 from insitu.errors import GradeError, TaskError
 from insitu.grading.candidate import Candidate
@@ -16,15 +17,18 @@ from insitu.grading.runners.base import RunLimits, RunReport
 from insitu.grading.runners.common import (
     RunnerBase,
     control_task,
+    failing_checks,
+    failing_tests,
     for_memory,
     out_of_cpu,
     passing,
     run_in,
     share,
+    text_tail,
 )
 from insitu.grading.runners.log_parsers import PARSERS, SKIPPED, XFAIL, read_log
 from insitu.sandbox.base import ExecResult, Sandbox
-from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
+from insitu.types import FailingCheck, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
 
 FRAMED = """
 IFS= read -r nonce || exit 97
@@ -104,6 +108,9 @@ def judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> R
     late = tail.strip() in (b"137", b"152") and out_of_cpu(result, cpu_s)
     outcomes = read_log(tests.parser, _tests_part(tests.script, body).decode("utf-8", "replace"))
     found = _equal(tests, outcomes) if tests.expected else _required(tests, outcomes)
+    if found.failing:
+        last = FailingCheck(name="log", outcome="end of the output", tail=text_tail(body))
+        found = replace(found, failing=failing_checks((last, *found.failing)))
     if late and found.outcome is not Outcome.RESOLVED:
         return _failed(Outcome.TEST_TIMEOUT, total, "out of CPU time", complete=True)
     return found
@@ -137,6 +144,7 @@ def _required(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
         fail_to_pass=(f2p, len(tests.fail_to_pass)),
         pass_to_pass=(p2p, len(tests.pass_to_pass)),
         score=share(tests, f2p, p2p),
+        failing=failing_tests(tests, outcomes, ("PASSED",), still),
     )
 
 
@@ -152,4 +160,9 @@ def _equal(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
         reason=f"{right} of {len(expected)} outcomes are as expected" + (f", {more} more" if more else ""),
         complete=True,
         score=right / len(expected),
+        failing=failing_checks(
+            FailingCheck(name=name, outcome=outcomes.get(name, "missing"), expected=outcome)
+            for name, outcome in expected.items()
+            if outcomes.get(name) != outcome
+        ),
     )

@@ -46,8 +46,8 @@ def _append_call(
     forest: Forest, renderer: ChatRenderer, call: RecordedCall, turn: int, ids: set[str]
 ) -> None:
     plan = forest.plan(call.request, renderer.fingerprint)
-    delta = new_ids(renderer, forest, plan, call.request)
-    node = forest.extend(plan, delta, explain(renderer, forest, plan))
+    delta, spans = new_ids(renderer, forest, plan, call.request)
+    node = forest.extend(plan, delta, explain(renderer, forest, plan), spans)
     reply = Generation(
         ids=renderer.render_reply(call.reply), logprobs=None, finish="stop", version_runs=((0, 0),)
     )

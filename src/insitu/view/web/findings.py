@@ -17,8 +17,6 @@ from insitu.view.web.pages import flat_config, heldout, step_columns
 from insitu.view.web.runs import RunHandle, run_info, summary_of
 
 WAITS = ("queued_s", "agent_s", "engine_s", "grade_s", "total_s")
-LANES = 400
-"""Newest rollouts that the timeline shows."""
 _ADVICE_S = 30.0
 
 
@@ -27,7 +25,7 @@ def health_page(run: RunHandle) -> dict[str, Any]:
     with run.reader() as reader:
         ends = reader.attempts_by_end()
         matrix = reader.all(sql.STATUS_OUTCOME)
-        rows = reader.all(sql.WAITS)
+        rows, lanes = reader.all(sql.WAITS), reader.all(sql.LANES)
         steps = step_columns(reader)
         found = {
             "attempts": {end: ends[end] for end in ENDS},
@@ -39,7 +37,7 @@ def health_page(run: RunHandle) -> dict[str, Any]:
     timed = [{**row, **orjson.loads(row["timings"])} for row in rows]
     return found | {
         "waits": _waits(timed),
-        "lanes": _lanes(timed[:LANES]),
+        "lanes": [_lane(row) for row in lanes],
         "timeline": None,
         "advice": advice(steps, matrix),
     }
@@ -60,14 +58,13 @@ def _waits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _lanes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return when rollouts began and ended, newest first."""
-    found = []
-    for row in rows:
-        ended = ulid_seconds(row["ulid"])
-        shown = {"phase": row["phase"], "step": row["step"], "began_s": ended - row["total_s"]}
-        found.append({**shown, "ended_s": ended, **{name: row[name] for name in WAITS}})
-    return found
+def _lane(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return when a rollout began and ended; without recorded times, by when it was stored."""
+    timings = orjson.loads(row["timings"])
+    ended_s = row["ended_s"] or ulid_seconds(row["ulid"])
+    began_s = row["began_s"] or ended_s - timings["total_s"]
+    found = {name: row[name] for name in ("id", "phase", "step")}
+    return {**found, "began_s": began_s, "ended_s": ended_s, **{name: timings[name] for name in WAITS}}
 
 
 def advice(steps: Mapping[str, Any], matrix: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ from insitu.view.curve import wilson
 from insitu.view.web.credit import Credits, StepCredit
 from insitu.view.web.runs import RunHandle, run_info, summary_of
 from insitu.view.web.token_page import head_turns
-from insitu.view.web.words import Words, prompt_of
+from insitu.view.web.words import Words, message_spans, prompt_of
 
 ALARMS = "_alarm"
 MAX_TELLING = 12
@@ -215,7 +215,8 @@ def task_prompt(reader: RunReader, words: Words | None, rollout_id: str) -> str:
     turns = reader.all(sql.TURN_IDS, id=rollout_id, start=0, count=1)
     if words is None or not turns:
         return ""
-    return prompt_of(words.messages(np.frombuffer(turns[0]["context_ids"], dtype="<i4")))
+    context = np.frombuffer(turns[0]["context_ids"], dtype="<i4")
+    return prompt_of(words.messages(context, spans=message_spans(turns[0])))
 
 
 def last_words(reader: RunReader, words: Words | None, rollout_id: str) -> str:

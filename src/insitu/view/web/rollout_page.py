@@ -16,8 +16,9 @@ from insitu.storage.queries import RunReader
 from insitu.view.web.credit import Credits
 from insitu.view.web.runs import RunHandle, open_inside
 from insitu.view.web.token_page import row_spans
-from insitu.view.web.words import MAX_CHARS, Words, clamped
+from insitu.view.web.words import MAX_CHARS, Words, clamped, message_spans
 
+TIMES = ("began_s", "first_s", "ended_s", "cached")
 MAX_TURNS = 100
 """Turns of one page of a transcript."""
 MAX_PAGE_CHARS = 3 << 20
@@ -25,8 +26,6 @@ MAX_PAGE_CHARS = 3 << 20
 MAX_FILE_CHARS = 256 << 10
 MAX_ARTIFACTS = 500
 MAX_DOWNLOAD_BYTES = 64 << 20
-UNRECORDED_TURN = {"began_s": None, "first_s": None, "ended_s": None, "cached": None}
-"""Fields of a turn that this version of the recorder does not store."""
 
 
 def rollout_page(run: RunHandle, credits: Credits, rollout_id: str) -> dict[str, Any]:
@@ -37,15 +36,18 @@ def rollout_page(run: RunHandle, credits: Credits, rollout_id: str) -> dict[str,
         if state is None and row is None:
             raise RecordError(f"the run has no rollout {rollout_id}")
         found: dict[str, Any] = {"id": rollout_id, "state": state, "row": row}
-        found["attempts"] = [_attempt(attempt) for attempt in reader.all(sql.ATTEMPTS, id=rollout_id)]
+        attempts = [_attempt(attempt) for attempt in reader.all(sql.ATTEMPTS, id=rollout_id)]
+        found["attempts"] = attempts
         if row is not None:
             found |= _decided(reader, row)
+            own = next((a for a in attempts if a["attempt"] == row["attempt"]), {"began_s": None})
+            found["began_s"] = own["began_s"] or row["ended_s"] - row["total_s"]
             found["neighbours"] = neighbours(reader, row)
     found["has"] = {
         "log": (run.path / "logs" / _log_name(rollout_id)).is_file(),
         "artifacts": bool(_artifact_paths(run, rollout_id, most=1)),
         "scores": False,
-        "times": False,
+        "times": any(turn["began_s"] for turn in found.get("turns", ())),
     }
     account = None if row is None else row["account"]
     found["credit"] = None if account is None else credits.of(run, account).of(rollout_id)
@@ -61,11 +63,14 @@ def _decided(reader: RunReader, row: dict[str, Any]) -> dict[str, Any]:
     for segment, held in zip(segments, spans, strict=True):
         segment["turns"] = [span.turn for span in held]
     return {
-        "began_s": row["ended_s"] - row["total_s"],
         "components": orjson.loads(stored["components"]),
         "deleted": orjson.loads(stored["deleted"]),
         "verdict": _verdict(reader.one(sql.VERDICT, id=rollout_id)),
-        "turns": [{**_turn(head), **_lane(head["turn"], segments)} for head in heads],
+        "turns": [
+            {**_turn(head), **_lane(head["turn"], segments), "waited_s": waited}
+            for head, waited in zip(heads, tool_waits(heads), strict=True)
+        ],
+        "waits": waits(row, heads),
         "segments": segments,
         "files": reader.all(sql.FILES, id=rollout_id),
         "drifts": [] if notes is None else orjson.loads(notes["drifts"]),
@@ -74,7 +79,43 @@ def _decided(reader: RunReader, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turn(head: dict[str, Any]) -> dict[str, Any]:
-    return {**UNRECORDED_TURN, **head, "version_runs": orjson.loads(head["version_runs"])}
+    return {**head, "version_runs": orjson.loads(head["version_runs"])}
+
+
+def tool_waits(heads: list[dict[str, Any]]) -> list[float | None]:
+    """Return for each turn the seconds since the reply it continues: the agent and its tools."""
+    ended = {head["turn"]: head["ended_s"] for head in heads}
+    befores = [ended.get(head["parent"]) for head in heads]
+    return [
+        None if before is None or head["began_s"] is None else max(0.0, head["began_s"] - before)
+        for head, before in zip(heads, befores, strict=True)
+    ]
+
+
+def waits(row: dict[str, Any], heads: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return what a rollout waited for, in seconds, and the longest waits; None without recorded times."""
+    timed = sorted(
+        (head["began_s"], head["ended_s"], head["turn"]) for head in heads if head["began_s"] is not None
+    )
+    if not timed:
+        return None
+    sampling_s, until = 0.0, 0.0
+    for began_s, ended_s, _ in timed:  # parallel calls count once
+        sampling_s += max(0.0, ended_s - max(began_s, until))
+        until = max(until, ended_s)
+    parts = [{"turn": turn, "kind": "model", "s": ended_s - began_s} for began_s, ended_s, turn in timed]
+    parts += [
+        {"turn": head["turn"], "kind": "tools", "s": waited}
+        for head, waited in zip(heads, tool_waits(heads), strict=True)
+        if waited is not None
+    ]
+    return {
+        "queued_s": row["queued_s"],
+        "sampling_s": sampling_s,
+        "tools_s": max(0.0, row["agent_s"] - sampling_s),
+        "grade_s": row["grade_s"],
+        "longest": sorted(parts, key=lambda part: -part["s"])[:5],
+    }
 
 
 def _lane(turn: int, segments: list[dict[str, Any]]) -> dict[str, Any]:
@@ -90,12 +131,12 @@ def _verdict(row: dict[str, Any] | None) -> dict[str, Any] | None:
     (fixed, to_fix), (kept, to_keep) = orjson.loads(row["tests"])
     found = {key: value for key, value in row.items() if key not in ("tests", "schema_version", "rollout_id")}
     found["dropped_paths"] = orjson.loads(row["dropped_paths"])
-    return {**found, "fail_to_pass": [fixed, to_fix], "pass_to_pass": [kept, to_keep], "evidence": None}
+    found["evidence"] = None if row["evidence"] is None else orjson.loads(row["evidence"])
+    return {**found, "fail_to_pass": [fixed, to_fix], "pass_to_pass": [kept, to_keep]}
 
 
 def _attempt(row: dict[str, Any]) -> dict[str, Any]:
-    found = {"began_s": None, "ended_s": None, **row}
-    del found["rollout_id"], found["schema_version"]
+    found = {key: value for key, value in row.items() if key not in ("rollout_id", "schema_version")}
     return {**found, "timings": orjson.loads(row["timings"]), "ledger": orjson.loads(row["ledger"])}
 
 
@@ -122,13 +163,18 @@ def transcript(
     with run.reader() as reader:
         turns = reader.all(sql.TURN_IDS, id=rollout_id, start=start, count=min(count, MAX_TURNS))
         heads = reader.all(sql.TURN_HEADS, id=rollout_id)
+    timed = {
+        head["turn"]: {name: head[name] for name in TIMES} | {"waited_s": waited}
+        for head, waited in zip(heads, tool_waits(heads), strict=True)
+    }
     shown, size = [], 0
     for turn in turns:
         context = np.frombuffer(turn["context_ids"], dtype="<i4")
         ids = np.frombuffer(turn["ids"], dtype="<i4")
-        messages = [] if words is None else words.messages(context, chars)
+        messages = [] if words is None else words.messages(context, chars, message_spans(turn))
         reply = None if words is None else words.reply(ids, turn["finish"], chars)
-        shown.append({"turn": turn["turn"], "parent": turn["parent"], "messages": messages, "reply": reply})
+        place = {"turn": turn["turn"], "parent": turn["parent"], **timed[turn["turn"]]}
+        shown.append({**place, "messages": messages, "reply": reply})
         size += sum(len(message["text"]) for message in messages)
         if reply is not None:
             size += sum(len(call["text"]) for call in reply["calls"]) + len(reply["text"]["text"])
@@ -149,9 +195,10 @@ def diff_page(run: RunHandle, rollout_id: str) -> dict[str, Any]:
         for head in reader.all(sql.FILES, id=rollout_id):
             held = reader.one(sql.FILE, id=rollout_id, path=head["path"])
             files.append({**head, **_file_text(b"" if held is None else held["content"])})
+        diff = reader.one(sql.DIFF, id=rollout_id)
     return {
         "id": rollout_id,
-        "diff": None,
+        "diff": None if diff is None else diff["text"],
         "files": files,
         "deleted": orjson.loads(stored["deleted"]),
         "dropped": [] if verdict is None else orjson.loads(verdict["dropped_paths"]),

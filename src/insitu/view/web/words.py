@@ -9,16 +9,17 @@ from __future__ import annotations
 import codecs
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 
 from insitu.chat.load import load_renderer
 from insitu.chat.validation import CodecRenderer
 from insitu.config import Config, model_folder
 from insitu.errors import InsituError
-from insitu.types import Finish, IntArray
+from insitu.types import Finish, IntArray, MessageSpans
 
 MAX_CHARS = 20_000
 """Characters of one text that are sent unless more are asked for; the true length is always sent."""
@@ -40,8 +41,19 @@ class Words:
         """Return the text of ids, control tokens included."""
         return self._renderer.decode(ids)
 
-    def messages(self, context: IntArray, limit: int = MAX_CHARS) -> list[dict[str, Any]]:
-        """Return the messages of new prompt tokens: role, text, its length, and where its ids are."""
+    def messages(
+        self, context: IntArray, limit: int = MAX_CHARS, spans: MessageSpans = ()
+    ) -> list[dict[str, Any]]:
+        """Return the messages of new prompt tokens: role, name, text, its length, and where its ids are.
+
+        `spans` are those that were recorded; without them messages are found by control tokens.
+        """
+        if spans:
+            return [
+                {"role": role, "name": name, "start": start, "stop": stop}
+                | clamped(self._message(context[start:stop], role), limit)
+                for role, start, stop, name in spans
+            ]
         edges = np.flatnonzero(np.isin(context, self._edges)).tolist()
         found = []
         for start, stop in zip([-1, *edges], [*edges, len(context)], strict=True):
@@ -54,8 +66,20 @@ class Words:
             for part in results or [text]:
                 if results or part.strip() or role not in ("assistant", "model"):
                     kind = "tool" if results else role
-                    found.append({"role": kind, "start": start + 1, "stop": stop, **clamped(part, limit)})
+                    place = {"role": kind, "name": "", "start": start + 1, "stop": stop}
+                    found.append({**place, **clamped(part, limit)})
         return found
+
+    def _message(self, ids: IntArray, role: str) -> str:
+        """Return the text of one message without the template's frame."""
+        parts = np.split(ids, np.flatnonzero(np.isin(ids, self._edges)))
+        texts = [self.text(part[np.isin(part, self._edges, invert=True)]) for part in parts]
+        texts = [text for text in texts if text.strip()]
+        if texts and (named := _ROLE.match(texts[0])) and named.end() > len(named[1]):
+            texts[0] = texts[0][named.end() :]
+        text = "".join(texts)
+        result = _RESULT.fullmatch(text) if role == "tool" else None
+        return result[1] if result else text
 
     def reply(self, ids: IntArray, finish: Finish, limit: int = MAX_CHARS) -> dict[str, Any]:
         """Return a sampled reply: text, reasoning and calls, each with its true length."""
@@ -111,6 +135,11 @@ class WordsCache:
                     )
             found = self._kept[key]
         return (found, "") if isinstance(found, Words) else (None, found)
+
+
+def message_spans(turn: Mapping[str, Any]) -> MessageSpans:
+    """Return the recorded messages of a stored turn; empty where none were."""
+    return tuple((role, start, stop, name) for role, start, stop, name in orjson.loads(turn["spans"] or "[]"))
 
 
 def clamped(text: str, limit: int) -> dict[str, Any]:

@@ -18,28 +18,21 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from vllm_lab import CLOSE, FAMILY, PROMPT, ask, gap, our_logprobs
 
-from insitu.chat.model_files import read_folder
-from insitu.chat.template import template_renderer
 from insitu.config import WARM_START, load_config
-from insitu.engines.base import Engine
-from insitu.engines.embedded.model import Qwen3, load_model, save_model
-from insitu.engines.factory import open_engine, probe_prompt
+from insitu.engines.embedded.model import load_model, save_model
+from insitu.engines.factory import open_engine
 from insitu.engines.http import HttpOptions
 from insitu.engines.probe import probe_engine
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
-from insitu.types import Generation, IntArray, Limits, RequestKey, SamplingParams
+from insitu.types import Limits
 from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
-
-FAMILY = template_renderer(read_folder(WARM_START))
-PROMPT = probe_prompt(FAMILY)
-CLOSE = 1e-3
-"""Nats between vLLM's logprobs and ours, both float32."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -63,32 +56,6 @@ def raw_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealVllm]:
     log = tmp_path_factory.mktemp("raw") / "server.log"
     with start_vllm(venv, WARM_START, log, processed=False, scale_out=False) as server:
         yield server
-
-
-async def ask(
-    engine: Engine,
-    turn: int,
-    max_tokens: int,
-    *,
-    temperature: float = 1.0,
-    stop: frozenset[int] = frozenset(),
-    prompt: IntArray = PROMPT,
-) -> Generation:
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_ids=stop)
-    return await engine.generate(prompt, params, RequestKey(seed=5, rollout_id="real", turn=turn))
-
-
-def our_logprobs(model: Qwen3, prompt: IntArray, sampled: IntArray, temperature: float) -> Any:
-    """Of `sampled` after `prompt`, by insitu's own forward: [n] float32."""
-    ids = torch.tensor(np.concatenate([prompt, sampled])[None].astype(np.int64))
-    with torch.no_grad():
-        rows = model.logits(model.hidden(ids[0, :0], ids))[0, len(prompt) - 1 : -1] / temperature
-        return rows.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
-
-
-def gap(model: Qwen3, said: Generation, temperature: float, prompt: IntArray = PROMPT) -> float:
-    assert said.logprobs is not None
-    return float(np.abs(our_logprobs(model, prompt, said.ids, temperature) - said.logprobs).max())
 
 
 def changed_copy(source: Path, folder: Path, seed: int) -> Path:

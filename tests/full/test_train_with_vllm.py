@@ -3,16 +3,20 @@ rollouts are collected ahead of the trainer, and weights change while agents are
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_lab import train
+from vllm_lab import CLOSE, ask, gap, train
 
+from insitu.engines.embedded.model import load_model
+from insitu.engines.http import HttpOptions
+from insitu.engines.vllm import open_vllm
 from insitu.storage.run_dir import read_store
-from tests.fakes.vllm_server import RealVllm
+from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = pytest.mark.full
 
@@ -67,3 +71,16 @@ def test_weights_change_in_the_server(finished: tuple[Path, dict[str, Any]], rea
     assert len(versions) >= STEPS - 2
     with urllib.request.urlopen(f"{real_vllm.url}/weight_info", timeout=10) as answer:
         assert json.loads(answer.read())["weight_version"] == str(last["version"])
+
+
+def test_a_checkpoint_is_served_as_it_is(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    run_dir, _ = finished
+    checkpoint = run_dir / "checkpoints" / f"step-{STEPS:05d}"
+    venv = installed_vllm(Path(__file__).parents[2] / "scripts" / "setup-vllm")
+
+    async def sampled(url: str) -> float:
+        async with open_vllm(HttpOptions(url=url, call_deadline_s=120.0)) as engine:
+            return gap(load_model(checkpoint), await ask(engine, 0, 48), 1.0)
+
+    with start_vllm(venv, checkpoint, tmp_path / "server.log") as server:
+        assert asyncio.run(sampled(server.url)) < CLOSE

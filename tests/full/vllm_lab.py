@@ -1,4 +1,4 @@
-"""Runs of `insitu train FILE` beside a real vLLM server."""
+"""Runs of `insitu train FILE` beside a real vLLM server, and its log-probabilities beside our own forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import template_renderer
+from insitu.config import WARM_START
+from insitu.engines.base import Engine
+from insitu.engines.embedded.model import Qwen3
+from insitu.engines.factory import probe_prompt
 from insitu.storage.run_dir import read_store
+from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+
+FAMILY = template_renderer(read_folder(WARM_START))
+PROMPT = probe_prompt(FAMILY)
+CLOSE = 1e-3
+"""Nats between vLLM's logprobs and ours, both float32."""
 
 
 def train(folder: Path, url: str, tables: Mapping[str, Mapping[str, object]]) -> tuple[Path, dict[str, Any]]:
@@ -56,3 +71,29 @@ def report(run: Path, summary: Mapping[str, Any]) -> str:
         f" at most {stale[-1]}, publication {statistics.median(published_s(run)):.2f} s (median), gap"
         f" {summary['max_logprob_gap']:.2g}, {summary['wall_s']:.0f} s"
     )
+
+
+async def ask(
+    engine: Engine,
+    turn: int,
+    max_tokens: int,
+    *,
+    temperature: float = 1.0,
+    stop: frozenset[int] = frozenset(),
+    prompt: IntArray = PROMPT,
+) -> Generation:
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_ids=stop)
+    return await engine.generate(prompt, params, RequestKey(seed=5, rollout_id="real", turn=turn))
+
+
+def our_logprobs(model: Qwen3, prompt: IntArray, sampled: IntArray, temperature: float) -> Any:
+    """Of `sampled` after `prompt`, by insitu's own forward: [n] float32."""
+    ids = torch.tensor(np.concatenate([prompt, sampled])[None].astype(np.int64))
+    with torch.no_grad():
+        rows = model.logits(model.hidden(ids[0, :0], ids))[0, len(prompt) - 1 : -1] / temperature
+        return rows.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def gap(model: Qwen3, said: Generation, temperature: float, prompt: IntArray = PROMPT) -> float:
+    assert said.logprobs is not None
+    return float(np.abs(our_logprobs(model, prompt, said.ids, temperature) - said.logprobs).max())

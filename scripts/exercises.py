@@ -5,8 +5,8 @@
 SOURCE is a checkout of a track of Exercism (folders with .meta/config.json), or, with --package, a repository
 whose package NAME has its tests in tests/test_<topic>.py: of what each imports one module becomes a task, in
 which the bodies of its functions are to be written again. OUT gets harbor/<id>/, unit_tests.jsonl and
-rows.jsonl. IMAGE, with Python 3, is what the Dockerfiles start from. Nothing of SOURCE belongs in this
-repository.
+rows.jsonl. IMAGE, with Python 3 and what the tests import (pytest), is what the Dockerfiles start from.
+Nothing of SOURCE belongs in this repository.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
     run.sqlite    rollouts, turns, steps          curve.svg     learning curve
     metrics.jsonl one line per event              report.txt    final report as printed
     logs/         one file per process            checkpoints/  weights after each step
+    tokenizer/    what turns ids into text
 
 The lock is an flock, released when its process ends, also after kill -9. Files are replaced atomically:
 written to a temporary file, synced and renamed.
@@ -23,8 +24,8 @@ from typing import Any, Self, TextIO
 
 import orjson
 
-from insitu.config import Config, dump_toml, load_config
-from insitu.errors import RecordError, SetupError
+from insitu.config import Config, dump_toml, load_config, model_folder
+from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.metrics import MetricsFile, disk_error, read_metrics
 from insitu.storage.store import EmptyStore, Store
 from insitu.storage.ulid import new_ulid
@@ -38,6 +39,17 @@ KIND = "kind"
 STORE_FILES = ("run.sqlite", "run.sqlite-wal", "run.sqlite-shm", "metrics.jsonl")
 AT_START = frozenset({"config.toml", "lock", "logs/insitu.log", *STORE_FILES})
 """Files that a run has before its first rollout."""
+TOKENIZER = "tokenizer"
+"""Folder with the tokenizer and chat template of the run, so that a copied run still has text."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "insitu_renderer.json",
+    "config.json",
+)
+TOKENIZER_BYTES = 20 << 20
+"""Most bytes of a tokenizer that is kept."""
 LEARNER_LOG = "logs/learner.log"
 SPACE_BYTES = 128 << 20
 """Minimum free disk space to start a run."""
@@ -77,6 +89,7 @@ class RunDir:
         try:
             _remove_unused_run(path)
             write_text(path / "config.toml", dump_toml(config))
+            _keep_tokenizer(config, path / TOKENIZER)
         except BaseException:
             lock.close()
             raise
@@ -152,6 +165,31 @@ class RunDir:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _keep_tokenizer(config: Config, folder: Path) -> None:
+    """Copy the tokenizer of a run whose model is on this machine; a failure is only logged."""
+    if config.engine.kind == "upstream":
+        return
+    try:
+        source = model_folder(config)
+        found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+        if sum(path.stat().st_size for path in found) > TOKENIZER_BYTES:
+            return
+        folder.mkdir(exist_ok=True)
+        for path in found:
+            shutil.copyfile(path, folder / path.name)
+    except (OSError, ConfigError) as error:
+        log.warning("tokenizer not kept error=%s", error)
+
+
+def tokenizer_folder(config: Config) -> Path:
+    """Return the folder with a stored run's tokenizer: its own, else the model's.
+
+    Raises ConfigError when neither has one.
+    """
+    own = Path(config.run.dir) / TOKENIZER
+    return own if (own / "tokenizer.json").is_file() else model_folder(config)
 
 
 def name_run(config: Config) -> Config:
@@ -278,7 +316,7 @@ def _unused(path: Path) -> bool:
         names = {str(file.relative_to(path)) for file in written} - AT_START
         if LEARNER_LOG in names and b"Traceback" not in (path / LEARNER_LOG).read_bytes():
             names.remove(LEARNER_LOG)
-        return not any(name for name in names if not name.startswith("weights/"))
+        return not any(name for name in names if not name.startswith(("weights/", f"{TOKENIZER}/")))
     return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -370,6 +371,21 @@ async def test_a_run_of_an_earlier_schema_shows_what_it_has(lab_run: Path, tmp_p
         text = await client.json("/api/lab/transcript", id=ONE)
         assert [message["role"] for message in text["turns"][0]["messages"]] == ["system", "user"]
         assert (await client.json("/api/lab/diff", id=ONE))["diff"] is None
+
+
+async def test_a_copied_run_shows_text_without_its_model(lab_run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "lab"
+    shutil.copytree(lab_run, copy)
+    text = (copy / "config.toml").read_text()
+    (copy / "config.toml").write_text(re.sub(r'\[model\]\npath = ""', '[model]\npath = "/gone"', text))
+    assert 'path = "/gone"' in (copy / "config.toml").read_text()
+    async with viewing(copy) as client:
+        found = await client.json("/api/lab/transcript", id=ONE)
+        assert found["turns"][2]["reply"]["text"]["text"] == "done"
+        shutil.rmtree(copy / "tokenizer")
+    async with viewing(copy) as client:
+        found = await client.json("/api/lab/transcript", id=ONE)
+        assert "it has no tokenizer.json" in found["problem"]
 
 
 async def test_links_inside_a_run_are_not_followed(lab_run: Path, tmp_path: Path) -> None:

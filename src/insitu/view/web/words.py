@@ -17,8 +17,9 @@ import orjson
 
 from insitu.chat.load import load_renderer
 from insitu.chat.validation import CodecRenderer
-from insitu.config import Config, model_folder
+from insitu.config import Config
 from insitu.errors import InsituError
+from insitu.storage.run_dir import tokenizer_folder
 from insitu.types import Finish, IntArray, MessageSpans
 
 MAX_CHARS = 20_000
@@ -124,11 +125,11 @@ class WordsCache:
         """Return the decoder of a run, or None and the reason why there is none."""
         if config.engine.kind == "upstream":
             return None, "the run holds text of a provider and no tokens"
-        key = f"{config.model.path}|{config.model.renderer}"
+        key = f"{config.run.dir}|{config.model.path}|{config.model.renderer}"
         with self._lock:
             if key not in self._kept:
                 try:
-                    self._kept[key] = Words(load_renderer(model_folder(config), config.model.renderer))
+                    self._kept[key] = Words(load_renderer(tokenizer_folder(config), config.model.renderer))
                 except InsituError as error:
                     self._kept[key] = "the tokenizer of the run cannot be loaded: " + " ".join(
                         str(error).split()

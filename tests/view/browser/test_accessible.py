@@ -8,9 +8,8 @@ from typing import Any
 import axe
 import pytest
 from addresses import addresses
+from browser_lab import Served, open_tab
 from test_pages import task_of
-
-from conftest import Served, open_tab
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

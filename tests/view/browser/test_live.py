@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser_lab import Served, Tab, open_tab, serve
 from run_lab import Flavour, make_rollout, make_run
 
-from conftest import Served, Tab, open_tab, serve
 from insitu.storage.run_dir import RunDir
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

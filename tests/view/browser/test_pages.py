@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from addresses import ROLLOUT, addresses
-
-from conftest import Tab
+from browser_lab import Tab
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 FOREIGN = """() => ({
@@ -129,7 +128,7 @@ def test_a_search_of_what_is_not_there_says_so(tab: Tab) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_scheme_follows_the_system_and_the_switch(browser: Any, served: Any, scheme: str) -> None:
-    from conftest import open_tab
+    from browser_lab import open_tab
 
     for tab in open_tab(browser, served, color_scheme=scheme):
         tab.open("#/lab")

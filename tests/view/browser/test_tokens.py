@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser_lab import Tab, open_tab, serve
 from run_lab import Flavour, make_rollout, make_run
 
-from conftest import Tab, open_tab, serve
 from insitu.storage.run_dir import RunDir
 from insitu.types import IntArray, Ledger, Rollout, Segment, Trajectory, Turn
 

@@ -14,7 +14,7 @@ export function Minimap({ run, id, segment, view, at, onGo }) {
   useEffect(() => {
     const element = canvas.current;
     if (!element || !data) return undefined;
-    const draw = () => drawMinimap(element, data, view, at);
+    const draw = () => drawMinimap(element, data);
     draw();
     const watch = new ResizeObserver(draw);
     watch.observe(element);
@@ -23,7 +23,7 @@ export function Minimap({ run, id, segment, view, at, onGo }) {
       watch.disconnect();
       stop();
     };
-  }, [data, view, at]);
+  }, [data]);
   if (!data?.tokens) return html`<div class="minimap-space"></div>`;
   const tokenAt = (event) => {
     const place = event.currentTarget.getBoundingClientRect();
@@ -35,14 +35,18 @@ export function Minimap({ run, id, segment, view, at, onGo }) {
     event.preventDefault();
     onGo(Math.max(0, Math.min(data.tokens - 1, Math.max(0, at) + by)));
   };
-  return html`<figure class="minimap">
+  const percent = (token) => `${(100 * token) / data.tokens}%`;
+  return html`<figure class="minimap"><div class="minimap-track">
     <canvas ref=${canvas} height=${HEIGHT} tabindex="0" role="slider" aria-label="position in the row" aria-valuemin="0" aria-valuemax=${data.tokens} aria-valuenow=${Math.max(0, at)} aria-valuetext=${`token ${int(Math.max(0, at))} of ${int(data.tokens)}`}
       onPointerDown=${(event) => (event.currentTarget.setPointerCapture(event.pointerId), onGo(tokenAt(event)))} onPointerMove=${(event) => event.buttons && onGo(tokenAt(event))} onKeyDown=${keys}></canvas>
+    <div class="minimap-view" style=${{ left: percent(view[0]), width: percent(view[1] - view[0]) }}></div>
+    ${at >= 0 && html`<div class="minimap-at" style=${{ left: percent(at) }}></div>`}</div>
     <figcaption><ul class="legend"><li><span class="swatch box swatch-1"></span>sampled</li><li><span class="swatch swatch-2"></span>lowest log-probability</li><li><span class="swatch box swatch-turn"></span>turn begins</li></ul></figcaption>
   </figure>`;
 }
 
-function drawMinimap(element, data, view, at) {
+/** Drawn once per row: what moves while one scrolls stands above the canvas. */
+function drawMinimap(element, data) {
   const ratio = devicePixelRatio || 1;
   const width = element.clientWidth;
   element.width = Math.round(width * ratio);
@@ -50,7 +54,7 @@ function drawMinimap(element, data, view, at) {
   const draw = element.getContext("2d");
   if (!draw) return;
   draw.scale(ratio, ratio);
-  const [trained, line, mark, dim, back] = ["--c1", "--c2", "--accent", "--line-strong", "--sunk"].map(cssColour);
+  const [trained, line, dim, back] = ["--c1", "--c2", "--line-strong", "--sunk"].map(cssColour);
   draw.fillStyle = back;
   draw.fillRect(0, 0, width, HEIGHT);
   const x = (token) => (token / data.tokens) * width;
@@ -77,11 +81,4 @@ function drawMinimap(element, data, view, at) {
     else draw.moveTo(x(edge), y);
   });
   draw.stroke();
-  draw.strokeStyle = mark;
-  draw.lineWidth = 2;
-  draw.strokeRect(x(view[0]) + 1, 1, Math.max(4, x(view[1]) - x(view[0]) - 2), HEIGHT - 2);
-  if (at >= 0) {
-    draw.fillStyle = mark;
-    draw.fillRect(x(at) - 1, 0, 2, HEIGHT);
-  }
 }

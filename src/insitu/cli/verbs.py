@@ -199,20 +199,10 @@ def _require_learner(config: Config, *, trains: bool) -> None:
 
 
 def _view(config: Config, options: argparse.Namespace) -> View:
-    """Return the live view on a capable terminal, else the plain one; on stderr with --json."""
-    stream = sys.stderr if options.json else sys.stdout
-    if not options.plain and not config.run.plain and stream.isatty():
-        from rich.console import Console
+    """Return the view of a run; on stderr with --json."""
+    from insitu.view.open import open_view
 
-        from insitu.view.live import LiveView
-
-        console = Console(file=stream)
-        # rich prints nothing on a dumb terminal until the end, and the view needs Unicode.
-        if not console.is_dumb_terminal and console.encoding.startswith("utf"):
-            return LiveView(console)
-    from insitu.view.plain import PlainView
-
-    return PlainView(stream)
+    return open_view(sys.stderr if options.json else sys.stdout, plain=options.plain or config.run.plain)
 
 
 def replay_verb(options: argparse.Namespace) -> int:
@@ -327,18 +317,21 @@ def conformance_verb(options: argparse.Namespace) -> int:
 
 
 def install_verb(options: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from insitu.agents.install import install
     from insitu.agents.recipe import parse_agent
+    from insitu.view.open import open_view
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    for text in options.agents:
-        recipe = parse_agent(text)
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            installed = install(recipe, lambda line: progress.update(progress.add_task(line), total=None))
-        print(f"{recipe.name} {recipe.version}: {installed.folder or 'no packages to install'}")
+    view = open_view(sys.stderr)
+    installed = {}
+    try:
+        view.stage("installing agents", len(options.agents))
+        for done, recipe in enumerate(map(parse_agent, options.agents), 1):
+            installed[f"{recipe.name} {recipe.version}"] = install(recipe, view.note)
+            view.advance(done)
+    finally:
+        view.close()
+    for name, found in installed.items():
+        print(f"{name}: {found.folder or 'no packages to install'}")
     return 0
 
 

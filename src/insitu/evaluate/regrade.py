@@ -29,6 +29,7 @@ from insitu.storage.store import Store
 from insitu.tasks.base import Split, TaskSource
 from insitu.tasks.factory import open_source
 from insitu.types import Outcome, Rollout, Task, Verdict
+from insitu.view.open import open_view
 
 CHUNK = 64
 MAX_SEARCHED = 100_000
@@ -100,25 +101,26 @@ async def regrade_run(path: Path, *, write: bool = False) -> Regraded:
         return await _regrade(run_dir.config, store, write=True)
 
 
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 async def _regrade(config: Config, store: Store, *, write: bool) -> Regraded:
     source = open_source(config, limits_of(config), runner_for)
     result = Regraded()
-    phases = list(store.phases())
+    phases = store.phases()
     task_ids = {rollout.task_id for phase, step in phases for rollout in store.rollouts(phase, step)}
     tasks = find_tasks(source, task_ids)
     check_tasks(config, tasks.values())
-    async with make_pool(config, _log) as pool:
+    view, done = open_view(sys.stderr), 0
+    async with make_pool(config, view.note) as pool:
         judge = make_judge(config, pool, source, cached=False)
         try:
+            view.stage("grading", sum(phases.values()))
             for phase, step in phases:
                 writable = write and (phase != "train" or store.still_open(phase, step))
                 for chunk in _chunks(store.rollouts(phase, step)):
                     await _judge_all(chunk, tasks, judge, result, store if writable else None)
+                    done += len(chunk)
+                    view.advance(done)
         finally:
+            view.close()
             await judge.close()
     return result
 

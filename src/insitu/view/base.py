@@ -62,6 +62,7 @@ class Progress:
     stage_name: str = ""
     stage_total: int = 0
     stage_done: int = 0
+    stage_started_s: float = 0.0
     planned: int = 0
     finished: int = 0
     running: set[str] = field(default_factory=set)
@@ -79,6 +80,7 @@ class Progress:
 
     def stage(self, name: str, total: int) -> None:
         self.stage_name, self.stage_total, self.stage_done = name, total, 0
+        self.stage_started_s = self.clock()
         self._graded.clear()
 
     def rollout_started(self, rollout_id: str) -> None:
@@ -116,9 +118,15 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate from the pace of the last rollouts, including training time; None if unknown."""
+        """Estimate from the pace of the last rollouts, including training time; None if unknown.
+
+        Without planned rollouts it is the time left of the stage.
+        """
+        if self.planned <= 0:
+            pace = (self.clock() - self.stage_started_s) / self.stage_done if self.stage_done else 0.0
+            return max(0, self.stage_total - self.stage_done) * pace or None
         remaining = self.planned - self.finished
-        if len(self._pace) < 3 or self.planned <= 0:
+        if len(self._pace) < 3:
             return None
         seconds = self.clock() - self._pace[0]
         return max(0, remaining) * seconds / (len(self._pace) - 1)

@@ -64,10 +64,9 @@ class PlainView:
         total = f"/{p.stage_total}" if p.stage_total else ""
         rate = f" solved={p.score.rate:.2f}" if p.score.total else ""
         rate += f" reward={p.score.reward_mean:.2f}" if p.score.partial else ""
-        self._write(
-            f"{p.stage_name}: {p.stage_done}{total} done, {len(p.running)} running"
-            f"{rate} tokens/s={p.tokens_per_s:.0f} left={duration(p.seconds_left)}"
-        )
+        if p.finished or p.running:
+            rate = f", {len(p.running)} running{rate} tokens/s={p.tokens_per_s:.0f}"
+        self._write(f"{p.stage_name}: {p.stage_done}{total} done{rate} left={duration(p.seconds_left)}")
 
     def _write(self, text: str) -> None:
         self._written_s = self._progress.clock()

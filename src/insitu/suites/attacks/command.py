@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -23,6 +25,7 @@ from insitu.suites.attacks.run import AttackReport, run_matrix
 from insitu.suites.attacks.runner import NAIVE_WORK_BYTES, Cell
 from insitu.suites.attacks.target import target_for
 from insitu.suites.attacks.user_tasks import run_user_tasks, user_targets
+from insitu.view.open import open_view
 
 WIDTH = 150
 """Width of the table outside of a terminal."""
@@ -77,7 +80,8 @@ def run(options: argparse.Namespace, path: Path | None, overrides: Sequence[str]
     config = load_config(path, overrides)
     backend, careless = open_backends(config)
     if path is None and not any(one.startswith("tasks.") for one in overrides):
-        report = run_interruptible(run_matrix(attacks, names, backend, careless, _tell))
+        with _progress(len(attacks) * len(names)) as note:
+            report = run_interruptible(run_matrix(attacks, names, backend, careless, note))
     else:
         name = str(path or config.tasks.path or config.tasks.source)
         found = user_targets(config, name, options.tasks, _say)
@@ -91,7 +95,8 @@ def run(options: argparse.Namespace, path: Path | None, overrides: Sequence[str]
                 f"attacks {options.only} know the reference subject; none can be tried on {name}"
             )
         names = tuple(dict.fromkeys(one.task.grading.runner for one in subjects))
-        report = run_interruptible(run_user_tasks(attacks, subjects, backend, _tell))
+        with _progress(len(attacks) * len(subjects)) as note:
+            report = run_interruptible(run_user_tasks(attacks, subjects, backend, note))
     print_report(report, attacks, names, Console(file=shown, width=None if shown.isatty() else WIDTH))
     if options.json:
         print(orjson.dumps(report.as_json()).decode())
@@ -102,8 +107,21 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _tell(cell: Cell) -> None:
-    print(f"{cell.runner} {cell.id} {'FAILED' if cell.failures else 'ok'}", file=sys.stderr)
+@contextmanager
+def _progress(cells: int) -> Iterator[Callable[[Cell], None]]:
+    """Yield a callback that shows each finished cell."""
+    view = open_view(sys.stderr)
+    done = itertools.count(1)
+
+    def note(cell: Cell) -> None:
+        view.note(f"{cell.runner} {cell.id} {'FAILED' if cell.failures else 'ok'}")
+        view.advance(next(done))
+
+    try:
+        view.stage("attacking", cells)
+        yield note
+    finally:
+        view.close()
 
 
 def print_report(

@@ -18,6 +18,7 @@ from insitu.shutdown import run_interruptible
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.checks import ConformanceResult
 from insitu.suites.conformance.run import conform
+from insitu.view.open import open_view
 
 LOG_TAIL = 2000
 WIDTH = 130
@@ -55,9 +56,15 @@ def run(recipes: Mapping[str, Recipe], *, json: bool, record: Path | None) -> bo
 async def _conform_all(recipes: Mapping[str, Recipe], record: Path | None) -> dict[str, ConformanceResult]:
     backend = LocalBackend()
     findings = {}
-    for name, recipe in recipes.items():
-        print(f"{name} ...", file=sys.stderr)
-        findings[name] = await conform(recipe, backend, record)
+    view = open_view(sys.stderr)
+    try:
+        view.stage("checking agents", len(recipes))
+        for done, (name, recipe) in enumerate(recipes.items(), 1):
+            view.note(name)
+            findings[name] = await conform(recipe, backend, record)
+            view.advance(done)
+    finally:
+        view.close()
     return findings
 
 

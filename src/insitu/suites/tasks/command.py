@@ -11,6 +11,7 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError, boundary
 from insitu.suites.tasks.export import export_rows
 from insitu.suites.tasks.validate import ValidateOptions, items_of, list_tasks, show_task, validate
+from insitu.view.open import open_view
 
 DEFAULT_ALLOWLIST = "allowlist.json"
 
@@ -41,7 +42,11 @@ def _validate(config: Config, options: argparse.Namespace) -> int:
     # What an earlier gate left out is to be looked at again.
     ungated = config.model_copy(update={"tasks": config.tasks.model_copy(update={"allowlist": ""})})
     chosen = ValidateOptions(repeats=options.repeats, allowlist=path, limit=options.limit, ids=options.id)
-    summary = validate(ungated, chosen, sys.stderr)
+    view = open_view(sys.stderr)
+    try:
+        summary = validate(ungated, chosen, view)
+    finally:
+        view.close()
     if options.json:
         print(json.dumps(summary))
     else:

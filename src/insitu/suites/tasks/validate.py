@@ -15,9 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, TaskError
@@ -33,6 +32,7 @@ from insitu.tasks.base import Item
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import open_source
 from insitu.types import Oracle, Task
+from insitu.view.base import View
 
 GENERATED_TASKS = 64
 """Default number of tasks of an endless source."""
@@ -63,6 +63,16 @@ def items_of(
     return itertools.islice(_chosen(source.every(), ids), limit or None), source
 
 
+def _count(options: ValidateOptions, source: RowSource | None) -> int:
+    """Return how many tasks will be looked at."""
+    if options.ids:
+        return len(options.ids)
+    if source is None:
+        return options.limit or GENERATED_TASKS
+    size = (source.size("train") or 0) + (source.size("eval") or 0)
+    return min(options.limit or size, size)
+
+
 def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
     if not ids:
         yield from items
@@ -76,14 +86,15 @@ def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
         raise TaskError(f"there is no task {min(missing)}")
 
 
-def validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mapping[str, Any]:
+def validate(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
     """Validate every task that is not settled; return counts and failures. Raises InsituError."""
-    return run_interruptible(_validate(config, options, stream))
+    return run_interruptible(_validate(config, options, view))
 
 
-async def _validate(config: Config, options: ValidateOptions, stream: TextIO) -> Mapping[str, Any]:
+async def _validate(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
     items, source = items_of(config, options.limit, options.ids)
-    gate = _GateFile(options, stream)
+    gate = _GateFile(options, view)
+    view.stage("validating tasks", _count(options, source))
     settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers)
     waiting: asyncio.Queue[Item] = asyncio.Queue(maxsize=2 * config.grade.workers)
 
@@ -94,12 +105,12 @@ async def _validate(config: Config, options: ValidateOptions, stream: TextIO) ->
             waiting.task_done()
 
     try:
-        say = partial(print, file=stream, flush=True)
-        async with make_pool(config, say) as pool, asyncio.TaskGroup() as group:
+        async with make_pool(config, view.note) as pool, asyncio.TaskGroup() as group:
             grader = Grader(pool, settings)
             workers = [group.create_task(work(grader, pool)) for _ in range(config.grade.workers)]
             for item in items:
                 if gate.settled(item.task):
+                    view.advance(len(gate.seen))
                     continue
                 if (found := unplaced(config, item.task)) is not None:
                     gate.put(item.task, found)
@@ -117,8 +128,8 @@ async def _validate(config: Config, options: ValidateOptions, stream: TextIO) ->
 class _GateFile:
     """The gate file during a validation."""
 
-    def __init__(self, options: ValidateOptions, stream: TextIO) -> None:
-        self._options, self._stream = options, stream
+    def __init__(self, options: ValidateOptions, view: View) -> None:
+        self._options, self._view = options, view
         self._gate = read_allowlist(options.allowlist, missing_ok=True)
         self._findings = dict(self._gate.findings)
         self._kept = time.monotonic()
@@ -133,8 +144,8 @@ class _GateFile:
     def put(self, task: Task, found: TaskFinding) -> None:
         self._findings[task.id] = self.seen[task.id] = found
         reason = f": {found.reason}" if found.reason else ""
-        line = f"{found.status:8} {task.id} ({found.seconds:.1f} s){reason}"
-        print(line, file=self._stream, flush=True)
+        self._view.note(f"{found.status:8} {task.id} ({found.seconds:.1f} s){reason}")
+        self._view.advance(len(self.seen))
         if time.monotonic() - self._kept > KEEP_EVERY_S:
             self.keep()
             self._kept = time.monotonic()

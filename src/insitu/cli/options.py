@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from insitu import __version__
 from insitu.cli import verbs
+from insitu.cli.completion import SCRIPTS, candidates
 from insitu.cli.init import ENGINES
 
 GROUPS = {
     "train": ("demo", "init", "train", "sft", "rollout"),
     "look": ("view", "show", "export", "replay", "grade"),
     "tasks": ("tasks", "attack"),
-    "tools": ("serve", "recover", "conformance", "install", "doctor"),
+    "tools": ("serve", "recover", "conformance", "install", "completion", "doctor"),
 }
 """Commands by topic, in the order of the help text."""
 _INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")
@@ -57,6 +60,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; overrides may be at any position."""
     # argparse by itself accepts positional overrides only as one contiguous group.
     parser = _parser()
+    if os.environ.get("INSITU_COMPLETE"):
+        words = sys.argv[1:] if argv is None else argv
+        print("\n".join(candidates(words, _subcommands(parser))))
+        parser.exit()
     options, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in options]
     if unknown:
@@ -115,6 +122,9 @@ def _parser() -> argparse.ArgumentParser:
         "agents", nargs="+", metavar="AGENT", help="NAME, NAME@VERSION or TOML file with [harness]"
     )
     install.set_defaults(verb=verbs.install_verb)
+    completion = commands.add_parser("completion", description="print the completion script of a shell")
+    completion.add_argument("shell", choices=tuple(SCRIPTS), help='bash: eval "$(insitu completion bash)"')
+    completion.set_defaults(verb=lambda options: print(SCRIPTS[options.shell], end="") or 0)
     doctor = commands.add_parser("doctor", description="check this machine for insitu's requirements")
     doctor.set_defaults(verb=verbs.doctor_verb)
     parser.epilog = _overview(commands.choices)

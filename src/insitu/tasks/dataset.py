@@ -181,9 +181,9 @@ class RowSource:
         try:
             changed = self._transform(dict(row))
         except Exception as error:
-            raise TaskError(f"{place}: transform raised {error!a}") from error
+            raise TaskError(f"transform raised {error!a}") from error
         if changed is not None and not isinstance(changed, dict):
-            raise TaskError(f"{place}: transform gave a {type(changed).__name__}, not a dict or None")
+            raise TaskError(f"transform gave a {type(changed).__name__}, not a dict or None")
         return changed
 
     def _load(self, entry: _Entry) -> Item:

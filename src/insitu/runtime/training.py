@@ -148,19 +148,21 @@ async def assemble(
         learner = await stack.enter_async_context(Learner.start(spec))
         keep_start_model(store, learner)
         engine, publisher = await stack.enter_async_context(_sampled_by(run, learner, renderer, note))
-        life = LearnerSupervisor(
+        supervisor = LearnerSupervisor(
             learner, publisher, committed(run, store), restarts=config.train.restarts, say=note
         )
-        await life.begin()
+        await supervisor.begin()
         if config.engine.kind == "embedded":
-            engine = RetryingEngine(engine, life)
+            engine = RetryingEngine(engine, supervisor)
         stage("starting the agents")
         backend = TokenBackend(engine, renderer)
         runtime = await stack.enter_async_context(open_runtime(config, backend, source, prepared.setup, note))
         agents = RunAgents(
             source=source, harness=runtime.harness, attempts=runtime.attempts(run), engine=engine
         )
-        yield RunParts(agents=agents, learner=learner, life=life, plan_config=PlanConfig.of(config))
+        yield RunParts(
+            agents=agents, learner=learner, supervisor=supervisor, plan_config=PlanConfig.of(config)
+        )
 
 
 @asynccontextmanager
@@ -173,11 +175,11 @@ async def assemble_served(
     spec = LearnerSpec.of(config, model=model_folder(config), log=run.logs / "learner.log")
     async with Learner.start(replace(spec, samples=False)) as learner:
         keep_start_model(store, learner)
-        life = LearnerSupervisor(
+        supervisor = LearnerSupervisor(
             learner, NoEngine(), committed(run, store), restarts=config.train.restarts, say=note
         )
-        await life.begin()
-        yield RunParts(agents=None, learner=learner, life=life, plan_config=PlanConfig.of(config))
+        await supervisor.begin()
+        yield RunParts(agents=None, learner=learner, supervisor=supervisor, plan_config=PlanConfig.of(config))
 
 
 async def run_training(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:

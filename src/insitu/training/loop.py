@@ -170,7 +170,7 @@ class TrainingLoop:
             self._sink,
             self._view,
             self._breaker,
-            check=parts.life.check,
+            check=parts.supervisor.check,
             warn=self._view.note,
             version=parts.learner.version,
         )
@@ -204,7 +204,7 @@ class TrainingLoop:
             self._breaker,
             options,
             tasks,
-            check=self._parts.life.check,
+            check=self._parts.supervisor.check,
             version=agents.engine.receipt.version,
         )
         score = score_of(groups)
@@ -232,7 +232,7 @@ class TrainingLoop:
         plan = plan_step(groups, self._parts.plan_config)
         self._store.assign(step, graded)
         folder = self._run.checkpoints / f"step-{step:05d}"
-        trained = await self._parts.life.train(plan, folder)
+        trained = await self._parts.supervisor.train(plan, folder)
         result = trained.result
         ledger = reassign(plan.ledger, "mismatch", result.mismatched)
         metrics = step_metrics(groups, ledger, result)
@@ -251,7 +251,7 @@ class TrainingLoop:
         # includes publication and evaluation since the previous step
         metrics["cycle_s"] = now - (began if self._closed is None else self._closed)
         self._closed = now
-        metrics |= {"weights": trained.weights, "learner_restarts": self._parts.life.restarts}
+        metrics |= {"weights": trained.weights, "learner_restarts": self._parts.supervisor.restarts}
         self._store.commit_step(
             step,
             metrics,
@@ -266,7 +266,7 @@ class TrainingLoop:
         if not result.skipped:
             batches.pending(result.version)
         publishing = time.monotonic()
-        await self._parts.life.publish(trained)
+        await self._parts.supervisor.publish(trained)
         metrics["publish_s"] = time.monotonic() - publishing
         failpoint.hit("loop.published")
         batches.published(result.version)

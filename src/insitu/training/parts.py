@@ -30,5 +30,5 @@ class RunParts:
     agents: RunAgents | None
     """None = the rollouts are stored sessions (`collect.run`)."""
     learner: Learner
-    life: LearnerSupervisor
+    supervisor: LearnerSupervisor
     plan_config: PlanConfig

@@ -110,7 +110,7 @@ class Run:
         learner.version = version
         parts = RunParts(
             agents=None, learner=cast(Any, learner),
-            life=LearnerSupervisor(learner, learner, lambda: None, restarts=0),
+            supervisor=LearnerSupervisor(learner, learner, lambda: None, restarts=0),
             plan_config=PlanConfig.of(run.config),
         )  # fmt: skip
         self.loop = TrainingLoop(run, store, metrics, parts, cast(Any, self.told), WallClock(store, 0.0))

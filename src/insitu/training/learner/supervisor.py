@@ -62,7 +62,7 @@ class Trained:
     result: StepResult
     weights: str
     """Hex digest over all tensors after it."""
-    life: int
+    process: int
     """Number of the learner process, from 0."""
 
 
@@ -81,13 +81,13 @@ class LearnerSupervisor:
         """Supervise. say: receives a warning at each death."""
         self._learner, self._publisher, self._committed = learner, publisher, committed
         self._restarts, self._say = restarts, say
-        self._life = 0
+        self._process = 0
         self._deaths = 0
         """Since the last committed step."""
-        self._sound = True
+        self._weights_ready = True
         """False from a death until the new process has the right weights, even if the waiter was
         cancelled."""
-        self._mending = asyncio.Lock()
+        self._restart_lock = asyncio.Lock()
         """Held from a death until the new process has the right weights."""
         self._free = asyncio.Event()
         """Not set while the process trains, saves or publishes."""
@@ -96,49 +96,49 @@ class LearnerSupervisor:
     @property
     def restarts(self) -> int:
         """Restarts so far."""
-        return self._life
+        return self._process
 
-    async def alive(self) -> int:
+    async def ready(self) -> int:
         """Return the number of the process once it holds the right weights."""
-        async with self._mending:
-            if not self._sound:
+        async with self._restart_lock:
+            if not self._weights_ready:
                 await self._restart()
-            return self._life
+            return self._process
 
     async def sampling(self) -> int:
         """Return the number of the process once it only samples."""
         while True:
             await self._free.wait()
-            life = await self.alive()
+            process = await self.ready()
             if self._free.is_set():
-                return life
+                return process
 
-    async def mend(self, life: int) -> bool:
-        """Handle a failure of process `life`; return whether it was replaced, False if it failed but lives.
+    async def replace_dead(self, process: int) -> bool:
+        """Replace process number `process` if it is dead; return whether it has been, now or before.
 
         Raises EngineError when it died too often.
         """
-        async with self._mending:
-            if self._life != life:
+        async with self._restart_lock:
+            if self._process != process:
                 return True
-            if self._learner.alive and self._sound:
+            if self._learner.alive and self._weights_ready:
                 return False
             await self._restart()
             return True
 
     async def begin(self) -> None:
         """Load and publish the last committed step's weights."""
-        life = await self.alive()
+        process = await self.ready()
         try:
-            async with self._mending:
+            async with self._restart_lock:
                 await self._catch_up()
         except (TrainError, EngineError):
-            if not await self.mend(life):
+            if not await self.replace_dead(process):
                 raise
 
     async def check(self) -> None:
         """Replace a dead learner."""
-        await self.mend(await self.alive())
+        await self.replace_dead(await self.ready())
 
     async def train(self, plan: StepPlan, folder: Path) -> Trained:
         """Train one plan and write its checkpoint, again in a new process if the learner dies.
@@ -150,17 +150,17 @@ class LearnerSupervisor:
 
     async def _train(self, plan: StepPlan, folder: Path) -> Trained:
         while True:
-            life = await self.alive()
+            process = await self.ready()
             try:
                 async with self._publisher.training():
                     result = await self._learner.step(plan)
                 weights = self._learner.weights
-                if await self.alive() != life:
+                if await self.ready() != process:
                     continue  # another request restarted it first; the new process has not trained this
                 await self._learner.save(folder)
-                return Trained(result=result, weights=weights, life=life)
+                return Trained(result=result, weights=weights, process=process)
             except TrainError:
-                if not await self.mend(life):
+                if not await self.replace_dead(process):
                     raise
 
     async def publish(self, trained: Trained) -> None:
@@ -171,16 +171,16 @@ class LearnerSupervisor:
 
     async def _publish(self, trained: Trained) -> None:
         while True:
-            life = await self.alive()
+            process = await self.ready()
             try:
-                if life != trained.life:
-                    async with self._mending:
+                if process != trained.process:
+                    async with self._restart_lock:
                         await self._catch_up()
                 elif not trained.result.skipped:
                     await self._publisher.publish(trained.result.version)
                 return
             except (TrainError, EngineError):
-                if not await self.mend(life):
+                if not await self.replace_dead(process):
                     raise
 
     @contextmanager
@@ -192,14 +192,14 @@ class LearnerSupervisor:
             self._free.set()
 
     async def _restart(self) -> None:
-        self._sound = False
-        while not self._sound:
+        self._weights_ready = False
+        while not self._weights_ready:
             try:
                 if not self._learner.alive:
                     await self._replace()
                 await self._catch_up()
-                self._life += 1
-                self._sound = True
+                self._process += 1
+                self._weights_ready = True
             except (TrainError, EngineError):
                 if self._learner.alive or self._deaths >= self._restarts:
                     raise
@@ -230,18 +230,18 @@ class RetryingEngine(EngineWrapper):
     Requests interrupted by its death are retried; new ones wait while it trains or publishes.
     """
 
-    def __init__(self, engine: Engine, life: LearnerSupervisor) -> None:
+    def __init__(self, engine: Engine, supervisor: LearnerSupervisor) -> None:
         super().__init__(engine)
-        self._life = life
+        self._supervisor = supervisor
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         while True:
             with engine_down():
-                life = await self._life.sampling()
+                process = await self._supervisor.sampling()
             try:
                 return await self._inner.generate(ids, params, key)
             except EngineError:
                 with engine_down():
-                    mended = await self._life.mend(life)
-                if not mended:
+                    replaced = await self._supervisor.replace_dead(process)
+                if not replaced:
                     raise

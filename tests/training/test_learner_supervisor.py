@@ -28,10 +28,10 @@ class Run:
     def __init__(self, folder: Path, dies_at: Collection[tuple[str, int]], restarts: int = 2) -> None:
         self.learner, self.folder, self.steps = FakeLearner(dies_at), folder, list[str]()
         self.said = list[str]()
-        self.life = LearnerSupervisor(
+        self.supervisor = LearnerSupervisor(
             self.learner, self.learner, self.committed, restarts=restarts, say=self.said.append
         )
-        self.engine = RetryingEngine(self.learner, self.life)
+        self.engine = RetryingEngine(self.learner, self.supervisor)
 
     def committed(self) -> Path | None:
         return self.folder / f"step{len(self.steps)}" if self.steps else None
@@ -47,9 +47,9 @@ class Run:
         for step in range(1, STEPS + 1):
             sampled = await asyncio.gather(*(self.generate(step, slot) for slot in range(REQUESTS)))
             plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest=str(sampled))
-            trained = await self.life.train(plan, self.folder / f"step{step}")
+            trained = await self.supervisor.train(plan, self.folder / f"step{step}")
             self.steps.append(trained.weights)
-            await self.life.publish(trained)
+            await self.supervisor.publish(trained)
             happened += [*sampled, trained.weights, trained.result.version]
         happened.append((self.engine.receipt, self.learner.version, self.learner.weights))
         return happened
@@ -70,7 +70,7 @@ async def test_a_death_anywhere_does_not_show(tmp_path: Path, place: tuple[str, 
     run = Run(tmp_path / "b", [place])
     assert await run.whole() == undisturbed
     assert run.learner.lives == 2
-    assert run.life.restarts == 1
+    assert run.supervisor.restarts == 1
     assert run.said == ["the learner died (killed by signal 9); restarting it (1 of 2)"]
 
 
@@ -89,12 +89,12 @@ async def test_a_death_between_checkpoint_and_commit_is_found_when_the_step_is_p
     """Somebody else finds it dead and brings it back at the step before; the step is loaded then."""
     run = Run(tmp_path, [])
     plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
-    trained = await run.life.train(plan, tmp_path / "step1")
+    trained = await run.supervisor.train(plan, tmp_path / "step1")
     run.learner.alive = False
     await run.generate(1, 0)
     assert run.learner.weights == "start"
     run.steps.append(trained.weights)
-    await run.life.publish(trained)
+    await run.supervisor.publish(trained)
     assert (run.learner.weights, run.engine.receipt.checksum) == (trained.weights, trained.weights)
     assert run.engine.receipt.version == trained.result.version == 1
 
@@ -106,7 +106,7 @@ async def test_deaths_without_a_step_in_between_end_the_run(tmp_path: Path) -> N
     assert len(run.said) == 2
     run = Run(tmp_path, [("step", 1), ("step", 3), ("step", 5)], restarts=1)
     await run.whole()
-    assert run.life.restarts == 3, "a committed step counts anew"
+    assert run.supervisor.restarts == 3, "a committed step counts anew"
     run = Run(tmp_path, [("generate", 1)], restarts=0)
     with pytest.raises(EngineError, match="the learner died"):
         await run.whole()
@@ -117,12 +117,12 @@ async def test_who_waits_for_a_new_one_may_go_away(tmp_path: Path) -> None:
     undisturbed = Run(tmp_path, [])
     undisturbed.steps.append("x")
     plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
-    await undisturbed.life.train(plan, tmp_path / "step1")
+    await undisturbed.supervisor.train(plan, tmp_path / "step1")
     await undisturbed.learner.publish(1)
     wanted = await undisturbed.generate(1, 1)
     for moment in range(8):
         run = Run(tmp_path, [], restarts=1)
-        await run.life.train(plan, tmp_path / "step1")
+        await run.supervisor.train(plan, tmp_path / "step1")
         run.steps.append("x")
         await run.learner.publish(1)
         run.learner.alive = False
@@ -159,14 +159,14 @@ async def test_what_the_learner_does_beside_sampling_is_not_the_agents_time(
     """A call of a session with less wall time than a step takes, and an engine's deadline as short."""
     run = Run(tmp_path, ())
     run.learner = learner = Slow(slow, dies_at)
-    run.life = LearnerSupervisor(learner, learner, run.committed, restarts=2)
-    run.engine = RetryingEngine(learner, run.life)
+    run.supervisor = LearnerSupervisor(learner, learner, run.committed, restarts=2)
+    run.engine = RetryingEngine(learner, run.supervisor)
 
     async def work() -> None:
         plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
-        trained = await run.life.train(plan, tmp_path / "step1")
+        trained = await run.supervisor.train(plan, tmp_path / "step1")
         run.steps.append(trained.weights)
-        await run.life.publish(trained)
+        await run.supervisor.publish(trained)
 
     working = asyncio.create_task(work())
     await learner.began.wait()
@@ -188,8 +188,8 @@ async def test_what_a_living_learner_refuses_is_refused(tmp_path: Path) -> None:
 
     run = Run(tmp_path, ())
     learner = Refusing()
-    life = LearnerSupervisor(learner, learner, run.committed, restarts=3)
+    supervisor = LearnerSupervisor(learner, learner, run.committed, restarts=3)
     plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0)
     with pytest.raises(TrainError, match="no space left"):
-        await life.train(plan, tmp_path / "step1")
+        await supervisor.train(plan, tmp_path / "step1")
     assert learner.lives == 1

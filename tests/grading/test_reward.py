@@ -167,6 +167,22 @@ async def test_a_group_is_scored_when_all_of_it_is_there() -> None:
     await scoring.close()
 
 
+async def test_a_failed_call_for_a_group_is_repeated() -> None:
+    calls: list[str] = []
+
+    def flaky(rollout: FinishedRollout) -> float:
+        calls.append(rollout.id)
+        if rollout.id == "b" and calls.count("b") == 1:
+            raise RuntimeError("busy")
+        return 1.0
+
+    scoring = judge(flaky, group=True)
+    scored = await scoring.score_group(TASK, [make("a"), make("b")])
+    assert [(one.reward, one.error) for one in scored] == [(1.0, ""), (1.0, "")]
+    assert sorted(calls) == ["a", "b", "b"]
+    await scoring.close()
+
+
 def test_the_main_line_ends_at_the_last_turn_that_counts() -> None:
     turns = (turn(0, -1), turn(1, 0), turn(2, 0), turn(3, -1, "auxiliary"))
     assert [one.index for one in main_line(turns)] == [0, 2]

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from insitu.backoff import backoff_s
 from insitu.concurrency import run_all
 from insitu.errors import GradeError, InsituError, TaskError
 from insitu.grading.grader import Grader
@@ -18,6 +19,9 @@ from insitu.tasks.user_functions import FunctionFailed
 from insitu.types import FinishedRollout, Outcome, Rollout, Task, Tree, Trust, Verdict
 
 log = logging.getLogger(__name__)
+
+GROUP_CALLS, GROUP_PAUSE_S = 3, 0.5
+"""Calls of a group's reward function for one rollout, and the pause before the second."""
 
 
 class TaskJudge:
@@ -121,13 +125,18 @@ class TaskJudge:
 
 
 async def _member(reward: RewardFunction, finished: FinishedRollout | None, rollout: Rollout) -> Rollout:
-    """Score one rollout; in a group, which has no attempt to repeat, a failure leaves it without a reward."""
+    """Score one rollout; in a group, whose attempts are over, a failed call is repeated."""
     if finished is None:
         return replace(rollout, reward=rollout.verdict.reward if rollout.verdict else None)
-    try:
-        return await reward.score(finished, rollout)
-    except GradeError as error:
-        if not reward.group:
-            raise
-        log.warning("ungraded rollout=%s reason=%s", rollout.id, error)
-        return replace(rollout, reward=None, error=str(error)[:MAX_REASON_CHARS])
+    error_before = rollout.error
+    for failures in range(1, GROUP_CALLS + 1):
+        try:
+            return await reward.score(finished, replace(rollout, error=error_before))
+        except GradeError as error:
+            if not reward.group:
+                raise
+            log.warning("ungraded rollout=%s call=%d reason=%s", rollout.id, failures, error)
+            rollout = replace(rollout, reward=None, error=str(error)[:MAX_REASON_CHARS])
+        if failures < GROUP_CALLS:
+            await asyncio.sleep(backoff_s(failures, GROUP_PAUSE_S))
+    return rollout

@@ -1,11 +1,12 @@
 """Read-only queries over the store of a run: every SQL statement of the viewer and of `insitu.open_run`.
 
 A `RunReader` is opened per use and closed at once: an open read would keep SQLite from truncating the log of
-the process that writes. Statements are interrupted after `QUERY_S` seconds.
+the process that writes. Statements are interrupted after `QUERY_S` seconds of CPU time.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import sqlite3
 import time
@@ -20,6 +21,7 @@ from insitu.errors import RecordError
 from insitu.storage.store import Store
 
 QUERY_S = 2.0
+"""Most CPU time of a statement; its wall time may be ten times as long."""
 PAGE = 200
 """Most rows of one page of rollouts."""
 _PROGRESS_OPS = 20_000
@@ -93,18 +95,20 @@ LEDGER = "SELECT step, entry, tokens FROM ledger WHERE step > :after"
 STEP_SCORES = """
 SELECT s.account AS step, SUM(r.reward >= 1.0) AS solved, COUNT(*) AS total, SUM(r.reward) AS reward_sum
 FROM states s JOIN rollouts r USING (rollout_id)
-WHERE s.account > :after AND r.reward IS NOT NULL GROUP BY s.account
+WHERE s.account IS NOT NULL AND r.reward IS NOT NULL GROUP BY s.account ORDER BY s.account
 """
 HELDOUT_SCORES = """
 SELECT phase, step, category, SUM(reward >= 1.0) AS solved, COUNT(*) AS total, SUM(reward) AS reward_sum
 FROM rollouts WHERE phase <> 'train' AND reward IS NOT NULL GROUP BY phase, step, category ORDER BY step
 """
 WHY = """
-SELECT r.status, v.outcome, varying(COALESCE(NULLIF(v.reason, ''), r.error)) AS text, COUNT(*) AS n,
+SELECT status, outcome, varying(raw) AS text, SUM(n) AS n, MAX(example) AS example,
+  MIN(first_step) AS first_step, MAX(last_step) AS last_step, MAX(of_error) AS of_error
+FROM (SELECT r.status, v.outcome, COALESCE(NULLIF(v.reason, ''), r.error) AS raw, COUNT(*) AS n,
   MAX(r.rollout_id) AS example, MIN(r.step) AS first_step, MAX(r.step) AS last_step,
   NULLIF(v.reason, '') IS NULL AS of_error
-FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) WHERE COALESCE(r.reward, 0) < 1.0
-GROUP BY r.status, v.outcome, text ORDER BY n DESC LIMIT 60
+  FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) WHERE COALESCE(r.reward, 0) < 1.0 GROUP BY 1, 2, 3)
+GROUP BY status, outcome, text ORDER BY n DESC LIMIT 60
 """
 FACETS = """
 SELECT r.phase, r.status, COALESCE(v.outcome, 'none') AS outcome, COUNT(*) AS n
@@ -178,7 +182,10 @@ SELECT r.rollout_id AS id, r.phase, r.step, r.timings, r.ulid, a.began_s, a.ende
 FROM rollouts r LEFT JOIN attempts a USING (rollout_id, attempt) ORDER BY r.rowid DESC LIMIT 400
 """
 WAITS = "SELECT phase, step, timings, ulid FROM rollouts ORDER BY rowid DESC LIMIT 20000"
-SLOWEST = f"{_ROW} {_TABLES} ORDER BY json_extract(r.timings, '$.total_s') DESC LIMIT 20"
+SLOWEST = (
+    f"{_ROW} {_TABLES} WHERE r.rowid IN (SELECT rowid FROM rollouts ORDER BY"
+    " json_extract(timings, '$.total_s') DESC LIMIT 20) ORDER BY json_extract(r.timings, '$.total_s') DESC"
+)
 _SUSPECTS = {
     "tampered": "v.outcome = 'tampered'",
     "protected paths changed": "v.dropped_paths <> '[]' AND v.outcome <> 'tampered'",
@@ -211,10 +218,12 @@ TELLING: Mapping[str, str] = {
     " ORDER BY r.rowid DESC LIMIT 1",
     "newest unsolved": f"{_ROW} {_TABLES} WHERE r.reward < 1.0 AND +r.phase = 'train'"
     " ORDER BY r.rowid DESC LIMIT 1",
-    "solved with the fewest tokens": f"{_ROW} {_TABLES} WHERE r.reward >= 1.0"
-    " ORDER BY json_extract(r.ledger, '$.captured') LIMIT 1",
-    "most tokens sampled": f"{_ROW} {_TABLES} ORDER BY json_extract(r.ledger, '$.captured') DESC LIMIT 1",
-    "slowest": f"{_ROW} {_TABLES} ORDER BY json_extract(r.timings, '$.total_s') DESC LIMIT 1",
+    "solved with the fewest tokens": f"{_ROW} {_TABLES} WHERE r.rowid = (SELECT rowid FROM rollouts"
+    " WHERE reward >= 1.0 ORDER BY json_extract(ledger, '$.captured') LIMIT 1)",
+    "most tokens sampled": f"{_ROW} {_TABLES} WHERE r.rowid = (SELECT rowid FROM rollouts"
+    " ORDER BY json_extract(ledger, '$.captured') DESC LIMIT 1)",
+    "slowest": f"{_ROW} {_TABLES} WHERE r.rowid = (SELECT rowid FROM rollouts"
+    " ORDER BY json_extract(timings, '$.total_s') DESC LIMIT 1)",
     "latest first solve of a task": f"{_ROW} {_TABLES} WHERE r.rowid = (SELECT MAX(f) FROM (SELECT MIN(rowid)"
     " AS f FROM rollouts WHERE phase = 'train' AND reward >= 1.0 GROUP BY task_id))",
     "a held-out task that was solved before and is not now": f"{_ROW} {_TABLES} WHERE r.phase LIKE 'eval%'"
@@ -259,19 +268,30 @@ class RunReader(Store):
         if not path.exists():
             raise RecordError(f"{run_dir} holds no rollouts yet: it has no run.sqlite")
         self._query_s = query_s
-        self._ends_s = 0.0
+        self._ends_s = self._ends_cpu_s = 0.0
+        self._step_scores: list[dict[str, Any]] | None = None
         super().__init__(path, readonly=True)
         self._db.create_function("varying", 1, varying, deterministic=True)
-        self._db.set_progress_handler(lambda: time.monotonic() > self._ends_s, _PROGRESS_OPS)
+        self._db.set_progress_handler(self._late, _PROGRESS_OPS)
 
     def _reading(self) -> Any:
-        self._ends_s = time.monotonic() + self._query_s
+        self._ends_s = time.monotonic() + 10 * self._query_s
+        self._ends_cpu_s = time.thread_time() + self._query_s
         return super()._reading()
+
+    def _late(self) -> bool:
+        return time.thread_time() > self._ends_cpu_s or time.monotonic() > self._ends_s
 
     def all(self, query: str, **values: object) -> list[dict[str, Any]]:
         """Return the rows of one of this module's queries."""
         with self._reading() as db:
             return [dict(row) for row in db.execute(query, values).fetchall()]
+
+    def step_scores(self) -> list[dict[str, Any]]:
+        """Return STEP_SCORES of all steps; read once."""
+        if self._step_scores is None:
+            self._step_scores = self.all(STEP_SCORES)
+        return self._step_scores
 
     def one(self, query: str, **values: object) -> dict[str, Any] | None:
         """Return the first row of one of this module's queries, or None."""
@@ -298,9 +318,12 @@ class RunReader(Store):
             where.append(f"({expression}, r.rowid) {'<' if descending else '>'} (:at, :at_row)")
             values |= _read_cursor(cursor)
         condition = f"WHERE {' AND '.join(where)}" if where else ""
+        # First which rows, then what is in them: sorting whole rows of a large run takes seconds.
         found = self.all(
-            f"{_ROW}, {expression} AS sort_key {_TABLES} {condition}"
-            f" ORDER BY {expression} {way}, r.rowid {way} LIMIT :limit",
+            f"WITH top AS MATERIALIZED (SELECT r.rowid AS at, {expression} AS sort_key {_TABLES} {condition}"
+            f" ORDER BY {expression} {way}, r.rowid {way} LIMIT :limit) {_ROW}, top.sort_key"
+            f" {_TABLES.replace('FROM', 'FROM top CROSS JOIN', 1)} WHERE r.rowid = top.at"
+            f" ORDER BY top.sort_key {way}, r.rowid {way}",
             **values,
             limit=limit,
         )
@@ -342,6 +365,7 @@ def ulid_seconds(ulid: str) -> float:
     return value / 1000
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def varying(text: str | None) -> str:
     """Return a text with numbers and hashes replaced by #, so that equal causes are equal."""
     return "" if text is None else _VARYING.sub("#", text)

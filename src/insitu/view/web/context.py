@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from insitu.view.web.credit import Credits
 from insitu.view.web.runs import RunHandle, Runs
 from insitu.view.web.words import Words, WordsCache
 
 T = TypeVar("T")
+
+
+SHARE = 0.02
+"""Most of a core that one page of a run under way may take when it is asked for again and again."""
+FREE_S = 0.1
+"""Pages that take less CPU time are always up to date."""
+KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A page that was made before."""
+
+    found: Mapping[str, Any]
+    signature: object
+    """Of the run when it was made."""
+    until_s: float
+    """Reading of time.monotonic() until which it serves although the run has changed."""
 
 
 @dataclass(slots=True)
@@ -24,11 +43,30 @@ class Context:
     words: WordsCache
     queries: ThreadPoolExecutor
     heavy: ThreadPoolExecutor
+    answers: dict[object, _Answer] = field(default_factory=dict)
 
     async def run(self, function: Callable[[], T], *, heavy: bool = False) -> T:
         """Return the result of a function in one of the threads."""
         pool = self.heavy if heavy else self.queries
         return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+    def reused(self, run: RunHandle, key: object, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return a page over all rollouts, or the last one.
+
+        The last one is returned while the run is unchanged, and after a costly one for a while.
+        """
+        key, signature, now = (run.path, key), (run.signature(), run.state()), time.monotonic()
+        kept = self.answers.get(key)
+        if kept is not None and (kept.signature == signature or now < kept.until_s):
+            return kept.found
+        cpu_s = time.thread_time()
+        found = make()
+        cpu_s = time.thread_time() - cpu_s
+        until_s = time.monotonic() + cpu_s / SHARE if cpu_s > FREE_S else 0.0
+        while len(self.answers) >= KEPT:
+            self.answers.pop(next(iter(self.answers)), None)
+        self.answers[key] = _Answer(found, signature, until_s)
+        return found
 
     def words_of(self, run: RunHandle) -> tuple[Words | None, str]:
         """Return the decoder of a run, or None and why."""

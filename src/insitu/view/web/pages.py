@@ -28,12 +28,12 @@ MAX_TELLING = 12
 
 def overview(run: RunHandle, after: int) -> dict[str, Any]:
     """Return the overview; `after` leaves out steps up to that one."""
-    found: dict[str, Any] = {"run": run_info(run), "summary": summary_of(run), "empty": ""}
+    found: dict[str, Any] = {"summary": summary_of(run), "empty": ""}
     try:
         with run.reader() as reader:
-            return found | _stored_overview(reader, after)
+            return {"run": run_info(run, reader)} | found | _stored_overview(reader, after)
     except EmptyStore as error:
-        return found | {"empty": str(error)}
+        return {"run": run_info(run)} | found | {"empty": str(error)}
 
 
 def _stored_overview(reader: RunReader, after: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def step_columns(reader: RunReader, after: int = -1) -> dict[str, Any]:
     ledger: dict[str, dict[int, int]] = {}
     for entry in reader.all(sql.LEDGER, after=after):
         ledger.setdefault(entry["entry"], {})[entry["step"]] = entry["tokens"]
-    scores = {row["step"]: row for row in reader.all(sql.STEP_SCORES, after=after)}
+    scores = {row["step"]: row for row in reader.step_scores()}
     steps = [row["step"] for row in rows]
     return {
         "step": steps,

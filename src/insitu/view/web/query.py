@@ -21,6 +21,11 @@ class Query:
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
 
+    @property
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """All parameters, in order: equal keys ask for the same."""
+        return tuple(sorted(self._values.items()))
+
     def text(self, name: str, default: str | None = None, limit: int = MAX_NAME_CHARS) -> str:
         """Return a text; raise BadRequest when it is missing without a default, or too long."""
         value = self._values.get(name, default)

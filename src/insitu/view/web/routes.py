@@ -104,6 +104,7 @@ def _task(context: Context, run: RunHandle, query: Query) -> Mapping[str, Any]:
     return pages.task_page(run, words, query.text("task"))
 
 
+JsonPage = Callable[[Context, RunHandle, Query], Mapping[str, Any]]
 Named = Callable[[RunHandle, str], Mapping[str, Any]]
 
 
@@ -117,25 +118,31 @@ def _of_run(
     return lambda context, run, query: page(run)
 
 
+def _reused(name: str, page: JsonPage) -> JsonPage:
+    return lambda context, run, query: context.reused(
+        run, (name, query.key), lambda: page(context, run, query)
+    )
+
+
 PAGES: Mapping[str, Page] = {
-    "overview": _overview,
+    "overview": _reused("overview", _overview),
     "step": _step,
     "group": _group,
     "rollouts": _rollouts,
-    "facets": _facets,
+    "facets": _reused("facets", _facets),
     "rollout": _rollout,
     "transcript": _transcript,
     "tokens": _tokens,
     "minimap": _minimap,
-    "tasks": _tasks,
+    "tasks": _reused("tasks", _tasks),
     "task": _task,
     "diff": _by_id(rollout_page.diff_page),
     "log": _by_id(rollout_page.log_page),
     "raw": _by_id(rollout_page.raw_page),
     "artifacts": _by_id(rollout_page.artifacts),
     "run_log": _of_run(rollout_page.run_log),
-    "health": _of_run(findings.health_page),
-    "cheats": _of_run(findings.cheats_page),
+    "health": _reused("health", _of_run(findings.health_page)),
+    "cheats": _reused("cheats", _of_run(findings.cheats_page)),
     "config": _of_run(pages.config_page),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from insitu.config import Config
 from insitu.errors import InsituError, RecordError
-from insitu.storage.queries import LAST_ROLLOUT, RunReader, ulid_seconds
+from insitu.storage.queries import HELDOUT_SCORES, LAST_ROLLOUT, RunReader, ulid_seconds
 from insitu.storage.run_dir import KIND, read_config, read_summary
 from insitu.storage.store import EmptyStore
 
@@ -85,8 +85,11 @@ class Runs:
         raise RecordError(f"no run is called {name}")
 
 
-def run_info(run: RunHandle) -> Mapping[str, Any]:
-    """Return what the list of runs shows of a run; `problem` says why something of it cannot be read."""
+def run_info(run: RunHandle, reader: RunReader | None = None) -> Mapping[str, Any]:
+    """Return what the list of runs shows of a run; `problem` says why something of it cannot be read.
+
+    `reader`: an open store of the run; None = it is opened here.
+    """
     info: dict[str, Any] = {
         "name": run.name, "path": str(run.path), "state": run.state(), "problem": "", "kind": "train",
         "agent": "", "model": "", "tasks": "", "engine": "", "seed": None, "step": 0, "steps": None,
@@ -108,8 +111,8 @@ def run_info(run: RunHandle) -> Mapping[str, Any]:
             "steps": config.run.steps,
             "has_tokens": config.engine.kind != "upstream",
         }
-        with run.reader() as reader:
-            info |= _stored_info(reader)
+        with contextlib.nullcontext(reader) if reader else run.reader() as opened:
+            info |= _stored_info(opened)
     except EmptyStore:
         info["problem"] = "no rollouts yet"
     except InsituError as error:
@@ -118,10 +121,7 @@ def run_info(run: RunHandle) -> Mapping[str, Any]:
 
 
 def _stored_info(reader: RunReader) -> dict[str, Any]:
-    from insitu.storage.queries import HELDOUT_SCORES, STEP_SCORES
-
-    scores = sorted(reader.all(STEP_SCORES, after=-1), key=lambda row: row["step"])
-    rates = [row["solved"] / row["total"] for row in scores]
+    rates = [row["solved"] / row["total"] for row in reader.step_scores()]
     stride = max(1, -(-len(rates) // SPARK_POINTS))
     held: dict[tuple[str, int], list[int]] = {}
     for row in reader.all(HELDOUT_SCORES):

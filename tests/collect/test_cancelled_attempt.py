@@ -213,7 +213,7 @@ async def test_a_cancellation_during_the_seal_loses_no_token() -> None:
             await asyncio.sleep(0.05)
             return sealed
 
-    under = _AttemptState(start=0.0)
+    under = _AttemptState(start=0.0, began_s=0.0)
     sealing = asyncio.create_task(_seal(Slow(), 10.0, under))  # type: ignore[arg-type]
     await asyncio.sleep(0.01)
     sealing.cancel()

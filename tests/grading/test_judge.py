@@ -71,7 +71,7 @@ async def test_a_row_that_cannot_be_graded_is_nobodys_fault() -> None:
     judge = TaskJudge(Grader(LocalBackend()), OneOracle(Oracle(task_id="t", tests=tests)))
     verdict = await judge(make(GradingPlan(runner="swebench_log")), {"app.py": text("")})
     assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None)
-    assert verdict.reason == "task t: the hidden tests: the patch does not apply: x is not there"
+    assert verdict.reason == "task t: the hidden tests: the patch does not apply: x does not exist"
 
 
 async def test_the_base_of_a_plain_task_is_its_files_and_needs_no_sandbox() -> None:

@@ -80,7 +80,8 @@ const CELLS = [["both", "both"], ["only_a", "only A"], ["only_b", "only B"], ["n
 function Square({ data, query, names }) {
   const cell = query.cell ?? (data.table.only_b ? "only_b" : "only_a");
   const pairs = data.pairs.filter((pair) => pair.cell === cell);
-  const n = data.pairs.length || 1;
+  const n = data.pairs.length;
+  if (!n) return html`<${Empty}>The two sides have no task in common.<//>`;
   return html`<div class="square">${CELLS.map(([id, label]) => html`<button class=${`quad ${id}`} aria-pressed=${cell === id} onClick=${() => setQuery({ cell: id })}><b>${int(data.table[id])}</b><span>solved on ${label}</span><span class="dim small">${pct(data.table[id] / n)}</span></button>`)}</div>
     <p>Change ${signed((100 * (data.table.only_b - data.table.only_a)) / n, 2)} percentage points over ${plural(data.pairs.length, "task")}; McNemar's exact test: p = <b>${num(data.p)}</b>${data.p < 0.05 ? ", unlikely to be chance" : ", may be chance"}.</p>
     <ul class="list paired"><${More} items=${pairs} first=${12} step=${200} noun="task">${(pair) => html`<li class="rowlink"><b><${Line} text=${pair.task} max=${80} /></b><span class="grow"></span><a href=${rolloutHref(names[0], pair.a[0])}>A</a> <a href=${rolloutHref(names[1], pair.b[0])}>B</a> <a href=${compareHref([...new Set(names)], { id_a: pair.a[0], id_b: pair.b[0] })}>side by side</a></li>`}<//></ul>`;

@@ -32,11 +32,11 @@ export function VerdictTab({ data }) {
         ["Checks passed", verdict.total ? `${int(verdict.passed)} of ${int(verdict.total)} (${pct(verdict.passed / verdict.total)})` : "none ran"],
         verdict.fail_to_pass[1] > 0 && ["Must be fixed", `${int(verdict.fail_to_pass[0])} of ${int(verdict.fail_to_pass[1])}`],
         verdict.pass_to_pass[1] > 0 && ["Must keep passing", `${int(verdict.pass_to_pass[0])} of ${int(verdict.pass_to_pass[1])}`],
-        ["Trust", TRUST[verdict.trust] ?? words(verdict.trust)], ["Graded in", secs(verdict.duration_s)], ["Grader", html`<${Line} text=${verdict.grader} />`],
+        ["Trust", TRUST[verdict.trust] ?? words(verdict.trust)], verdict.duration_s > 0 && ["Graded in", secs(verdict.duration_s)], ["Grader", html`<${Line} text=${verdict.grader} />`],
         verdict.image && ["Image", html`<span class="mono"><${Line} text=${verdict.image} /></span>`],
       ]} />
     <//>
-    ${checks.length > 0 && html`<${Panel} title="Failing checks" note="for operators only; exports leave them out">${checks.map((check) => html`<${Check} check=${check} />`)}<//>`}
+    ${checks.length > 0 && html`<${Panel} title="Failing checks" note="for operators only: agents never see them">${checks.map((check) => html`<${Check} check=${check} />`)}<//>`}
     ${verdict.controls && html`<${Panel} title="Controls" note="checks that must fail or pass regardless of the change"><${Block} text=${verdict.controls} label="controls" /><//>`}
     ${verdict.dropped_paths.length > 0 && html`<${Panel} title="Changes that were not graded" note="protected paths"><ul class="list mono">${verdict.dropped_paths.map((path) => html`<li><${Line} text=${path} /></li>`)}</ul><//>`}
     ${Object.keys(data.components).length > 0 && html`<${Panel} title="Parts of the reward"><${Facts} items=${Object.entries(data.components).map(([key, value]) => [words(key), num(value)])} /><//>`}
@@ -46,7 +46,7 @@ export function VerdictTab({ data }) {
 
 function Check({ check }) {
   return html`<details class="check" open><summary><b><${Line} text=${check.name} /></b> <${Badge} value=${check.outcome} /></summary>
-    ${["expected", "got", "tail"].filter((key) => check[key]).map((key) => html`<span class="role">${words(key)}</span><${Block} text=${String(check[key])} ansi lines=${12} label=${key} />`)}</details>`;
+    ${[["expected", "expected"], ["got", "got"], ["tail", "end of the output"]].filter(([key]) => check[key]).map(([key, label]) => html`<span class="role">${label}</span><${Block} text=${String(check[key])} ansi lines=${12} label=${key} />`)}</details>`;
 }
 
 export function DiffTab({ route, id }) {

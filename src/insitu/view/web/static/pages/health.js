@@ -25,7 +25,7 @@ export function HealthPage({ route }) {
       <${Panel} title="How rollouts end" note="status and outcome"><${Matrix} matrix=${matrix} run=${route.run} /><//>
     </div>
     <${Panel} title="Waits per step" note="median and 90th percentile of training rollouts"><${Waits} waits=${waits} /><//>
-    <${Panel} title="When rollouts ran" note=${`the newest ${plural(lanes.length, "rollout")}, one lane each`}><${Lanes} lanes=${lanes} /><//>
+    <${Panel} title="When rollouts ran" note="the newest ones, one lane each; click to open"><${Lanes} lanes=${lanes} run=${route.run} /><//>
     <${Panel} title="Slowest rollouts" note="what did they wait for?">${slowest.length ? html`<ul class="list">${slowest.slice(0, 8).map((row) => html`<li class="slow"><div class="rowlink"><a href=${rolloutHref(route.run, row.id)} class="mono"><${Line} text=${row.id} /></a> <${Badge} value=${row.outcome || row.status} /><span class="dim small"><${Line} text=${row.task} max=${60} /></span></div><${Times} row=${row} /></li>`)}</ul>` : html`<${Empty}>No rollout is decided yet.<//>`}<//>
     <${RunLog} run=${route.run} />`;
 }

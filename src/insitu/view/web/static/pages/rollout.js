@@ -80,7 +80,7 @@ function Head({ data, route, id, moves }) {
       <h1 class="mono"><${Line} text=${id} /></h1>${row ? html`<${Badge} value=${row.outcome || row.status} />` : html`<${Badge} value=${state.state} />`}
       <span class="grow"></span><${Moves} moves=${moves} />
       <span class="sub">Task <a href=${href(route.run, "task", [place.task])}><${Line} text=${place.task} /></a>${row?.category ? html` (<${Line} text=${row.category} />)` : ""} · <a href=${href(route.run, "group", [place.phase, place.step, place.group])}>group ${place.group}</a> of ${place.phase === "train" ? html`<a href=${href(route.run, "step", [row?.account ?? place.step])}>step ${row?.account ?? place.step}</a>` : words(place.phase)}${row ? html` · ended ${when(row.ended_s)}` : ""}</span></div>
-    ${row ? html`<${Figures} row=${row} credit=${credit} />${!(row.reward >= 1) && html`<${WhyNot} row=${row} verdict=${data.verdict} link=${rolloutHref(route.run, id, { tab: "verdict" })} />`}` : html`<div class="notice info">This rollout is ${words(state.state)}${state.reason ? ` (${words(state.reason)})` : ""}. The page updates by itself.</div>`}`;
+    ${row ? html`<${Figures} row=${row} credit=${credit} waits=${data.waits} run=${route.run} />${!(row.reward >= 1) && html`<${WhyNot} row=${row} verdict=${data.verdict} link=${rolloutHref(route.run, id, { tab: "verdict" })} />`}` : html`<div class="notice info">This rollout is ${words(state.state)}${state.reason ? ` (${words(state.reason)})` : ""}. The page updates by itself.</div>`}`;
 }
 
 function Moves({ moves }) {
@@ -91,7 +91,7 @@ function Moves({ moves }) {
     ${(near.earlier || near.later) && html`<span class="dim">task</span>${link(near.earlier, "←", "same task, earlier step ({)")}${link(near.later, "→", "same task, later step (})")}`}</span>`;
 }
 
-function Figures({ row, credit }) {
+function Figures({ row, credit, waits, run }) {
   const trained = credit?.proof === "identical";
   return html`<section class="panel strip" aria-label="figures"><div class="figures">
     <dl class="stats">
@@ -102,7 +102,8 @@ function Figures({ row, credit }) {
       ${figure("Calls", int(row.calls), "")}
       ${figure("Weights", isNumber(row.oldest) ? `version ${row.oldest === row.version ? row.version : `${row.oldest}–${row.version}`}` : NONE, "")}
     </dl>
-    <${Times} row=${row} />
+    <${Times} row=${row} waits=${waits} />
+    ${waits?.longest.length > 0 && html`<p class="note">Longest waits: ${waits.longest.slice(0, 3).map((wait, i) => html`${i ? ", " : ""}<a href=${href(run, "rollout", row.id.split("/"), { turn: wait.turn })}>turn ${wait.turn}</a> ${wait.kind === "tools" ? "agent and tools" : "model"} ${secs(wait.s)}`)}</p>`}
   </div></section>`;
 }
 
@@ -111,9 +112,10 @@ function figure(label, value, note) {
 }
 
 /** Queue, engine, tools and grading as one bar. */
-export function Times({ row }) {
-  const tools = Math.max(0, row.agent_s - row.engine_s);
-  const parts = [["queued", row.queued_s, "--c6"], ["engine", row.engine_s, "--c1"], ["agent and tools", tools, "--c3"], ["grading", row.grade_s, "--c2"]];
+export function Times({ row, waits = null }) {
+  const model = waits ? waits.sampling_s : row.engine_s;
+  const tools = waits ? waits.tools_s : Math.max(0, row.agent_s - row.engine_s);
+  const parts = [["queued", row.queued_s, "--c6"], ["model", model, "--c1"], ["agent and tools", tools, "--c3"], ["grading", row.grade_s, "--c2"]];
   const rest = row.total_s - parts.reduce((sum, part) => sum + part[1], 0);
   if (rest > 0.02 * row.total_s) parts.push(["other waits", rest, "--c5"]);
   const total = parts.reduce((sum, part) => sum + part[1], 0) || 1;
@@ -122,5 +124,6 @@ export function Times({ row }) {
 }
 
 function WhyNot({ row, verdict, link }) {
-  return html`<div class="notice ${row.outcome === "tampered" ? "bad" : "warn"}"><b>Why not solved:</b> <${Line} text=${whyWords(row, verdict)} max=${400} />${verdict ? html` <a href=${link}>Verdict</a>` : ""}</div>`;
+  const check = verdict?.evidence?.[0];
+  return html`<div class="notice ${row.outcome === "tampered" ? "bad" : "warn"}"><b>Why not solved:</b> <${Line} text=${whyWords(row, verdict)} max=${400} />${check && html`. First failing check: <b><${Line} text=${check.name} max=${80} /></b>${check.expected || check.got ? html`, expected <span class="mono"><${Line} text=${check.expected || "–"} max=${80} /></span>, got <span class="mono"><${Line} text=${check.got || "–"} max=${80} /></span>` : ""}`}${verdict ? html` <a href=${link}>Verdict</a>` : ""}</div>`;
 }

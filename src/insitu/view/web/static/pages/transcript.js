@@ -110,7 +110,7 @@ function Turn({ turn, head, text, show, open, here, data, route, id, onPick }) {
   const drift = data.drifts.find((d) => d.request === turn);
   const trained = !head.excluded && data.row?.state === "trained" && head.segments.length > 0;
   const fate = head.excluded ? words(head.excluded) : data.row?.state === "trained" ? (head.segments.length ? "trained" : "in no segment") : words(data.row?.fate || data.row?.state || "");
-  const time = head.ended_s && head.began_s ? secs(head.ended_s - head.began_s) : "";
+  const time = [head.began_s && head.ended_s && `model ${secs(head.ended_s - head.began_s)}`, head.waited_s !== null && head.waited_s !== undefined && `after ${secs(head.waited_s)} of agent and tools`, head.cached && `${int(head.cached)} prompt tokens cached`].filter(Boolean).join(" · ");
   const messages = (text?.messages ?? []).filter((message) => (message.role === "system" ? show.system : message.role === "tool" ? show.results : true));
   const versions = [...new Set(head.version_runs.map((run) => run[1]))].join(", ");
   return html`<article class=${`turn ${here ? "here" : ""} ${trained ? "trained" : head.excluded ? "excluded" : ""}`} id=${`turn-${turn}`} aria-label=${`turn ${turn}`} onClick=${onPick}>
@@ -126,8 +126,8 @@ function Turn({ turn, head, text, show, open, here, data, route, id, onPick }) {
 }
 
 function Message({ message, open }) {
-  const role = message.role === "tool" ? "Result" : message.role[0].toUpperCase() + message.role.slice(1);
-  return html`<div class=${`message ${message.role === "tool" ? "result" : ""}`}><span class="role">${role}</span><${Block} text=${message.text} ansi=${message.role === "tool"} open=${open} lines=${message.role === "system" ? 12 : 30} label=${`${role} text`} /><${Cut} text=${message} /></div>`;
+  const role = message.role === "tool" ? `Result${message.name ? ` of ${message.name}` : ""}` : message.role[0].toUpperCase() + message.role.slice(1);
+  return html`<div class=${`message ${message.role === "tool" ? "result" : ""}`}><span class="role"><${Line} text=${role} max=${80} /></span><${Block} text=${message.text} ansi=${message.role === "tool"} open=${open} lines=${message.role === "system" ? 12 : 30} label=${`${role} text`} /><${Cut} text=${message} /></div>`;
 }
 
 /** Says how much of a text the server kept back. */

@@ -141,6 +141,7 @@ async def test_cancelling_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
     assert descendants(os.getpid()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -192,6 +193,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_blocking_call_inside_asyncio_run(tmp_path: Path) -> None:
     """asyncio.run answers the first Ctrl-C by cancelling its task, which the call itself blocks."""
     code = _BLOCKED.format(folder=str(tmp_path / "run"))

@@ -70,6 +70,7 @@ def test_what_is_no_backend_is_refused(mine: str) -> None:
         load_config(None, ["sandbox.backend=dokcer"])
 
 
+@pytest.mark.slow
 def test_what_a_backend_function_raises_is_one_line(mine: str) -> None:
     with pytest.raises(
         SetupError, match=r"mine.py:broken raised ValueError\('no cloud'\) \(mine.py line 11\)"

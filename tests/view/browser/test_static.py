@@ -54,6 +54,7 @@ def test_no_page_has_inline_script_or_style() -> None:
     assert not re.search(r"\son\w+=|\sstyle=", page)
 
 
+@pytest.mark.slow
 def test_scripts_parse() -> None:
     try:
         node = find_node((20, 0))

@@ -19,12 +19,27 @@ if TYPE_CHECKING:
         rollout,
         rollout_async,
         serve,
+        sft,
+        sft_async,
         train,
         train_async,
     )
     from insitu.config import Config, load_config
     from insitu.errors import InsituError
     from insitu.storage.store import StepRecord
+    from insitu.tools import (
+        attack,
+        attack_async,
+        conformance,
+        conformance_async,
+        grade,
+        grade_async,
+        recover,
+        replay,
+        replay_async,
+        validate,
+        validate_async,
+    )
     from insitu.types import (
         Case,
         FileEntry,
@@ -75,34 +90,43 @@ __all__ = [
     "Trust",
     "Turn",
     "Verdict",
+    "attack",
+    "attack_async",
+    "conformance",
+    "conformance_async",
+    "grade",
+    "grade_async",
     "load_config",
     "open_run",
+    "recover",
+    "replay",
+    "replay_async",
     "rollout",
     "rollout_async",
     "serve",
+    "sft",
+    "sft_async",
     "train",
     "train_async",
+    "validate",
+    "validate_async",
 ]
 
-_API = (
-    "Run",
-    "RunEvent",
-    "ServedSession",
-    "Server",
-    "open_run",
-    "rollout",
-    "rollout_async",
-    "serve",
-    "train",
-    "train_async",
-)
-_MODULES = {
-    **dict.fromkeys(_API, "insitu.api"),
-    **dict.fromkeys(("Config", "load_config"), "insitu.config"),
-    "InsituError": "insitu.errors",
-    "Recipe": "insitu.agents.recipe",
-    "StepRecord": "insitu.storage.store",
+_NAMES = {
+    "insitu.agents.recipe": "Recipe",
+    "insitu.api": (
+        "Run RunEvent ServedSession Server open_run rollout rollout_async serve sft sft_async train"
+        " train_async"
+    ),
+    "insitu.config": "Config load_config",
+    "insitu.errors": "InsituError",
+    "insitu.storage.store": "StepRecord",
+    "insitu.tools": (
+        "attack attack_async conformance conformance_async grade grade_async recover replay replay_async"
+        " validate validate_async"
+    ),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,20 +17,35 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from insitu.config import Config, load_config, read_toml
+from insitu.demo.run import DemoOptions as DemoOptions
+from insitu.demo.run import run_demo as demo_with
 from insitu.errors import ConfigError
-from insitu.evaluate.run import REPORT, RolloutOptions, collect_rollouts
+from insitu.evaluate.resume import resumed_config as resumed_config
+from insitu.evaluate.run import REPORT, collect_rollouts
+from insitu.evaluate.run import RolloutOptions as RolloutOptions
+from insitu.runtime.gateway import read_tools as read_tools
 from insitu.runtime.training import run_training
 from insitu.serving.run import BASE as SERVE_BASE
+from insitu.serving.run import ServeOptions as ServeOptions
+from insitu.serving.run import serve as serve_with
 from insitu.serving.server import ServedSession as ServedSession
 from insitu.serving.server import Server as Server
-from insitu.storage.run_dir import KIND, name_run, read_config, read_store, read_summary
+from insitu.storage.run_dir import KIND, read_store
+from insitu.storage.run_dir import name_run as name_run
+from insitu.storage.run_dir import read_config as read_config
+from insitu.storage.run_dir import read_summary as read_summary
 from insitu.storage.score import Score
 from insitu.storage.store import StepRecord
-from insitu.training.loop import TrainOptions
+from insitu.training.learner.dependencies import require_learner as require_learner
+from insitu.training.loop import TrainOptions as TrainOptions
+from insitu.training.sft.run import SftOptions as SftOptions
+from insitu.training.sft.run import run_sft
 from insitu.types import Ledger, Outcome, Rollout, Status
 from insitu.types.values import Value
 from insitu.view.base import View
 from insitu.view.run_report import finish
+
+__all__ = ["SERVE_BASE", "demo_with", "serve_with"]
 
 T = TypeVar("T")
 ConfigSource = Config | Path | str | Mapping[str, Mapping[str, Any]] | None
@@ -197,6 +212,12 @@ async def rollout_with(config: Config, view: View, options: RolloutOptions) -> s
     return (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
 
 
+async def sft_with(config: Config, view: View, options: SftOptions) -> str:
+    """Imitate stored rollouts with a view of the progress and return the report. Raises InsituError."""
+    await run_sft(config, view, options)
+    return (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
+
+
 async def train_async(
     config: ConfigSource = None,
     *,
@@ -206,7 +227,7 @@ async def train_async(
     **tables: Any,
 ) -> Run:
     """Train and return the finished run; the coroutine form of `train`."""
-    resolved = _resolve(config, overrides, resume, tables)
+    resolved = resolve(config, overrides, resume, tables)
     await train_with(resolved, CallbackView(progress), TrainOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
@@ -229,7 +250,7 @@ def train(
     run directory and takes no configuration. `progress` gets every RunEvent on the run's event loop and must
     return at once. Raises InsituError.
     """
-    return _blocking(
+    return blocking(
         lambda: train_async(config, overrides=overrides, resume=resume, progress=progress, **tables)
     )
 
@@ -248,7 +269,7 @@ async def rollout_async(
         tables["rollout"] = {**tables.get("rollout", {}), "per_task": n}
     if "tasks" in tables and not isinstance(tables["tasks"], str | Path | Mapping):
         tables["tasks"] = {"source": tables["tasks"], "eval_share": 1.0}  # no task is held back
-    resolved = _resolve(config, overrides, resume, tables)
+    resolved = resolve(config, overrides, resume, tables)
     await rollout_with(resolved, CallbackView(progress), RolloutOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
@@ -266,9 +287,42 @@ def rollout(
 
     The other arguments are those of `train`. Raises InsituError.
     """
-    return _blocking(
+    return blocking(
         lambda: rollout_async(config, n=n, overrides=overrides, resume=resume, progress=progress, **tables)
     )
+
+
+async def sft_async(
+    run: Path | str | None = None,
+    *,
+    overrides: Overrides = (),
+    resume: Path | str | None = None,
+    progress: Callable[[RunEvent], None] | None = None,
+    **tables: Any,
+) -> Run:
+    """Imitate the best stored rollouts of a run; the coroutine form of `sft`."""
+    if run is None and resume is None:
+        raise ConfigError("give the run directory with the rollouts to imitate, or resume")
+    source = None if run is None else config_from_run(Path(run), "sft")
+    resolved = resolve(source, overrides, resume, tables)
+    await sft_with(resolved, CallbackView(progress), SftOptions(resume=_path(resume)))
+    return Run(resolved.run.dir)
+
+
+def sft(
+    run: Path | str | None = None,
+    *,
+    overrides: Overrides = (),
+    resume: Path | str | None = None,
+    progress: Callable[[RunEvent], None] | None = None,
+    **tables: Any,
+) -> Run:
+    """Imitate the best stored rollouts of a run (supervised fine-tuning) and return the new run.
+
+    `run` is the directory of any run with rewarded rollouts, whose configuration is used; `sft={...}` says
+    which are imitated. The other arguments are those of `train`. Raises InsituError.
+    """
+    return blocking(lambda: sft_async(run, overrides=overrides, resume=resume, progress=progress, **tables))
 
 
 def serve(config: ConfigSource = None, *, overrides: Overrides = (), **tables: Any) -> Server:
@@ -276,10 +330,10 @@ def serve(config: ConfigSource = None, *, overrides: Overrides = (), **tables: A
 
     Arguments are those of `train`; the limits of a session are wide. Raises InsituError.
     """
-    return Server(_resolve(config, overrides, None, tables, SERVE_BASE))
+    return Server(resolve(config, overrides, None, tables, SERVE_BASE))
 
 
-def _resolve(
+def resolve(
     config: ConfigSource,
     overrides: Overrides,
     resume: Path | str | None,
@@ -363,7 +417,7 @@ def _known(what: str) -> Iterator[None]:
         raise ConfigError(f"unknown {what}: {error}") from error
 
 
-def _blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine to its end, in a thread of its own where this thread's event loop is running."""
     try:
         asyncio.get_running_loop()

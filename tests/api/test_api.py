@@ -35,7 +35,9 @@ def test_the_public_names_are_these() -> None:
         "Case", "Config", "FileEntry", "FinishedRollout", "GradingPlan", "InsituError", "Ledger", "Limits",
         "Oracle", "Outcome", "Recipe", "Rollout", "Run", "RunEvent", "Segment", "ServedSession", "Server",
         "Setup", "Status", "StepRecord", "Task", "Tokens", "Trajectory", "Trust", "Turn", "Verdict",
-        "load_config", "open_run", "rollout", "rollout_async", "serve", "train", "train_async",
+        "attack", "attack_async", "conformance", "conformance_async", "grade", "grade_async", "load_config",
+        "open_run", "recover", "replay", "replay_async", "rollout", "rollout_async", "serve", "sft",
+        "sft_async", "train", "train_async", "validate", "validate_async",
     }  # fmt: skip
     assert all(getattr(insitu, name) is not None for name in insitu.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from insitu.cli import main
+from insitu.cli.attack import print_report
 from insitu.errors import ConfigError, TaskError
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.attacks.command import chosen_attacks, chosen_runners, print_report
+from insitu.suites.attacks.choose import chosen_attacks, chosen_runners
 from insitu.suites.attacks.matrix import ATTACKS, RESIDUAL, as_markdown, runners
 from insitu.suites.attacks.model import Move, Variant
 from insitu.suites.attacks.naive_grader import Trust
@@ -294,7 +295,7 @@ async def test_on_a_users_task_no_won_cheat_is_excused(
     assert {(f.id, f.runner) for f in report.failures} == {(10, "swebench_log")}
     assert "TestReport: no more than the base" in report.failures[0].expected
     assert report.failures[0].got.startswith("resolved")
-    print_report(report, attacks, ["swebench_log"], Console(width=200))
+    print_report(report, Console(width=200))
     shown = capsys.readouterr().out
     assert "FAILED resolved" in shown
     assert "swebench_log: 1 of 2 attacks defeated\n" in shown

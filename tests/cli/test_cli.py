@@ -10,10 +10,8 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -406,19 +404,20 @@ def test_the_start_of_the_process_is_known() -> None:
     assert 0.4 <= float(done.stdout) <= time.monotonic() - began + 0.05
 
 
-def finished(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
+async def finished(config: Config, view: View) -> str:
     """A run that ends at once."""
     view.stage("training", 4)
     view.note(f"in {config.run.dir}")
-    return {"seed": config.run.seed, "run_dir": config.run.dir}, "the report\n"
+    return "the report\n"
 
 
 def test_the_summary_is_the_last_line_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = parse(["demo", "--json"])
     config = load_config(None, [f"run.dir={tmp_path}", "run.seed=3"])
+    (tmp_path / "summary.json").write_text('{"seed": 3}')
     assert verbs._run(options, config, finished) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"seed": 3, "run_dir": str(tmp_path)}
+    assert json.loads(captured.out) == {"seed": 3}
     assert captured.err.endswith("the report\n")
     assert f"in {tmp_path}" in captured.err
 
@@ -442,10 +441,10 @@ VIEWED = (
     "import sys; from pathlib import Path\n"
     "from insitu.cli import verbs; from insitu.cli.options import parse\n"
     "from insitu.config import load_config\n"
-    "def run(config, view):\n"
+    "async def run(config, view):\n"
     "    view.stage('training', 4)\n"
     "    view.note('a note')\n"
-    "    return {}, 'the report'\n"
+    "    return 'the report'\n"
     "options = parse(['demo', *sys.argv[1:]])\n"
     "verbs._run(options, load_config(None, options.overrides), run)\n"
 )

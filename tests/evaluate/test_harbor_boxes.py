@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from insitu.chat.renderer import ChatRenderer
 from insitu.cli import main
 from insitu.config import Config, load_config
 from insitu.engines.scripted import ScriptedEngine
-from insitu.evaluate.run import RolloutOptions, rollout
+from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.grading.grader import Grader
 from insitu.install_hints import install_extra
 from insitu.runtime.engine import Sampler
@@ -62,7 +63,7 @@ def test_rollouts_without_an_agent_are_graded_there_and_graded_again(
         [*tasks, *FAKE, "harness.agent=single_turn", "rollout.per_task=2", f"run.dir={tmp_path / 'run'}",
          "limits.max_call_tokens=512", "model.max_context_tokens=8192"],
     )  # fmt: skip
-    summary = rollout(config, PlainView(StringIO()), RolloutOptions(sampler=sampler))
+    summary = asyncio.run(collect_rollouts(config, PlainView(StringIO()), RolloutOptions(sampler=sampler)))
     assert (summary["graded"], summary["verdict"]["resolved"], summary["trust"]) == (2, 1, {"strong": 2})
     assert main(["grade", str(tmp_path / "run"), "--json"]) == 0
     compared, said = map(json.loads, capsys.readouterr().out.splitlines()[-2:])

@@ -18,9 +18,9 @@ from insitu.config import Config, load_config
 from insitu.demo.demonstrator import call, edit
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, EngineError, RecordError, SetupError, TaskError, TrainError
-from insitu.evaluate.run import RolloutOptions, rollout
+from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.runtime.engine import Sampler
-from insitu.runtime.training import train
+from insitu.runtime.training import run_training
 from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.training.loop import TrainOptions
@@ -69,7 +69,7 @@ def run(
 ) -> dict[str, Any]:
     config = load_config(None, [*SETTINGS, f"run.dir={tmp_path / 'run'}", *overrides])
     options = RolloutOptions(sampler=scripted.sampler, resume=tmp_path / "run" if resume else None)
-    return dict(rollout(config, PlainView(StringIO() if shown is None else shown), options))
+    return dict(asyncio.run(collect_rollouts(config, PlainView(shown or StringIO()), options)))
 
 
 def test_the_numbers_are_those_of_what_happened(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_run_is_continued_by_its_own_verb_only(tmp_path: Path) -> None:
     run(tmp_path, Scripted(), "rollout.per_task=1")
     config = load_config(None, [*SETTINGS, f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(RecordError, match="holds a run of `insitu rollout`"):
-        train(config, PlainView(StringIO()), TrainOptions(resume=tmp_path / "run"))
+        asyncio.run(run_training(config, PlainView(StringIO()), TrainOptions(resume=tmp_path / "run")))
     with pytest.raises(RecordError, match="holds a run already"):
         run(tmp_path, Scripted())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from insitu.config import Config, load_config
 from insitu.demo.demonstrator import call, edit
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import SetupError
-from insitu.evaluate.run import RolloutOptions, rollout
+from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.runtime.engine import Sampler
 from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToySource
@@ -76,7 +77,7 @@ def test_a_run_whose_docker_daemon_ends_goes_on_in_local_sandboxes(daemon: int, 
          "sandbox.backend=docker", "sandbox.fallback=local", f"sandbox.image={IMAGE}"],
     )  # fmt: skip
     shown = StringIO()
-    summary = rollout(config, PlainView(shown), RolloutOptions(sampler=sampler))
+    summary = asyncio.run(collect_rollouts(config, PlainView(shown), RolloutOptions(sampler=sampler)))
     assert ended
     # Whatever was under way when the daemon ended was tried again elsewhere: nobody earns 0 for it.
     assert (summary["graded"], summary["verdict"]["resolved"]) == (TASKS, TASKS)

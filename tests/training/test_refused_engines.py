@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from io import StringIO
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TaskError
-from insitu.runtime.training import train
+from insitu.runtime.training import run_training
 from insitu.storage.run_dir import RunDir
 from insitu.training.loop import TrainOptions
 from insitu.view.plain import PlainView
@@ -25,7 +26,7 @@ def test_an_engine_without_log_probabilities_is_refused(tmp_path: Path, engine: 
     config = load_config(base={"run": {"dir": str(tmp_path / "run")}, "engine": engine})
     line = rf"^engine.kind {engine['kind']}: a training run samples with embedded, .* a log-probability for"
     with pytest.raises(ConfigError, match=line):
-        train(config, PlainView(StringIO()))
+        asyncio.run(run_training(config, PlainView(StringIO()), TrainOptions()))
     assert not (tmp_path / "run").exists()
 
 
@@ -36,9 +37,9 @@ def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
     with RunDir.create(config) as run:
         run.store().close()
         with pytest.raises(ConfigError, match="gone is not a model folder"):
-            train(config, PlainView(StringIO()), TrainOptions(resume=folder))
+            asyncio.run(run_training(config, PlainView(StringIO()), TrainOptions(resume=folder)))
         run.write_summary({"rl_steps": 3})
-    assert train(config, PlainView(shown), TrainOptions(resume=folder)) == {"rl_steps": 3}
+    assert asyncio.run(run_training(config, PlainView(shown), TrainOptions(resume=folder))) == {"rl_steps": 3}
     assert "is finished, nothing to do" in shown.getvalue()
 
 
@@ -50,5 +51,5 @@ def test_tasks_that_are_judged_weaker_than_asked_for_are_refused(tmp_path: Path)
     config = load_config(base={**base, "grade": {"min_trust": "standard"}})
     line = "^grade.min_trust = standard: 1 of 1 tasks are less trusted, the first: task t, weak"
     with pytest.raises(TaskError, match=line):
-        train(config, PlainView(StringIO()))
+        asyncio.run(run_training(config, PlainView(StringIO()), TrainOptions()))
     assert not (tmp_path / "run").exists()

@@ -3,11 +3,13 @@ says why it cannot."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +17,16 @@ from sft_lab import FAMILY, said, sft_config, stored_run, student
 
 from insitu.attempt import NOTHING_SAMPLED
 from insitu.chat.load import load_renderer
+from insitu.config import Config
 from insitu.engines.embedded.model import load_model
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import ConfigError, RecordError, TrainError
 from insitu.storage.metrics import Metrics, read_metrics
 from insitu.storage.run_dir import read_store
 from insitu.training.plan.step import PlanConfig
-from insitu.training.replay import replay
+from insitu.training.replay import replay_run
 from insitu.training.sft.plan import plan_examples, schedule
-from insitu.training.sft.run import SftOptions, open_tokens, sft, train_config
+from insitu.training.sft.run import SftOptions, open_tokens, run_sft, train_config
 from insitu.training.sft.selection import SelectionRules, choose, explain, stored_tokens
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Rollout, Status
@@ -60,6 +63,10 @@ class Watcher:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+def sft(config: Config, watcher: Watcher, options: SftOptions | None = None) -> Mapping[str, Any]:
+    return asyncio.run(run_sft(config, watcher, options or SftOptions()))
 
 
 def solved() -> list[Rollout]:
@@ -235,7 +242,7 @@ def test_a_finished_run_is_shown_and_cannot_be_replayed(
     run = Path(str(finished[0]["run_dir"]))
     assert "18 steps over 12 rollouts of 3 tasks" in show_run(run)
     with pytest.raises(RecordError, match="holds a run of `insitu sft`"):
-        replay(run, Watcher())
+        asyncio.run(replay_run(run, Watcher()))
 
 
 def test_a_directory_of_another_kind_is_not_continued(source: Path) -> None:

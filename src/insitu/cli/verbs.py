@@ -6,7 +6,7 @@ import argparse
 import base64
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +32,11 @@ def demo_verb(options: argparse.Namespace) -> int:
     else:
         config = load_config(None, overrides, demo_preset())
 
-    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from insitu.demo.run import DemoOptions, run_demo, write_report
+    def run(config: Config, view: View) -> Coroutine[Any, Any, str]:
+        from insitu.api import DemoOptions, demo_with
 
-        named = [] if options.resume else [*overrides, f"run.dir={config.run.dir}"]
-        demo = DemoOptions(
-            overrides=named,
-            from_scratch=options.from_scratch,
-            resume=options.resume,
-            began=process_began(),
-        )
-        summary = run_demo(demo, view)
-        return summary, write_report(Path(config.run.dir), summary)
+        demo = DemoOptions(from_scratch=options.from_scratch, resume=options.resume, began=process_began())
+        return demo_with(config, view, demo)
 
     return _run(options, config, run)
 
@@ -71,14 +64,10 @@ def train_verb(options: argparse.Namespace) -> int:
     else:
         config = load_config(Path(path), overrides)
 
-    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from insitu.api import open_run, train_with
-        from insitu.shutdown import run_interruptible
-        from insitu.training.loop import TrainOptions
+    def run(config: Config, view: View) -> Coroutine[Any, Any, str]:
+        from insitu.api import TrainOptions, train_with
 
-        chosen = TrainOptions(resume=options.resume, began=process_began())
-        report = run_interruptible(train_with(config, view, chosen))
-        return open_run(config.run.dir).summary or {}, report
+        return train_with(config, view, TrainOptions(resume=options.resume, began=process_began()))
 
     return _run(options, config, run)
 
@@ -89,11 +78,10 @@ def sft_verb(options: argparse.Namespace) -> int:
         overrides.append(str(options.source))
     config = _resumed(options, overrides) if options.resume else _sft_config(options.source, overrides)
 
-    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from insitu.training.sft.run import REPORT, SftOptions, sft
+    def run(config: Config, view: View) -> Coroutine[Any, Any, str]:
+        from insitu.api import SftOptions, sft_with
 
-        summary = sft(config, view, SftOptions(resume=options.resume, began=process_began()))
-        return summary, (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
+        return sft_with(config, view, SftOptions(resume=options.resume, began=process_began()))
 
     return _run(options, config, run)
 
@@ -114,26 +102,23 @@ def _sft_config(source: Path | None, overrides: Sequence[str]) -> Config:
 
 def rollout_verb(options: argparse.Namespace) -> int:
     from insitu.config import load_config
-    from insitu.evaluate.resume import resumed_config
 
     overrides, path = _positional(options)
     if options.resume and path:
         raise ConfigError(f"a resumed run keeps its configuration; drop {path}")
     if options.resume:
+        from insitu.api import resumed_config
+
         config = resumed_config(options.resume, overrides)
     elif path is None and not overrides:
         raise ConfigError("give a configuration file, for instance examples/rollout.toml, or --resume DIR")
     else:
         config = load_config(Path(path) if path else None, overrides)
 
-    def run(config: Config, view: View) -> tuple[Mapping[str, Any], str]:
-        from insitu.api import open_run, rollout_with
-        from insitu.evaluate.run import RolloutOptions
-        from insitu.shutdown import run_interruptible
+    def run(config: Config, view: View) -> Coroutine[Any, Any, str]:
+        from insitu.api import RolloutOptions, rollout_with
 
-        chosen = RolloutOptions(resume=options.resume, began=process_began())
-        report = run_interruptible(rollout_with(config, view, chosen))
-        return open_run(config.run.dir).summary or {}, report
+        return rollout_with(config, view, RolloutOptions(resume=options.resume, began=process_began()))
 
     return _run(options, config, run, failed=lambda summary: not summary["graded"], trains=False)
 
@@ -148,15 +133,15 @@ def _positional(options: argparse.Namespace) -> tuple[list[str], str | None]:
 
 def _resumed(options: argparse.Namespace, changes: Sequence[str]) -> Config:
     """Return the stored configuration; raise ConfigError for any changes."""
-    from insitu.storage.run_dir import read_config
+    from insitu.api import read_config
 
     if changes:
         raise ConfigError(f"a resumed run keeps its configuration; drop {' '.join(changes)}")
     return read_config(options.resume)
 
 
-Run = Callable[["Config", "View"], tuple[Mapping[str, Any], str]]
-"""Runs to the end and returns the summary and the report."""
+Run = Callable[["Config", "View"], Coroutine[Any, Any, str]]
+"""Runs to the end and returns the report."""
 
 
 def _run(
@@ -171,31 +156,27 @@ def _run(
     `failed`: whether a finished run counts as failed. `trains`: needs a learner whatever the engine.
     """
     from insitu.config import dump_toml
-    from insitu.storage.run_dir import name_run
 
     if options.dry_run:
         sys.stdout.write(dump_toml(config))
         return 0
-    _require_learner(config, trains=trains)
+    from insitu.api import name_run, read_summary, require_learner
+    from insitu.shutdown import run_interruptible
+
+    if trains or config.engine.kind == "embedded":
+        require_learner(config)
     config = name_run(config)
     options.run_dir = Path(config.run.dir)
     view = _view(config, options)
     try:
-        summary, report = run(config, view)
+        report = run_interruptible(run(config, view))
     finally:
         view.close()
+    summary = read_summary(options.run_dir) or {}
     print(report, end="", file=sys.stderr if options.json else sys.stdout)
     if options.json:
         _print_json(summary)
     return EXIT_FAILED if failed(summary) else 0
-
-
-def _require_learner(config: Config, *, trains: bool) -> None:
-    """Raise ConfigError when a run needs a learner and its dependencies are not installed."""
-    from insitu.training.learner.dependencies import require_learner
-
-    if trains or config.engine.kind == "embedded":
-        require_learner(config)
 
 
 def _view(config: Config, options: argparse.Namespace) -> View:
@@ -206,15 +187,15 @@ def _view(config: Config, options: argparse.Namespace) -> View:
 
 
 def replay_verb(options: argparse.Namespace) -> int:
-    from insitu.storage.run_dir import read_config
+    from insitu.api import read_config, require_learner
+    from insitu.shutdown import run_interruptible
+    from insitu.tools import replay_with
 
     config = read_config(options.run)
-    _require_learner(config, trains=True)
-    from insitu.training.replay import replay
-
+    require_learner(config)
     view = _view(config, options)
     try:
-        result = replay(options.run, view)
+        result = run_interruptible(replay_with(options.run, view))
     finally:
         view.close()
     _print_json(result)
@@ -225,13 +206,13 @@ def replay_verb(options: argparse.Namespace) -> int:
 
 
 def show_verb(options: argparse.Namespace) -> int:
-    from insitu.storage.run_dir import read_summary
+    from insitu.api import open_run
     from insitu.view.run_report import show_run
 
     if not options.json:
         print(show_run(options.run), end="")
         return 0
-    summary = read_summary(options.run)
+    summary = open_run(options.run).summary
     if summary is None:
         raise ConfigError(f"{options.run} has no summary.json: the run is not finished")
     _print_json(summary)
@@ -283,19 +264,18 @@ def view_verb(options: argparse.Namespace) -> int:
 
 def serve_verb(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C, which is a success."""
+    from insitu.api import SERVE_BASE, ServeOptions, name_run, read_tools, require_learner, serve_with
     from insitu.config import load_config
-    from insitu.runtime.gateway import read_tools
-    from insitu.serving.run import BASE, ServeOptions, serve
     from insitu.shutdown import run_interruptible
-    from insitu.storage.run_dir import name_run
 
     overrides, path = _positional(options)
     if options.port is not None:
         overrides.append(f"gateway.port={options.port}")
     if not 0 < options.sessions <= 64:
         raise ConfigError("--sessions takes 1 to 64")
-    config = load_config(Path(path) if path else None, overrides, BASE)
-    _require_learner(config, trains=False)
+    config = load_config(Path(path) if path else None, overrides, SERVE_BASE)
+    if config.engine.kind == "embedded":
+        require_learner(config)
     config = name_run(config)
     chosen = ServeOptions(
         sessions=options.sessions,
@@ -305,12 +285,12 @@ def serve_verb(options: argparse.Namespace) -> int:
         tools=read_tools(options.tools) if options.tools else (),
     )
     with contextlib.suppress(KeyboardInterrupt):
-        run_interruptible(serve(config, chosen, sys.stdout))
+        run_interruptible(serve_with(config, chosen, sys.stdout))
     return 0
 
 
 def conformance_verb(options: argparse.Namespace) -> int:
-    from insitu.suites.conformance.command import choose, run
+    from insitu.cli.conformance import choose, run
 
     recipes = choose(options.agents, options.own_command, options.config)
     return 0 if run(recipes, json=options.json, record=options.record) else EXIT_FAILED
@@ -336,29 +316,39 @@ def install_verb(options: argparse.Namespace) -> int:
 
 
 def attack_verb(options: argparse.Namespace) -> int:
-    from insitu.suites.attacks.command import run
+    from insitu.cli.attack import run
 
     overrides, path = _positional(options)
     return 0 if run(options, Path(path) if path else None, overrides) else EXIT_FAILED
 
 
 def tasks_verb(options: argparse.Namespace) -> int:
-    from insitu.suites.tasks.command import run
+    from insitu.cli.tasks import run
 
     return run(options)
 
 
 def grade_verb(options: argparse.Namespace) -> int:
-    from insitu.evaluate.regrade import run
+    from insitu.shutdown import run_interruptible
+    from insitu.tools import grade_report, grade_with
+    from insitu.view.open import open_view
 
-    same = run(options.run, write=options.write, json=options.json)
-    return 0 if same else EXIT_FAILED
+    view = open_view(sys.stderr)
+    try:
+        found = run_interruptible(grade_with(options.run, view, write=options.write))
+    finally:
+        view.close()
+    print(grade_report(found), end="", file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        _print_json({"compared": found.compared()})
+        _print_json(found.as_json())
+    return EXIT_FAILED if found.differences else 0
 
 
 def recover_verb(options: argparse.Namespace) -> int:
-    from insitu.serving.served import recover_run
+    from insitu.tools import recover
 
-    found = recover_run(options.run)
+    found = recover(options.run)
     if not found:
         raise ConfigError(f"{options.run} holds no log of an unsealed session")
     for rollout in found:

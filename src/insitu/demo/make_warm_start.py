@@ -245,16 +245,12 @@ def _hashed(parts: Sequence[str], sources: Sequence[str]) -> str:
     return h.hexdigest()[:24]
 
 
-def make_warm_start(config: Config, view: View, job: SftJob | None = None) -> Path:
+async def make_warm_start(config: Config, view: View, job: SftJob | None = None) -> Path:
     """Return the folder of a warm start, from the cache if it exists.
 
-    Raises TrainError when the gate fails, SetupError when an agent cannot run, KeyboardInterrupt when
-    stopped.
+    Raises TrainError when the gate fails, SetupError when an agent cannot run.
     """
-    return run_interruptible(_make(config, view, job or SftJob()))
-
-
-async def _make(config: Config, view: View, job: SftJob) -> Path:
+    job = job or SftJob()
     view.stage("constant prompts of the agents")
     remove_stale_scratch()
     constants = [await constant_text(config, agent, view) for agent in ("pi", "script")]
@@ -334,7 +330,7 @@ def main() -> None:
     config = load_config(None, sys.argv[1:], demo_preset())
     view = PlainView(sys.stdout)
     view.begin("warm start", 0)
-    folder = make_warm_start(config, view)
+    folder = run_interruptible(make_warm_start(config, view))
     shutil.rmtree(WARM_START, ignore_errors=True)
     shutil.copytree(folder, WARM_START)
 

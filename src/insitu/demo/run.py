@@ -6,7 +6,7 @@ The run itself is `training.loop` on examples/demo.toml. The warm start is shipp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -14,8 +14,8 @@ from typing import Any
 
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
-from insitu.config import Config, demo_preset, load_config, model_folder
-from insitu.runtime.training import train
+from insitu.config import Config, model_folder
+from insitu.runtime.training import run_training
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
 from insitu.training.loop import TrainOptions
@@ -29,7 +29,6 @@ from insitu.view.run_report import finish
 class DemoOptions:
     """Options of the command line."""
 
-    overrides: Sequence[str] = ()
     from_scratch: bool = False
     """Make the warm start; rejected together with `resume`."""
     resume: Path | None = None
@@ -37,31 +36,22 @@ class DemoOptions:
     """Start time of the process, see `training.loop.TrainOptions`."""
 
 
-def demo_config(options: DemoOptions) -> Config:
-    """Return the resolved configuration of a demo run.
-
-    Raises ConfigError.
-    """
-    if options.resume is not None:
-        return read_config(options.resume)
-    return load_config(None, options.overrides, demo_preset())
-
-
-def run_demo(options: DemoOptions, view: View) -> Mapping[str, Any]:
-    """Run the demo and return the content of summary.json.
+async def run_demo(config: Config, view: View, options: DemoOptions) -> str:
+    """Run the demo, write its report and return it. Raises InsituError.
 
     The time of a warm start made here is part of `wall_s` and is reported as `warm_start_s`.
     """
-    config = demo_config(options)
     extra: dict[str, float] = {}
     if options.from_scratch and options.resume is None:
         from insitu.demo.make_warm_start import make_warm_start
 
         start = monotonic()
-        folder = make_warm_start(config, view)
+        folder = await make_warm_start(config, view)
         extra["warm_start_s"] = round(monotonic() - start, 1)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    return train(config, view, TrainOptions(resume=options.resume, began=options.began, extra=extra))
+    chosen = TrainOptions(resume=options.resume, began=options.began, extra=extra)
+    summary = await run_training(config, view, chosen)
+    return write_report(Path(config.run.dir), summary)
 
 
 def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:

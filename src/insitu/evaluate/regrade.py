@@ -8,13 +8,10 @@ different verdict.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import orjson
 
 from insitu.config import Config
 from insitu.errors import GradeError, TaskError
@@ -23,13 +20,12 @@ from insitu.grading.judge import TaskJudge
 from insitu.runtime.agents import limits_of
 from insitu.runtime.run import make_judge
 from insitu.runtime.sandboxes import check_tasks, make_pool
-from insitu.shutdown import run_interruptible
 from insitu.storage.run_dir import RunDir, read_config, read_store
 from insitu.storage.store import Store
 from insitu.tasks.base import Split, TaskSource
 from insitu.tasks.factory import open_source
 from insitu.types import Outcome, Rollout, Task, Verdict
-from insitu.view.open import open_view
+from insitu.view.base import View
 
 CHUNK = 64
 MAX_SEARCHED = 100_000
@@ -70,20 +66,8 @@ class Regraded:
         return {"skipped": self.skipped, "updated": self.updated, "differences": differences}
 
 
-def run(path: Path, *, write: bool, json: bool) -> bool:
-    """Grade a run again and print the result; return whether all verdicts are unchanged.
-
-    Raises RecordError, TaskError, SetupError.
-    """
-    result = run_interruptible(regrade_run(path, write=write))
-    print(report(result), end="", file=sys.stderr if json else sys.stdout)
-    if json:
-        print(orjson.dumps({"compared": result.compared()}).decode())
-        print(orjson.dumps(result.as_json()).decode())
-    return not result.differences
-
-
 def report(found: Regraded) -> str:
+    """Return counts and differences as text."""
     lines = [f"{outcome.value:>14}  {found.counts[outcome.value]}" for outcome in Outcome]
     lines += [f"{'skipped':>14}  {found.skipped}"] if found.skipped else []
     lines += [f"{'updated':>14}  {found.updated}"] if found.updated else []
@@ -93,22 +77,23 @@ def report(found: Regraded) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def regrade_run(path: Path, *, write: bool = False) -> Regraded:
+async def regrade_run(path: Path, view: View, *, write: bool = False) -> Regraded:
+    """Grade a run again. Raises RecordError, TaskError, SetupError."""
     if not write:
         with read_store(path) as store:
-            return await _regrade(read_config(path), store, write=False)
+            return await _regrade(read_config(path), store, view, write=False)
     with RunDir.open(path) as run_dir, run_dir.store() as store:
-        return await _regrade(run_dir.config, store, write=True)
+        return await _regrade(run_dir.config, store, view, write=True)
 
 
-async def _regrade(config: Config, store: Store, *, write: bool) -> Regraded:
+async def _regrade(config: Config, store: Store, view: View, *, write: bool) -> Regraded:
     source = open_source(config, limits_of(config), runner_for)
     result = Regraded()
     phases = store.phases()
     task_ids = {rollout.task_id for phase, step in phases for rollout in store.rollouts(phase, step)}
     tasks = find_tasks(source, task_ids)
     check_tasks(config, tasks.values())
-    view, done = open_view(sys.stderr), 0
+    done = 0
     async with make_pool(config, view.note) as pool:
         judge = make_judge(config, pool, source, cached=False)
         try:
@@ -120,7 +105,6 @@ async def _regrade(config: Config, store: Store, *, write: bool) -> Regraded:
                     done += len(chunk)
                     view.advance(done)
         finally:
-            view.close()
             await judge.close()
     return result
 

@@ -27,7 +27,6 @@ from insitu.grading.grader import runner_for
 from insitu.runtime.engine import open_sampler
 from insitu.runtime.preflight import Prepared, check_weights, prepare, prepare_tasks
 from insitu.runtime.run import OpenSampler, Runtime, open_backend, open_runtime
-from insitu.shutdown import run_interruptible
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, write_text
 from insitu.storage.store import Score, Store
@@ -202,13 +201,3 @@ def _other_split_note(config: Config, source: TaskSource) -> str:
         f"the {table.split} split has {here} of {here + there} tasks (tasks.eval_share ="
         f' {config.tasks.eval_share:g}); rollout.split = "{other}" takes the others'
     )
-
-
-def rollout(
-    config: Config, view: TrainingObserver, options: RolloutOptions | None = None
-) -> Mapping[str, Any]:
-    """Run or resume to the end and return the content of summary.json.
-
-    Raises InsituError, or KeyboardInterrupt after a clean stop.
-    """
-    return run_interruptible(collect_rollouts(config, view, options or RolloutOptions()))

@@ -22,7 +22,6 @@ from insitu.registry import BUILT_IN
 from insitu.runtime.preflight import Checks, Prepared, check_reference, check_weights, prepare
 from insitu.runtime.run import open_runtime
 from insitu.runtime.sandboxes import examples_of
-from insitu.shutdown import run_interruptible
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir, restore_steps
 from insitu.storage.store import Store
@@ -223,11 +222,3 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
         summary = {**summary, "wall_s": round(clock.seconds(), 1), **json.loads(store.meta()[EXTRA])}
         run.write_summary(summary)
         return summary
-
-
-def train(config: Config, view: TrainingObserver, options: TrainOptions | None = None) -> Mapping[str, Any]:
-    """Run or continue a run to its end; return the content of summary.json.
-
-    Raises InsituError, or KeyboardInterrupt after a clean stop.
-    """
-    return run_interruptible(run_training(config, view, options or TrainOptions()))

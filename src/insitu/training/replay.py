@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from insitu.config import model_folder
 from insitu.errors import RecordError
-from insitu.shutdown import run_interruptible
 from insitu.storage.run_dir import KIND, read_config, read_store
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import scratch_folder
@@ -48,7 +47,8 @@ def stored_groups(store: Store, step: int) -> Sequence[Group]:
     ]
 
 
-async def _replay(run_dir: Path, view: _ReplayObserver) -> Mapping[str, Any]:
+async def replay_run(run_dir: Path, view: _ReplayObserver) -> Mapping[str, Any]:
+    """Repeat the training of a stored run. Raises InsituError."""
     config = read_config(run_dir)
     async with AsyncExitStack() as stack:
         store = stack.enter_context(read_store(run_dir))
@@ -81,8 +81,3 @@ async def _replay(run_dir: Path, view: _ReplayObserver) -> Mapping[str, Any]:
             "differing_steps": differing,
             "weights": learner.weights,
         }
-
-
-def replay(run_dir: Path, view: _ReplayObserver) -> Mapping[str, Any]:
-    """Repeat the training of a stored run. Raises InsituError."""
-    return run_interruptible(_replay(run_dir, view))

@@ -18,7 +18,7 @@ from insitu.attempt import AttemptSpec
 from insitu.capture.ledger import reassign
 from insitu.config import Config, load_config
 from insitu.errors import SetupError
-from insitu.runtime.training import train
+from insitu.runtime.training import run_training
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
@@ -235,7 +235,7 @@ def test_a_kill_between_a_commit_and_its_line_costs_the_line_until_the_resume_on
     monkeypatch.setattr("insitu.runtime.training.assemble", Mock(side_effect=stops))
     for _ in range(2):
         with pytest.raises(SetupError):
-            train(config(path), cast(Any, Told()), TrainOptions(resume=path))
+            asyncio.run(run_training(config(path), cast(Any, Told()), TrainOptions(resume=path)))
         assert steps_of(path) == [1, 2]
     with read_store(path) as store:
         (_, kept) = store.steps()
@@ -244,7 +244,7 @@ def test_a_kill_between_a_commit_and_its_line_costs_the_line_until_the_resume_on
     assert set(written(path, 1)) - set(line) == {"publish_s"}
     (path / "metrics.jsonl").write_bytes(b"{damaged\n")
     with pytest.raises(SetupError):
-        train(config(path), cast(Any, Told()), TrainOptions(resume=path))
+        asyncio.run(run_training(config(path), cast(Any, Told()), TrainOptions(resume=path)))
 
 
 def test_a_leap_is_told_once_and_learning_never(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import tempfile
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,14 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.base import SandboxBackend
+from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS, OWN_AGENT, AgentTools
 from insitu.suites.conformance.checks import ConformanceResult, judge, traffic_failures
 from insitu.suites.conformance.recorder import WireRecorder
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
 from insitu.suites.open_renderer import Splitter, open_renderer
 from insitu.types import Limits, Task, Trajectory
+from insitu.view.base import View
 
 SEED = 1
 MAX_CALL_TOKENS = 2048
@@ -57,6 +60,19 @@ async def conform(recipe: Recipe, backend: SandboxBackend, record: Path | None =
         tools = replace(tools, window_tokens=tools.window_tokens * 3 // 2)
         finding = await _conform(recipe, tools, backend, record)
     return finding
+
+
+async def conform_all(
+    recipes: Mapping[str, Recipe], record: Path | None, view: View
+) -> dict[str, ConformanceResult]:
+    """Run agents one after the other."""
+    backend, findings = LocalBackend(), {}
+    view.stage("checking agents", len(recipes))
+    for done, (name, recipe) in enumerate(recipes.items(), 1):
+        view.note(name)
+        findings[name] = await conform(recipe, backend, record)
+        view.advance(done)
+    return findings
 
 
 async def _conform(

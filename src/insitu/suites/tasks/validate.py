@@ -25,7 +25,6 @@ from insitu.grading.trust import trust_of
 from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks, make_pool
 from insitu.sandbox.base import SandboxBackend
-from insitu.shutdown import run_interruptible
 from insitu.suites.tasks.gold_tree import with_gold
 from insitu.tasks.allowlist import TaskFinding, read_allowlist, write_allowlist
 from insitu.tasks.base import Item
@@ -34,6 +33,7 @@ from insitu.tasks.factory import open_source
 from insitu.types import Oracle, Task
 from insitu.view.base import View
 
+DEFAULT_ALLOWLIST = "allowlist.json"
 GENERATED_TASKS = 64
 """Default number of tasks of an endless source."""
 KEEP_EVERY_S = 5.0
@@ -45,7 +45,8 @@ class ValidateOptions:
     """Options of a validation that are not in the configuration."""
 
     repeats: int = 3
-    allowlist: Path
+    allowlist: Path | None = None
+    """File with the findings; None = `tasks.allowlist`, else DEFAULT_ALLOWLIST."""
     limit: int = 0
     """Tasks to look at, in the order of the file; 0 = all (generated: GENERATED_TASKS)."""
     ids: Sequence[str] = ()
@@ -86,14 +87,13 @@ def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
         raise TaskError(f"there is no task {min(missing)}")
 
 
-def validate(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
+async def validate_tasks(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
     """Validate every task that is not settled; return counts and failures. Raises InsituError."""
-    return run_interruptible(_validate(config, options, view))
-
-
-async def _validate(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
+    path = options.allowlist or Path(config.tasks.allowlist or DEFAULT_ALLOWLIST)
+    # What an earlier validation left out is looked at again.
+    config = config.model_copy(update={"tasks": config.tasks.model_copy(update={"allowlist": ""})})
     items, source = items_of(config, options.limit, options.ids)
-    gate = _GateFile(options, view)
+    gate = _GateFile(path, options.repeats, view)
     view.stage("validating tasks", _count(options, source))
     settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers)
     waiting: asyncio.Queue[Item] = asyncio.Queue(maxsize=2 * config.grade.workers)
@@ -122,21 +122,21 @@ async def _validate(config: Config, options: ValidateOptions, view: View) -> Map
     finally:
         with contextlib.suppress(TaskError):
             gate.keep()
-    return _summary(gate.seen, source, options)
+    return _summary(gate.seen, source, options.repeats, path)
 
 
 class _GateFile:
     """The gate file during a validation."""
 
-    def __init__(self, options: ValidateOptions, view: View) -> None:
-        self._options, self._view = options, view
-        self._gate = read_allowlist(options.allowlist, missing_ok=True)
+    def __init__(self, path: Path, repeats: int, view: View) -> None:
+        self._path, self._repeats, self._view = path, repeats, view
+        self._gate = read_allowlist(path, missing_ok=True)
         self._findings = dict(self._gate.findings)
         self._kept = time.monotonic()
         self.seen: dict[str, TaskFinding] = {}
 
     def settled(self, task: Task) -> bool:
-        found = self._gate.settled(task.id, task.content_hash, self._options.repeats)
+        found = self._gate.settled(task.id, task.content_hash, self._repeats)
         if found is not None:
             self.seen[task.id] = found
         return found is not None
@@ -151,7 +151,7 @@ class _GateFile:
             self._kept = time.monotonic()
 
     def keep(self) -> None:
-        write_allowlist(self._options.allowlist, self._findings)
+        write_allowlist(self._path, self._findings)
 
 
 def unplaced(config: Config, task: Task) -> TaskFinding | None:
@@ -194,7 +194,7 @@ async def check_item(grader: Grader, backend: SandboxBackend, item: Item, repeat
 
 
 def _summary(
-    seen: Mapping[str, TaskFinding], source: RowSource | None, options: ValidateOptions
+    seen: Mapping[str, TaskFinding], source: RowSource | None, repeats: int, path: Path
 ) -> Mapping[str, Any]:
     counts = Counter(found.status for found in seen.values())
     return {
@@ -204,8 +204,8 @@ def _summary(
         "no_gold": counts["no_gold"],
         "infra": counts["infra"],
         "refused_rows": 0 if source is None else len(source.refused),
-        "repeats": options.repeats,
-        "gate": str(options.allowlist),
+        "repeats": repeats,
+        "gate": str(path),
         "not_passed": [
             {"id": name, "status": found.status, "reason": found.reason}
             for name, found in seen.items()

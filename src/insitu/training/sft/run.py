@@ -22,7 +22,6 @@ from insitu.chat.renderer import ChatRenderer, forgotten_before
 from insitu.config import Config, model_folder
 from insitu.config.training import LossConfig, RowRules
 from insitu.errors import ConfigError, RecordError, TrainError
-from insitu.shutdown import run_interruptible
 from insitu.storage.logs import log_to
 from insitu.storage.metrics import Metrics, MetricsFile
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, read_config, read_store, restore_steps, write_text
@@ -242,7 +241,8 @@ def _metrics(result: StepResult, step: int, lessons: Sequence[SftExample]) -> di
     }
 
 
-async def _sft(config: Config, view: _SftObserver, options: SftOptions) -> Mapping[str, Any]:
+async def run_sft(config: Config, view: _SftObserver, options: SftOptions) -> Mapping[str, Any]:
+    """Run or continue to the end; return the content of summary.json. Raises InsituError."""
     resume = options.resume
     if resume is not None and (summary := finished_run(resume, view.note, SFT)) is not None:
         return summary
@@ -322,11 +322,3 @@ def report(summary: Mapping[str, Any]) -> str:
         f"run    {summary['run_dir']}\n"
         f"next   insitu train CONFIG model.path={summary['model']}\n"
     )
-
-
-def sft(config: Config, view: _SftObserver, options: SftOptions | None = None) -> Mapping[str, Any]:
-    """Run or continue to the end; return the content of summary.json.
-
-    Raises InsituError, or KeyboardInterrupt after a clean stop.
-    """
-    return run_interruptible(_sft(config, view, options or SftOptions()))

@@ -1,4 +1,4 @@
-"""`insitu conformance`: run agents one after the other and print a table, failures and a JSON line."""
+"""Console view of `insitu conformance`: a table, failures and a JSON line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from rich.table import Table
 
 from insitu.agents.recipe import Recipe, parse_agent, resolve_agent
 from insitu.config import HarnessTable
-from insitu.sandbox.local import LocalBackend
 from insitu.shutdown import run_interruptible
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.checks import ConformanceResult
-from insitu.suites.conformance.run import conform
+from insitu.tools import conformance_with
 from insitu.view.open import open_view
 
 LOG_TAIL = 2000
@@ -45,27 +44,16 @@ def run(recipes: Mapping[str, Recipe], *, json: bool, record: Path | None) -> bo
     Raises SetupError.
     """
     shown = sys.stderr if json else sys.stdout
-    findings = run_interruptible(_conform_all(recipes, record))
+    view = open_view(sys.stderr)
+    try:
+        findings = run_interruptible(conformance_with(recipes, record, view))
+    finally:
+        view.close()
     print_report(findings, Console(file=shown, width=None if shown.isatty() else WIDTH))
     if json:
         line = {"agents": {name: finding.as_json() for name, finding in findings.items()}}
         print(orjson.dumps(line).decode())
     return all(finding.ok for finding in findings.values())
-
-
-async def _conform_all(recipes: Mapping[str, Recipe], record: Path | None) -> dict[str, ConformanceResult]:
-    backend = LocalBackend()
-    findings = {}
-    view = open_view(sys.stderr)
-    try:
-        view.stage("checking agents", len(recipes))
-        for done, (name, recipe) in enumerate(recipes.items(), 1):
-            view.note(name)
-            findings[name] = await conform(recipe, backend, record)
-            view.advance(done)
-    finally:
-        view.close()
-    return findings
 
 
 def print_report(findings: Mapping[str, ConformanceResult], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""The verb `insitu tasks list | show | validate | export`, for the command line."""
+"""Console view of `insitu tasks list | show | validate | export`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, boundary
+from insitu.shutdown import run_interruptible
 from insitu.suites.tasks.export import export_rows
-from insitu.suites.tasks.validate import ValidateOptions, items_of, list_tasks, show_task, validate
+from insitu.suites.tasks.validate import ValidateOptions, items_of, list_tasks, show_task
+from insitu.tools import validate_with
 from insitu.view.open import open_view
-
-DEFAULT_ALLOWLIST = "allowlist.json"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,13 +38,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _validate(config: Config, options: argparse.Namespace) -> int:
-    path = options.out or Path(config.tasks.allowlist or DEFAULT_ALLOWLIST)
-    # What an earlier gate left out is to be looked at again.
-    ungated = config.model_copy(update={"tasks": config.tasks.model_copy(update={"allowlist": ""})})
-    chosen = ValidateOptions(repeats=options.repeats, allowlist=path, limit=options.limit, ids=options.id)
+    chosen = ValidateOptions(
+        repeats=options.repeats, allowlist=options.out, limit=options.limit, ids=options.id
+    )
     view = open_view(sys.stderr)
     try:
-        summary = validate(ungated, chosen, view)
+        summary = run_interruptible(validate_with(config, chosen, view))
     finally:
         view.close()
     if options.json:
@@ -53,7 +52,7 @@ def _validate(config: Config, options: argparse.Namespace) -> int:
         print(
             f"{summary['passed']} of {summary['tasks']} tasks passed, {summary['failed']} failed, "
             f"{summary['no_gold']} without a solution, {summary['infra']} not judged, "
-            f"{summary['refused_rows']} rows refused; kept in {path}"
+            f"{summary['refused_rows']} rows refused; kept in {summary['gate']}"
         )
     return 0 if summary["passed"] == summary["tasks"] else 1
 

@@ -529,8 +529,3 @@ def test_a_run_without_torch_says_what_to_install(argv: list[str], line: str, tm
     )
     assert (done.returncode, only_line(done.stderr)) == (2, f"insitu: {line}")
     assert [path.name for path in tmp_path.iterdir() if path.name != "c.toml"] == []
-
-
-def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "insitu", "--version"], capture_output=True, check=True)
-    assert done.stdout.startswith(b"insitu ")

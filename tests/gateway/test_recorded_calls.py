@@ -1,13 +1,20 @@
-"""What a stored turn has beside tokens: which ids are which message, and when the call took place."""
+"""What is recorded beside tokens: which ids are which message, when calls took place, gauges of the run."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from itertools import pairwise
+from pathlib import Path
 
+import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
 from insitu.chat.template import TemplateRenderer
+from insitu.runtime.gauges import write_gauges
+from insitu.storage.metrics import read_metrics
+from insitu.storage.store import Store
+from insitu.storage.timeline import TIMELINE, Timeline
 from insitu.types import Message, Turn
 
 
@@ -49,3 +56,28 @@ async def test_spans_name_every_message_of_a_prompt(renderer: TemplateRenderer) 
         assert times.began_s is not None
         assert times.ended_s is not None
         assert began_s <= times.began_s <= times.ended_s <= time.time()
+
+
+async def test_gauges_follow_a_run_and_never_end_it(renderer: TemplateRenderer, tmp_path: Path) -> None:
+    path = tmp_path / TIMELINE
+    with Store(tmp_path / "run.sqlite") as store:
+        async with Rig(renderer, [said("done")]) as rig:
+            async with write_gauges(Timeline(path), store, rig.gateway, interval_s=0.01):
+                await rig.post({"messages": ASK})
+                await asyncio.sleep(0.3)
+            lines = list(read_metrics(path))
+            assert any(line["tokens_per_s"] > 0 for line in lines)
+            assert (lines[0]["event"], lines[0]["agents"], lines[0]["rollouts_running"]) == ("gauges", 1, 0)
+            lost = Timeline(tmp_path / "gone" / TIMELINE)
+            async with write_gauges(lost, store, rig.gateway, interval_s=0.01):
+                await asyncio.sleep(0.05)
+
+
+def test_a_timeline_that_cannot_be_written_is_one_log_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeline = Timeline(tmp_path / "gone" / TIMELINE)
+    for step in range(3):
+        with timeline.phase("train", step):
+            pass
+    assert len(caplog.records) == 1

@@ -19,6 +19,7 @@ from insitu.engines.vllm import VllmEngine
 from insitu.errors import ConfigError, RecordError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.registry import BUILT_IN
+from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import Checks, Prepared, check_reference, check_weights, prepare
 from insitu.runtime.run import open_runtime
 from insitu.runtime.sandboxes import examples_of
@@ -159,6 +160,7 @@ async def assemble(
         agents = RunAgents(
             source=source, harness=runtime.harness, attempts=runtime.attempts(run), engine=engine
         )
+        await stack.enter_async_context(write_gauges(run.timeline(), store, runtime.gateway))
         yield RunParts(
             agents=agents, learner=learner, supervisor=supervisor, plan_config=PlanConfig.of(config)
         )

@@ -45,6 +45,11 @@ class Database:
             self._db.close()
             raise
 
+    @property
+    def path(self) -> Path:
+        """The database file."""
+        return self._path
+
     def close(self) -> None:
         """Close the connection; idempotent. Everything stored is already durable."""
         with self._lock:

@@ -212,6 +212,11 @@ class Lifecycle(Database):
             ).fetchone()
         return None if row is None else (row["step"], row["group_no"])
 
+    def open_counts(self) -> dict[str, int]:
+        """Count planned and running rollouts."""
+        rows = self._all(f"SELECT state, COUNT(*) AS n FROM states WHERE state IN {OPEN} GROUP BY state")
+        return dict.fromkeys(OPEN, 0) | {row["state"]: row["n"] for row in rows}
+
     def states(self) -> dict[str, int]:
         """Count rollouts by state, zeros included."""
         with self._reading() as db:

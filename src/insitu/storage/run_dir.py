@@ -3,6 +3,7 @@
     config.toml   resolved configuration          summary.json  numbers of the finished run
     run.sqlite    rollouts, turns, steps          curve.svg     learning curve
     metrics.jsonl one line per event              report.txt    final report as printed
+    timeline.jsonl gauges and phases
     logs/         one file per process            checkpoints/  weights after each step
     tokenizer/    what turns ids into text
 
@@ -28,6 +29,7 @@ from insitu.config import Config, dump_toml, load_config, model_folder
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.metrics import MetricsFile, disk_error, read_metrics
 from insitu.storage.store import EmptyStore, Store
+from insitu.storage.timeline import TIMELINE, Timeline
 from insitu.storage.ulid import new_ulid
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ SESSIONS = "sessions"
 """Folder of a run directory with the logs and exports of sessions, and the text of provider calls."""
 KIND = "kind"
 """Key of the stored fact that names the command of a run other than training."""
-STORE_FILES = ("run.sqlite", "run.sqlite-wal", "run.sqlite-shm", "metrics.jsonl")
+STORE_FILES = ("run.sqlite", "run.sqlite-wal", "run.sqlite-shm", "metrics.jsonl", TIMELINE)
 AT_START = frozenset({"config.toml", "lock", "logs/insitu.log", *STORE_FILES})
 """Files that a run has before its first rollout."""
 TOKENIZER = "tokenizer"
@@ -128,6 +130,9 @@ class RunDir:
     def store(self) -> Store:
         """Open the store for writing."""
         return Store(self.path / "run.sqlite")
+
+    def timeline(self) -> Timeline:
+        return Timeline(self.path / TIMELINE)
 
     def metrics(self) -> MetricsFile:
         return MetricsFile(self.path / "metrics.jsonl")

@@ -118,6 +118,7 @@ class TrainingLoop:
     ) -> None:
         self._run, self._store, self._metrics, self._parts, self._view = run, store, metrics, parts, view
         self._clock = clock
+        self._timeline = run.timeline()
         self._closed: float | None = None
         """Reading of time.monotonic() at the last commit in this process."""
         c = run.config
@@ -197,16 +198,17 @@ class TrainingLoop:
         tasks = agents.source.tasks("eval", 0, count)
         self._view.stage(_EVAL_NAMES[phase].format(step=step), len(tasks))
         options = collect_options(self._run.config).changed(phase=phase, first_step=step, group_size=1)
-        groups = await collect_groups(
-            agents.attempts,
-            self._sink,
-            self._view,
-            self._breaker,
-            options,
-            tasks,
-            check=self._parts.supervisor.check,
-            version=agents.engine.receipt.version,
-        )
+        with self._timeline.phase("evaluate", step):
+            groups = await collect_groups(
+                agents.attempts,
+                self._sink,
+                self._view,
+                self._breaker,
+                options,
+                tasks,
+                check=self._parts.supervisor.check,
+                version=agents.engine.receipt.version,
+            )
         score = score_of(groups)
         self._view.eval_done(_SCORE_NAMES[phase].format(step=step), score)
         masked = self._eval_masks.close_step()
@@ -226,13 +228,15 @@ class TrainingLoop:
         c = self._run.config
         began = time.monotonic()
         self._view.stage(f"step {step} of {c.run.steps}", batches.rollouts)
-        groups, collected_metrics = await batches.next()
+        with self._timeline.phase("collect", step):
+            groups, collected_metrics = await batches.next()
         collected = time.monotonic()
         graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
         plan = plan_step(groups, self._parts.plan_config)
         self._store.assign(step, graded)
         folder = self._run.checkpoints / f"step-{step:05d}"
-        trained = await self._parts.supervisor.train(plan, folder)
+        with self._timeline.phase("train", step):
+            trained = await self._parts.supervisor.train(plan, folder)
         result = trained.result
         ledger = reassign(plan.ledger, "mismatch", result.mismatched)
         metrics = step_metrics(groups, ledger, result)
@@ -266,7 +270,8 @@ class TrainingLoop:
         if not result.skipped:
             batches.pending(result.version)
         publishing = time.monotonic()
-        await self._parts.supervisor.publish(trained)
+        with self._timeline.phase("publish", step):
+            await self._parts.supervisor.publish(trained)
         metrics["publish_s"] = time.monotonic() - publishing
         failpoint.hit("loop.published")
         batches.published(result.version)

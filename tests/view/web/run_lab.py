@@ -96,6 +96,9 @@ def make_run(path: Path, *, hostile: bool = False, steps: int = STEPS, **tables:
             _commit(store, PlanConfig.of(config), step, groups)
             metrics.write({"event": "step", "step": step, flavour.text("loss"): 0.5 / step})
         _evaluate(store, flavour, "eval_after", steps)
+        timeline = run.timeline()
+        with timeline.phase(flavour.text("collect"), 1):
+            timeline.write("gauges", {"rollouts_running": 2, flavour.text("rss_bytes"): 3})
         run.write_summary({"agent": flavour.text("script"), "rollouts": steps * GROUPS * SLOTS})
     return path
 

@@ -253,6 +253,11 @@ async def test_tasks_health_cheats_and_config(lab_run: Path) -> None:
         health = await client.json("/api/lab/health")
         assert health["waits"][0]["queued_s"] == [0.1, 0.1, 0.1]
         assert health["attempts"]["decided"] == STORED
+        timeline = health["timeline"]
+        assert timeline["gauges"]["rollouts_running"] == [2]
+        (phase,) = timeline["phases"]
+        assert (phase["phase"], phase["step"]) == ("collect", 1)
+        assert phase["began_s"] <= timeline["gauges"]["time_s"][0] <= phase["ended_s"]
         cheats = await client.json("/api/lab/cheats")
         counts = {kind["evidence"]: kind["n"] for kind in cheats["kinds"]}
         assert counts["tampered"] == 3

@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import orjson
 
+from insitu.errors import RecordError
 from insitu.storage import queries as sql
 from insitu.storage.attempts import ENDS
 from insitu.storage.queries import RunReader, ulid_seconds
+from insitu.storage.timeline import TIMELINE
 from insitu.view.web.pages import flat_config, heldout, step_columns
-from insitu.view.web.runs import RunHandle, run_info, summary_of
+from insitu.view.web.runs import RunHandle, open_inside, run_info, summary_of
 
 WAITS = ("queued_s", "agent_s", "engine_s", "grade_s", "total_s")
 _ADVICE_S = 30.0
+MAX_TIMELINE_BYTES = 1 << 20
 
 
 def health_page(run: RunHandle) -> dict[str, Any]:
@@ -38,9 +41,33 @@ def health_page(run: RunHandle) -> dict[str, Any]:
     return found | {
         "waits": _waits(timed),
         "lanes": [_lane(row) for row in lanes],
-        "timeline": None,
+        "timeline": timeline(run),
         "advice": advice(steps, matrix),
     }
+
+
+def timeline(run: RunHandle) -> dict[str, Any] | None:
+    """Return the end of the timeline: gauges as columns, and phases; None where there is none."""
+    try:
+        raw, size = open_inside(run.path, run.path / TIMELINE, MAX_TIMELINE_BYTES, from_end=True)
+    except RecordError:
+        return None
+    gauges: list[dict[str, Any]] = []
+    phases: list[dict[str, Any]] = []
+    for text in raw.splitlines()[int(size > len(raw)) :]:
+        try:
+            line = orjson.loads(text)
+        except orjson.JSONDecodeError:  # the writer is in the middle of it
+            continue
+        event, time_s = line.pop("event"), line.pop("time_s")
+        if event == "gauges":
+            gauges.append({"time_s": time_s, **line})
+        elif event == "begin":
+            phases.append({"phase": line["phase"], "step": line["step"], "began_s": time_s, "ended_s": None})
+        elif phases and phases[-1]["phase"] == line["phase"]:
+            phases[-1]["ended_s"] = time_s
+    names = [name for name in (gauges[-1] if gauges else ()) if name != "schema_version"]
+    return {"gauges": {name: [line.get(name) for line in gauges] for name in names}, "phases": phases}
 
 
 def _waits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

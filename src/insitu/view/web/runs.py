@@ -157,8 +157,10 @@ def without_paths(error: BaseException, run: RunHandle | None) -> str:
     return text
 
 
-def open_inside(root: Path, path: Path, limit: int) -> tuple[bytes, int]:
-    """Return the first `limit` bytes of a regular file below `root`, and its size; no link is followed.
+def open_inside(root: Path, path: Path, limit: int, *, from_end: bool = False) -> tuple[bytes, int]:
+    """Return the first or last `limit` bytes of a regular file below `root`, and its size.
+
+    No link is followed.
 
     Raises RecordError.
     """
@@ -170,6 +172,7 @@ def open_inside(root: Path, path: Path, limit: int) -> tuple[bytes, int]:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise RecordError(f"{path.name} is not a regular file")
+            file.seek(max(0, found.st_size - limit) if from_end else 0)
             return file.read(limit), found.st_size
     except OSError as error:
         raise RecordError(f"there is no readable {path.name}") from error

@@ -16,7 +16,7 @@ from insitu.view.web.words import Words, WordsCache
 T = TypeVar("T")
 
 
-SHARE = 0.02
+SHARE = 0.01
 """Most of a core that one page of a run under way may take when it is asked for again and again."""
 FREE_S = 0.1
 """Pages that take less CPU time are always up to date."""

@@ -52,6 +52,7 @@ export class TokenStrip {
     this.rowsPerToken = 0.9;
     this.paint = { signal: null, only: null, context: {} };
     this.spaces = false;
+    this.marked = -1;
     this.tones = highlights();
     this.inner = document.createElement("div");
     this.inner.className = "strip-inner";
@@ -86,9 +87,12 @@ export class TokenStrip {
     return /** @type {Promise<TokenPage>} */ (this.loading.get(index));
   }
 
+  tokensIn(index) {
+    return Math.min(PAGE_TOKENS, this.options.total - index * PAGE_TOKENS);
+  }
+
   heightOf(index) {
-    const tokens = Math.min(PAGE_TOKENS, this.options.total - index * PAGE_TOKENS);
-    return this.heights.get(index) ?? Math.max(20, tokens * this.rowsPerToken);
+    return this.heights.get(index) ?? Math.max(20, this.tokensIn(index) * this.rowsPerToken);
   }
 
   topOf(index) {
@@ -117,7 +121,7 @@ export class TokenStrip {
     for (const index of [...this.shown.keys()]) if (index < from || index > to) this.hide(index);
     for (let index = from; index <= to; index++) if (!this.shown.has(index)) this.show(index);
     this.place();
-    const tokenAt = ({ index, share }) => Math.min(this.options.total, Math.round((index + share) * PAGE_TOKENS));
+    const tokenAt = ({ index, share }) => Math.round(index * PAGE_TOKENS + share * this.tokensIn(index));
     this.options.onView(tokenAt(first), tokenAt(last));
   }
 
@@ -129,7 +133,7 @@ export class TokenStrip {
   show(index) {
     const element = document.createElement("div");
     element.className = "tokpage";
-    const entry = { element, page: null, pieces: [], ranges: [] };
+    const entry = { index, element, page: null, pieces: [], ranges: [] };
     this.shown.set(index, entry);
     this.inner.append(element);
     this.load(index).then((page) => {
@@ -139,6 +143,7 @@ export class TokenStrip {
       this.measure(index, entry);
       this.colour(entry);
       this.waiting?.(index);
+      this.update();
     }, () => {});
   }
 
@@ -239,6 +244,7 @@ export class TokenStrip {
   /** Tokens in a row with the same tone are one range. */
   colour(entry) {
     this.uncolour(entry);
+    this.mark(entry);
     const { signal, only, context } = this.paint;
     if (!signal || !this.tones) return;
     const { page } = entry;
@@ -283,20 +289,28 @@ export class TokenStrip {
     const index = Math.floor(token / PAGE_TOKENS);
     const page = await this.load(index);
     const local = token - index * PAGE_TOKENS;
-    if (scroll && !this.shown.get(index)?.page) {
+    // Heights are estimates until pages are drawn: the first jump may end beside the page.
+    for (let jumps = 0; scroll && jumps < 4 && !this.shown.get(index)?.page; jumps++) {
       const ready = new Promise((done) => (this.waiting = (i) => i === index && done(undefined)));
       this.box.scrollTop = this.topOf(index) + (this.heightOf(index) * local) / page.count - this.box.clientHeight / 3;
       this.update();
       await Promise.race([ready, new Promise((done) => setTimeout(done, 5000))]);
     }
+    this.marked = token;
     const entry = this.shown.get(index);
-    this.tones?.here.clear();
-    if (!entry?.page) return page;
-    const range = this.rangeOf(entry, local, local);
-    if (!range) return page;
-    this.tones?.here.add(range);
-    if (scroll) this.reveal(range);
+    const range = entry?.page && this.mark(entry);
+    if (range && scroll) this.reveal(range);
     return page;
+  }
+
+  /** Mark the chosen token if it is on this page; returns its range. */
+  mark(entry) {
+    const local = this.marked - entry.index * PAGE_TOKENS;
+    if (!(local >= 0 && local < entry.page.count)) return null;
+    const range = this.rangeOf(entry, local, local);
+    this.tones?.here.clear();
+    if (range) this.tones?.here.add(range);
+    return range;
   }
 
   reveal(range) {

@@ -21,12 +21,11 @@ export function TokensTab({ data, route, id }) {
     const [kind, number] = event.currentTarget.value.split(" ");
     setQuery({ seg: kind === "seg" ? number : "", turn: kind === "turn" ? number : "", at: "" });
   };
-  return html`
-    <label class="facet"><span class="label">Show</span><select onChange=${choose} value=${turn ? `turn ${turn.turn}` : `seg ${segment.segment}`}>
+  const picker = html`<label class="facet"><span class="label">Show</span><select onChange=${choose} value=${turn ? `turn ${turn.turn}` : `seg ${segment.segment}`}>
       ${segments.length > 0 && html`<optgroup label="Segments (training rows)">${segments.map((s) => html`<option value=${`seg ${s.segment}`}>Segment ${s.segment}: ${words(s.label)}, ${plural(s.tokens, "token")}, ${int(s.masked)} ${s.kind}</option>`)}</optgroup>`}
       <optgroup label="Turns (new prompt and reply)">${turns.map((t) => html`<option value=${`turn ${t.turn}`}>Turn ${t.turn}: ${plural(t.fresh + t.sampled, "token")}${t.excluded ? `, ${words(t.excluded)}` : ""}</option>`)}</optgroup>
-    </select></label>
-    <${Strip} key=${JSON.stringify(source)} data=${data} route=${route} id=${id} source=${source} total=${total} />`;
+    </select></label>`;
+  return html`<${Strip} key=${JSON.stringify(source)} data=${data} route=${route} id=${id} source=${source} total=${total} picker=${picker} />`;
 }
 
 /** What the signals need beside the page: credit of the rollout and the trainer's version. */
@@ -35,7 +34,7 @@ function contextOf(data, source) {
   return { advantage: row?.advantage ?? null, weight: row?.weight ?? null, trainer: data.row?.account ? data.row.account - 1 : data.row?.version ?? 0 };
 }
 
-function Strip({ data, route, id, source, total }) {
+function Strip({ data, route, id, source, total, picker }) {
   const box = useRef(/** @type {HTMLElement|null} */ (null));
   const strip = useRef(/** @type {TokenStrip|null} */ (null));
   const pages = useRef(new Map());
@@ -112,7 +111,7 @@ function Strip({ data, route, id, source, total }) {
     ...Object.fromEntries(signals.map((s) => [s.key, [`colour by ${s.label}`, () => !missing(s) && setQuery({ signal: s.id, only: "" })]])),
   });
   return html`
-    <div class="facet" role="group" aria-label="Colour by"><span class="label">Colour by</span>
+    <div class="facet" role="group" aria-label="Colour by">${picker}<span class="label">Colour by</span>
       ${signals.map((s) => html`<button class="chip" key=${s.id} aria-pressed=${s === signal} disabled=${missing(s)} title=${missing(s) ? (s.id === "advantage" ? "this rollout has no proven advantage" : "not recorded (record.scores)") : `key ${s.key}`} onClick=${() => setQuery({ signal: s.id, only: "" })}>${s.label}</button>`)}</div>
     <${LegendFilter} signal=${signal} only=${only} pages=${pages.current} loaded=${loaded.n} total=${total} context=${context} />
     ${source.segment !== undefined && html`<${Minimap} run=${route.run} id=${id} segment=${source.segment} view=${view} at=${at} onGo=${(token) => void show(token)} />`}

@@ -1,6 +1,6 @@
 // Charts: uPlot for curves, SVG for the small ones. Each has a sentence and a table for those who cannot see it.
 import { html, useEffect, useLayoutEffect, useMemo, useRef } from "./vendor/preact-htm.module.js";
-import { isNumber, num } from "./format.js";
+import { isNumber, num, when } from "./format.js";
 
 /* global uPlot */
 
@@ -92,7 +92,7 @@ function showCursor(u, element, series, format, axis) {
   const at = u.cursor.idx;
   if (!isNumber(at)) return void (element.textContent = "");
   const values = series.map((s, i) => [s, u.data[i + 1][at]]).filter(([s, y]) => isNumber(y) && !s.quiet);
-  element.textContent = values.length ? `${axis} ${num(u.data[0][at])} · ${values.map(([s, y]) => (series.length > 1 ? `${s.label} ${format(y)}` : format(y))).join(" · ")}` : "";
+  element.textContent = values.length ? `${axis === "time" ? when(u.data[0][at]) : `${axis} ${num(u.data[0][at])}`} · ${values.map(([s, y]) => (series.length > 1 ? `${s.label} ${format(y)}` : format(y))).join(" · ")}` : "";
 }
 
 function plotOptions({ series, range, log, sync, format, axis, height, width }) {

@@ -8,6 +8,7 @@ import { Badge, Empty, Panel, Stat, Table, useData, Waiting } from "../ui.js";
 import { Block, Line } from "../text.js";
 import { Chart } from "../chart.js";
 import { Times } from "./rollout.js";
+import { Gauges } from "./gauges.js";
 import { Lanes } from "./lanes.js";
 
 const TONES = { alarm: "bad", warning: "warn", hint: "info" };
@@ -16,7 +17,7 @@ const WAITS = [["queued_s", "queued"], ["engine_s", "engine"], ["grade_s", "grad
 export function HealthPage({ route }) {
   const loaded = useData(apiPath([route.run, "health"]), useRunVersion(5));
   if (!loaded.data) return html`<h1>Health</h1><${Waiting} of=${loaded} />`;
-  const { attempts, advice, failures, slowest, waits, lanes, status_outcome: matrix } = loaded.data;
+  const { attempts, advice, failures, slowest, timeline, waits, lanes, status_outcome: matrix } = loaded.data;
   return html`<div class="title"><h1>Health</h1><span class="dim">infrastructure, not learning</span></div>
     ${advice.length ? advice.map((item) => html`<div class=${`notice ${TONES[item.level] ?? ""}`}><b>${item.level === "hint" ? "Hint" : words(item.level[0].toUpperCase() + item.level.slice(1))}:</b> <${Line} text=${item.text} /></div>`) : html`<div class="notice good"><b>✓ No alarm.</b></div>`}
     <section class="panel strip" aria-label="attempts by end"><div class="stats">${Object.entries(attempts).filter(([end, n]) => n > 0 || ["decided", "failed"].includes(end)).map(([end, n]) => html`<${Stat} label=${`Attempts ${ENDS[end] ?? words(end)}`} tone=${end === "failed" && n ? "bad" : ""}>${int(n)}<//>`)}</div></section>
@@ -25,6 +26,7 @@ export function HealthPage({ route }) {
       <${Panel} title="How rollouts end" note="status and outcome"><${Matrix} matrix=${matrix} run=${route.run} /><//>
     </div>
     <${Panel} title="Waits per step" note="median and 90th percentile of training rollouts"><${Waits} waits=${waits} /><//>
+    ${timeline && html`<${Panel} title="What ran when" note="phases of the trainer, and gauges"><${Gauges} timeline=${timeline} /><//>`}
     <${Panel} title="When rollouts ran" note="the newest ones, one lane each; click to open"><${Lanes} lanes=${lanes} run=${route.run} /><//>
     <${Panel} title="Slowest rollouts" note="what did they wait for?">${slowest.length ? html`<ul class="list">${slowest.slice(0, 8).map((row) => html`<li class="slow"><div class="rowlink"><a href=${rolloutHref(route.run, row.id)} class="mono"><${Line} text=${row.id} /></a> <${Badge} value=${row.outcome || row.status} /><span class="dim small"><${Line} text=${row.task} max=${60} /></span></div><${Times} row=${row} /></li>`)}</ul>` : html`<${Empty}>No rollout is decided yet.<//>`}<//>
     <${RunLog} run=${route.run} />`;

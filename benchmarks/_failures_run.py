@@ -23,8 +23,7 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.groups import collect_groups
 from insitu.collect.options import CollectOptions
 from insitu.config import Config, demo_preset, load_config, model_folder
-from insitu.engines.base import Engine
-from insitu.engines.wrapper import EngineWrapper
+from insitu.engines.base import Engine, EngineWrapper
 from insitu.errors import EngineError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import runner_for

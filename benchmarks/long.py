@@ -30,8 +30,8 @@ from benchmarks._memory import peak_bytes
 from insitu.errors import TrainError
 from insitu.training.memory.plan import KEPT_FREE, LADDER, load_of
 from insitu.training.memory.predict import GIB, MemoryModel
+from insitu.training.model.base import PLAIN
 from insitu.training.model.hf import HfPolicy, adopt
-from insitu.training.model.memory_options import PLAIN
 from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.step import PlanRow, StepPlan

@@ -185,8 +185,8 @@ def make_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device, *
         return initialise(config, 0)
     from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
+    from insitu.training.model.base import MemoryOptions
     from insitu.training.model.hf import NAME, HfPolicy, attention_function
-    from insitu.training.model.memory_options import MemoryOptions
 
     AttentionInterface.register(NAME, attention_function)
     shape: dict[str, Any] = {k: v for k, v in asdict(config).items() if k != "rope_theta"}

@@ -36,9 +36,8 @@ from insitu.storage.run_dir import read_config as read_config
 from insitu.storage.run_dir import read_summary as read_summary
 from insitu.storage.score import Score
 from insitu.storage.store import StepRecord
-from insitu.training.learner.dependencies import require_learner as require_learner
+from insitu.training.learner.process import require_learner as require_learner
 from insitu.training.loop import TrainOptions as TrainOptions
-from insitu.training.sft.run import SftOptions as SftOptions
 from insitu.training.sft.run import run_sft
 from insitu.types import Ledger, Outcome, Rollout, Status
 from insitu.types.values import Value
@@ -212,7 +211,7 @@ async def rollout_with(config: Config, view: View, options: RolloutOptions) -> s
     return (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
 
 
-async def sft_with(config: Config, view: View, options: SftOptions) -> str:
+async def sft_with(config: Config, view: View, options: TrainOptions) -> str:
     """Imitate stored rollouts with a view of the progress and return the report. Raises InsituError."""
     await run_sft(config, view, options)
     return (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
@@ -305,7 +304,7 @@ async def sft_async(
         raise ConfigError("give the run directory with the rollouts to imitate, or resume")
     source = None if run is None else config_from_run(Path(run), "sft")
     resolved = resolve(source, overrides, resume, tables)
-    await sft_with(resolved, CallbackView(progress), SftOptions(resume=_path(resume)))
+    await sft_with(resolved, CallbackView(progress), TrainOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
 

@@ -14,8 +14,8 @@ from insitu.agents.artifacts import Artifacts, redact
 from insitu.agents.base import PLAIN, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.pool import Sockets, WorkerPool
+from insitu.agents.worker import count
 from insitu.errors import HarnessError, PolicyUnsupported, SandboxStartError
-from insitu.sandbox.egress import count
 from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, Limits, Setup, Task
 from tests.fakes.agents import command_harness

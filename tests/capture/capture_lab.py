@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from tree_check import check_tree
 
 from insitu.capture.drift import PromptPlan
 from insitu.capture.export import per_request
 from insitu.capture.forest import Forest
 from insitu.capture.message_history import DigestCache, History
-from insitu.capture.tree import check_tree, tree
+from insitu.capture.tree import tree
 from insitu.types import (
     Finish,
     Generation,

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from capture_lab import START, Lab, answer, call, check_exported, check_views, long_chain, says, user
+from tree_check import branch, check_tree, dense_mask, expand
 
 from insitu.capture.export import chains, per_request
-from insitu.capture.tree import branch, check_tree, dense_mask, expand, tree
+from insitu.capture.tree import tree
 from insitu.errors import CaptureError
 from insitu.types import Ledger, Trajectory
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from render_families import CONTROL, tokenizer_json
 from tokenizers import Tokenizer
 
-from insitu.chat.bytelevel import _ALPHABET, byte_table
-from insitu.chat.codec import Codec
+from insitu.chat.codec import _ALPHABET, Codec, byte_table
 from insitu.errors import RenderError
 
 CODEC = Codec(tokenizer_json())

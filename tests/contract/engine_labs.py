@@ -15,8 +15,7 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.config import WARM_START
 from insitu.engines.base import Engine
-from insitu.engines.external import ExternalEngine
-from insitu.engines.external_http import serve_external
+from insitu.engines.external import ExternalEngine, serve_external
 from insitu.engines.http import HttpOptions
 from insitu.engines.scripted import ScriptedEngine
 from insitu.engines.sglang import open_sglang

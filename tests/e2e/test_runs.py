@@ -19,7 +19,7 @@ import pytest
 
 from insitu.shutdown import descendants
 from insitu.storage.run_dir import RunDir, has_rollouts, read_store
-from insitu.training.start_model import START_MODEL
+from insitu.training.loop import START_MODEL
 from insitu.types import Status
 
 pytestmark = pytest.mark.slow

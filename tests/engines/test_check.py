@@ -14,7 +14,7 @@ from insitu.engines.embedded.batch_invariance import verify_batch_invariance
 from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
 from insitu.engines.embedded.forward import CachedForward, DecodeSpan
 from insitu.engines.embedded.model import ModelConfig, initialise
-from insitu.engines.embedded.sampling import draw, stream
+from insitu.engines.embedded.slots import draw, stream
 from insitu.engines.embedded.weights import SamplerWeights
 from insitu.errors import EngineError
 from insitu.types import RequestKey

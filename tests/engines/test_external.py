@@ -11,8 +11,7 @@ import pytest
 
 from insitu.config import load_config
 from insitu.engines.base import Receipt
-from insitu.engines.external import DeliveryRejected, ExternalEngine
-from insitu.engines.external_http import serve_external
+from insitu.engines.external import DeliveryRejected, ExternalEngine, serve_external
 from insitu.engines.factory import open_engine
 from insitu.errors import ConfigError, EngineError, SetupError
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams

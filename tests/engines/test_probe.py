@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from insitu.engines.base import EngineInfo, PauseMode, Receipt
+from insitu.engines.http import stream_seed
 from insitu.engines.probe import check_counts, probe_engine
-from insitu.engines.request_ids import stream_seed
 from insitu.errors import EngineError
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from tests.fakes.sampler import ChanceModel, FloatRow

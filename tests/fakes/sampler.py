@@ -15,11 +15,22 @@ from pathlib import Path
 
 import numpy as np
 
-from insitu.engines.model_dir import folder_digest
+from insitu.errors import EngineError
 
 FloatRow = np.ndarray[tuple[int], np.dtype[np.float64]]
 REACH = 3
 """How many last ids the model looks at."""
+
+
+def folder_digest(folder: Path) -> str:
+    """Return the hex SHA-256 over name and bytes of every safetensors file, in name order."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{folder} contains no safetensors file")
+    total = hashlib.sha256()
+    for path in files:
+        total.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
 
 
 class ChanceModel:

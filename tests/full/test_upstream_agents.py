@@ -19,7 +19,7 @@ from insitu.agents.recipe import named_recipe
 from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.provider_backend import open_provider
-from insitu.gateway.provider_options import ProviderOptions
+from insitu.gateway.provider_limits import ProviderOptions
 from insitu.gateway.server import Gateway
 from insitu.gateway.text_log import spent_in
 from insitu.gateway.token_backend import TokenBackend

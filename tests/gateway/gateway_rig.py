@@ -12,7 +12,7 @@ import aiohttp
 
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
-from insitu.gateway.call_reports import CallReport
+from insitu.gateway.backend import CallReport
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend, TokenCalls

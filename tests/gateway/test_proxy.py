@@ -18,9 +18,8 @@ from insitu.errors import ConfigError, GatewayError
 from insitu.gateway.admin import Admin
 from insitu.gateway.body_cache import INLINE_BYTES
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.model_check import checked_model
-from insitu.gateway.provider_backend import ProviderBackend, ProviderCalls, open_provider
-from insitu.gateway.provider_options import ProviderOptions
+from insitu.gateway.provider_backend import ProviderBackend, ProviderCalls, checked_model, open_provider
+from insitu.gateway.provider_limits import ProviderOptions
 from insitu.gateway.provider_usage import Prices, usage_of
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.routes import parse_path

@@ -13,11 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from insitu.gateway import outage
+from insitu.gateway import provider_limits as outage
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.provider_backend import ProviderBackend, ProviderCalls, open_provider
-from insitu.gateway.provider_options import ProviderOptions
-from insitu.gateway.rate_limit import RateLimiter
+from insitu.gateway.provider_limits import ProviderOptions, RateLimiter
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.types import Limits

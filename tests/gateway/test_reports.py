@@ -9,7 +9,7 @@ from gateway_rig import ASK, Rig, said
 
 from insitu.chat.template import TemplateRenderer
 from insitu.errors import EngineError
-from insitu.gateway.call_reports import CallReport
+from insitu.gateway.backend import CallReport
 from insitu.gateway.request import GatewayConfig
 from insitu.serving.console import Console
 from insitu.types import Limits

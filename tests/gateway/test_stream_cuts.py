@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway_rig import ASK, TOOLS, Rig, call, chunks_of
 
 from insitu.chat.template import TemplateRenderer
-from insitu.gateway import sse
+from insitu.gateway.dialects.base import SSE_KEEP_ALIVE
 from insitu.gateway.request import GatewayConfig
 from insitu.types import Message
 
@@ -38,7 +38,7 @@ async def test_every_cut_gives_the_same_events(renderer: TemplateRenderer) -> No
     async with Rig(renderer, [reply], config=config, delay_s=0.1) as rig:
         body = {"messages": ASK, "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
         raw = await rig.stream(body)
-    assert raw.count(sse.KEEP_ALIVE) >= 2
+    assert raw.count(SSE_KEEP_ALIVE) >= 2
     whole = SseParser()
     whole.feed(raw)
     assert whole.events[-1] == "[DONE]"

@@ -19,7 +19,7 @@ from insitu.runtime.trust_filter import filter_by_trust
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.base import Split
 from insitu.tasks.factory import open_source
-from insitu.training.alarms.tampering import verdict_counts
+from insitu.training.alarms import verdict_counts
 from insitu.types import FileEntry, Outcome, Rollout, Task, Trust, Verdict
 from tests.fakes.attempts import fake_rollout
 

@@ -16,8 +16,7 @@ from sandbox_rig import host_processes, open_descriptors, out, python, sh
 from insitu.errors import SandboxStartError, SetupError
 from insitu.sandbox import rootfs as layout
 from insitu.sandbox.base import SandboxSpec
-from insitu.sandbox.local import LocalBackend
-from insitu.sandbox.local_sandbox import LocalSandbox
+from insitu.sandbox.local import LocalBackend, LocalSandbox
 
 pytestmark = pytest.mark.slow
 

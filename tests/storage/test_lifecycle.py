@@ -19,8 +19,8 @@ from insitu.errors import RecordError
 from insitu.storage.attempts import ENDS
 from insitu.storage.lifecycle import REASONS, STATES, Reason
 from insitu.storage.store import Score, Store, add_ledgers
-from insitu.training.alarms.infra import InfraFailureRate
-from insitu.training.store_sink import StoreSink
+from insitu.training.alarms import InfraFailureRate
+from insitu.training.batch_source import StoreSink
 from insitu.types import EXCLUSIONS, Ledger, Rollout, Status
 
 

@@ -17,12 +17,11 @@ from insitu.errors import ConfigError, RecordError
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.tasks.toy import ToySource
-from insitu.training.alarms.infra import InfraFailureRate
-from insitu.training.batch_source import Batches, collect_options, open_batches, resume_state
+from insitu.training.alarms import InfraFailureRate
+from insitu.training.batch_source import Batches, StoreSink, collect_options, open_batches, resume_state
 from insitu.training.loop import check_steps
 from insitu.training.plan.step import PlanConfig, plan_step, use_of
 from insitu.training.step_metrics import ahead_summary
-from insitu.training.store_sink import StoreSink
 from insitu.types import Group, Limits, Status
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.simulated_attempts import Chances, SimulatedAttempts, with_tokens

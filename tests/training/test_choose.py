@@ -14,7 +14,7 @@ from insitu.errors import TrainError
 from insitu.storage.store import Store
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.step import PlanConfig
-from insitu.training.sft.plan import plan_examples, schedule
+from insitu.training.sft.run import plan_examples, schedule
 from insitu.training.sft.selection import Selection, SelectionRules, choose, explain, stored_tokens
 from insitu.types import Rollout, Status
 

@@ -12,8 +12,7 @@ from train_lab import group, rollout, segment
 
 from insitu.config import WARM_START
 from insitu.training.learner.client import Learner
-from insitu.training.learner.environment import computing
-from insitu.training.learner.process import LearnerSpec
+from insitu.training.learner.process import LearnerSpec, computing
 from insitu.training.options import OptimConfig, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 

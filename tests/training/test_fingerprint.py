@@ -10,8 +10,8 @@ import torch
 from train_lab import small_model
 
 from insitu.engines.embedded.weights import checksum, checksum_of
-from insitu.training.learner import weight_checksum as fingerprint
-from insitu.training.learner.weight_checksum import WeightChecksum
+from insitu.training.learner import main as fingerprint
+from insitu.training.learner.main import WeightChecksum
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from insitu.errors import TrainError
 from insitu.training.memory.meta_run import BatchShape
 from insitu.training.memory.plan import LADDER, MemoryPlanner, load_of
 from insitu.training.memory.predict import GIB, MemoryModel, MemoryPrediction
-from insitu.training.model.memory_options import PLAIN, MemoryOptions
+from insitu.training.model.base import PLAIN, MemoryOptions
 from insitu.training.options import Lora
 from insitu.training.trainer.distributed import Ranks
 from insitu.training.trainer.trainer import Trainer

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from insitu.config import load_config
-from insitu.training.learner.environment import ALLOCATOR, computing
-from insitu.training.learner.gpus import VISIBLE, least_used
-from insitu.training.learner.process import LearnerSpec
+from insitu.training.learner.process import ALLOCATOR, VISIBLE, LearnerSpec, computing, least_used
 from insitu.training.loss import chunked_logits as tiles
 from insitu.training.loss.chunked_logits import TorchBackend, backend, triton_works
 

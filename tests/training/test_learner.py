@@ -27,9 +27,9 @@ from insitu.storage.store import Store
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.learner.serialization import decode_plan, encode_plan
+from insitu.training.loop import START_MODEL, check_start_model, keep_start_model
 from insitu.training.options import OptimConfig, TrainConfig, dump_config, parse_config
 from insitu.training.plan.step import PlanConfig, plan_digest, plan_step
-from insitu.training.start_model import START_MODEL, check_start_model, keep_start_model
 from insitu.training.weights.files import ExportRequest
 from insitu.types import Group, RequestKey, SamplingParams
 

@@ -14,8 +14,7 @@ import torch
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
-from insitu.training.loss.kl import divergence
-from insitu.training.loss.losses import LossInputs, TokenLoss, token_loss
+from insitu.training.loss.losses import LossInputs, TokenLoss, divergence, token_loss
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

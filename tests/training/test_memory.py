@@ -34,14 +34,13 @@ from insitu.training.loss.fused_head import score
 from insitu.training.memory.meta_run import BatchShape
 from insitu.training.memory.plan import KEPT_FREE, LADDER, MemoryPlanner, load_of
 from insitu.training.memory.predict import GIB, BuiltinMemory, MemoryModel
+from insitu.training.model.base import PLAIN, MemoryOptions
 from insitu.training.model.hf import HfPolicy
-from insitu.training.model.memory_options import PLAIN, MemoryOptions
 from insitu.training.options import Lora, PolicyConfig
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.prefix_tree import build_tree
 from insitu.training.plan.step import StepPlan
-from insitu.training.trainer.batch import make_batch
-from insitu.training.trainer.hidden_states import states
+from insitu.training.trainer.batch import make_batch, states
 from insitu.training.trainer.reference import Reference
 from insitu.training.trainer.trainer import Trainer
 

@@ -14,8 +14,8 @@ from torch import nn
 from insitu.engines.embedded.model import ModelConfig
 from insitu.training.memory.meta_run import AttentionShape, BatchShape
 from insitu.training.memory.predict import BuiltinMemory, at_most
-from insitu.training.model.memory_options import PLAIN
-from insitu.training.trainer.adam import AdamW
+from insitu.training.model.base import PLAIN
+from insitu.training.trainer.optimizer import AdamW
 
 pytestmark = pytest.mark.slow
 

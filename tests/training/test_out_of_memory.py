@@ -14,7 +14,7 @@ from train_lab import small_model
 from insitu.engines.embedded.model import save_model
 from insitu.errors import TrainError
 from insitu.training.memory.plan import LADDER
-from insitu.training.model.memory_options import MemoryOptions
+from insitu.training.model.base import MemoryOptions
 from insitu.training.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,7 @@ from train_lab import group, rollout, sampled_groups, segment, small_model
 from insitu.config import load_config, model_folder
 from insitu.engines.embedded.model import ModelConfig, initialise, save_model
 from insitu.errors import ConfigError, TrainError
-from insitu.training.plan.costs import pair_cost
-from insitu.training.plan.packing import PAIR_COST, pack
+from insitu.training.plan.packing import PAIR_COST, pack, pair_cost
 from insitu.training.plan.prefix import common_prefix
 from insitu.training.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.types import Ledger, Rollout, Status

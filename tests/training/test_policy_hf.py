@@ -14,9 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import TrainError
-from insitu.training.model.base import Policy
+from insitu.training.model.base import MemoryOptions, Policy
 from insitu.training.model.hf import HfPolicy, adopt, open_hf
-from insitu.training.model.memory_options import MemoryOptions
 from insitu.training.options import Lora, OptimConfig, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer import checkpoint

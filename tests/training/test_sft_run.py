@@ -23,10 +23,10 @@ from insitu.engines.embedded.weights import checksum
 from insitu.errors import ConfigError, RecordError, TrainError
 from insitu.storage.metrics import Metrics, read_metrics
 from insitu.storage.run_dir import read_store
+from insitu.training.loop import TrainOptions
 from insitu.training.plan.step import PlanConfig
 from insitu.training.replay import replay_run
-from insitu.training.sft.plan import plan_examples, schedule
-from insitu.training.sft.run import SftOptions, open_tokens, run_sft, train_config
+from insitu.training.sft.run import open_tokens, plan_examples, run_sft, schedule, train_config
 from insitu.training.sft.selection import SelectionRules, choose, explain, stored_tokens
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Rollout, Status
@@ -65,8 +65,8 @@ class Watcher:
         self.notes.append(text)
 
 
-def sft(config: Config, watcher: Watcher, options: SftOptions | None = None) -> Mapping[str, Any]:
-    return asyncio.run(run_sft(config, watcher, options or SftOptions()))
+def sft(config: Config, watcher: Watcher, options: TrainOptions | None = None) -> Mapping[str, Any]:
+    return asyncio.run(run_sft(config, watcher, options or TrainOptions()))
 
 
 def solved() -> list[Rollout]:
@@ -86,7 +86,7 @@ def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ma
         sft(config, Watcher(stop_at=6))
     told = Path(config.run.dir) / "metrics.jsonl"  # as if it had been killed at the commit of step 4
     told.write_bytes(b"".join(told.read_bytes().splitlines(keepends=True)[:3]))
-    return sft(config, watcher, SftOptions(resume=Path(config.run.dir))), watcher
+    return sft(config, watcher, TrainOptions(resume=Path(config.run.dir))), watcher
 
 
 def test_it_learns_what_was_chosen_and_leaves_a_model(
@@ -180,7 +180,7 @@ def test_a_run_that_changed_under_a_resumed_one_is_refused(
     text = (run / "config.toml").read_text().replace(str(source), str(other))
     (run / "config.toml").write_text(text)
     with pytest.raises(RecordError, match="train/1/0/0 of .* has changed since this run began"):
-        sft(sft_config(other, run), Watcher(), SftOptions(resume=run))
+        sft(sft_config(other, run), Watcher(), TrainOptions(resume=run))
 
 
 def test_tokens_of_another_family_are_refused(source: Path, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_finished_run_is_shown_and_cannot_be_replayed(
 
 def test_a_directory_of_another_kind_is_not_continued(source: Path) -> None:
     with pytest.raises(RecordError, match="holds no run of `insitu sft`"):
-        sft(sft_config(source, source), Watcher(), SftOptions(resume=source))
+        sft(sft_config(source, source), Watcher(), TrainOptions(resume=source))
 
 
 def test_too_few_steps_for_the_schedule_are_refused_before_anything_is_trained() -> None:

@@ -14,8 +14,8 @@ from wire_lab import CALLS, PLAIN, SAY, anthropic_client, gemini_client, openai_
 
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.chat import ChatDialect
+from insitu.gateway.reply_checks import cut_at_stop
 from insitu.gateway.server import DIALECTS
-from insitu.gateway.stop_strings import cut_at_stop
 from insitu.types import Generation, IntArray, Limits, Message, ModelRequest
 
 STORY = "One fish, two fish. Human: red fish"

@@ -22,8 +22,30 @@ from insitu.agents.base import AgentExit, AgentResult, FinishedCheck, ModelAcces
 from insitu.errors import HarnessError, SandboxError, SandboxLost
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, memory_kills
 from insitu.sandbox.base_tree import is_plain, set_up
-from insitu.sandbox.egress import egress_attempts
 from insitu.types import Setup, Task, Tree
+
+COUNTERS = ("/proc/net/snmp", "/proc/net/snmp6")
+READ_S = 10.0
+
+
+async def egress_attempts(sandbox: Sandbox) -> int | None:
+    """Return the attempts since the start, None where the kernel does not count them."""
+    try:
+        read = await sandbox.exec(["/bin/cat", *COUNTERS], timeout_s=READ_S, max_output_bytes=64 << 10)
+    except SandboxError:
+        return None
+    return count(read.stdout.decode("ascii", "replace"))
+
+
+def count(snmp: str) -> int | None:
+    """Return the sum over both address families of packets without a route, None if it is missing."""
+    lines = [line.split() for line in snmp.splitlines()]
+    tables = [line for line in lines if line[:1] == ["Ip:"]]
+    if len(tables) != 2:
+        return None
+    found = dict(zip(*tables, strict=False)).get("OutNoRoutes", "")
+    newer = {line[0]: line[1] for line in lines if len(line) == 2}.get("Ip6OutNoRoutes", "0")
+    return int(found) + int(newer) if found.isdigit() and newer.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,22 +95,6 @@ def _plain(text: str, most: int = MAX_LABEL_CHARS) -> str:
     return text[:most].encode("utf-8", "replace").decode()
 
 
-def drift_lines(drifts: Sequence[DriftNote]) -> list[str]:
-    """Return one line per drift, newest last, and a total per cause."""
-    lines = []
-    for note in drifts:
-        request = f"turn {note.request}" if note.request >= 0 else "a call without reply"
-        line = f"{note.kind} before {request}: {note.cause}"
-        if note.detail:
-            line += f" ({note.detail})"
-        if note.turn >= 0:
-            line += f", turn {note.turn}"
-        if note.token >= 0:
-            line += f" from token {note.token}"
-        lines.append(f"{line}, {note.tokens} sampled tokens concerned" if note.tokens else line)
-    return [*lines, *drift_totals(drifts)]
-
-
 def drift_totals(drifts: Sequence[DriftNote]) -> list[str]:
     """Return one line per kind and cause, with the number of sampled tokens concerned."""
     counts = Counter((note.kind, note.cause) for note in drifts)

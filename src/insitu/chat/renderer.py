@@ -3,12 +3,17 @@
 Pure: the ids of a message depend on that message alone (and, for `append`, on the run of context messages it
 arrives with), never on other messages. That keeps spliced histories exact. Outside text is encoded without
 added tokens, so control markers typed by a user or a tool stay text.
+`RootCache`-like root blocks (system text and tools) are cached: sub-agents, retries and parallel attempts
+share them.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -188,3 +193,58 @@ def demoted(message: Message) -> Message:
     if message.role != "system":
         return message
     return Message(role="user", text=f"<system>\n{message.text}\n</system>")
+
+
+MAX_ROOTS = 128
+"""Most root blocks cached per renderer."""
+MAX_IDS = 4_000_000
+"""Most ids cached per renderer (16 MB)."""
+
+
+class RootCache:
+    """LRU cache of root block ids, keyed by the digest of their source.
+
+    Thread-safe: two concurrent misses both render, to the same ids.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[bytes, IntArray] = OrderedDict()
+        self._ids = 0
+        self._lock = threading.Lock()
+
+    def get(
+        self,
+        system: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        make: Callable[[Sequence[Message], Sequence[ToolSpec]], IntArray],
+    ) -> IntArray:
+        """Return the ids of this root, rendered by `make` on a miss (read-only)."""
+        key = _digest(system, tools)
+        with self._lock:
+            cached = self._blocks.get(key)
+            if cached is not None:
+                self._blocks.move_to_end(key)
+                return cached
+        made = make(system, tools)
+        made.setflags(write=False)
+        with self._lock:
+            if key not in self._blocks:
+                self._blocks[key] = made
+                self._ids += len(made)
+            while len(self._blocks) > MAX_ROOTS or (self._ids > MAX_IDS and len(self._blocks) > 1):
+                self._ids -= len(self._blocks.popitem(last=False)[1])
+        return made
+
+
+def _digest(system: Sequence[Message], tools: Sequence[ToolSpec]) -> bytes:
+    h = hashlib.blake2b(digest_size=16)
+    parts = [f"{len(system)}"]
+    for message in system:
+        parts += [message.role, message.text]
+    for tool in tools:
+        parts += [tool.name, tool.description, tool.parameters]
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass")
+        h.update(len(raw).to_bytes(8, "big"))
+        h.update(raw)
+    return h.digest()

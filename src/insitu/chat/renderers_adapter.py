@@ -21,10 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from insitu.chat.codec import Codec
+from insitu.chat.jinja import TemplateInputs
 from insitu.chat.parse import THINK_CLOSE, THINK_OPEN
-from insitu.chat.prefix_cache import RootCache
-from insitu.chat.renderer import Capabilities, ParsedReply, demoted, joined, own_id
-from insitu.chat.template_inputs import TemplateInputs
+from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, demoted, joined, own_id
 from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
 from insitu.chat.validation import find_capabilities
 from insitu.errors import RenderError

@@ -17,11 +17,9 @@ from itertools import takewhile
 import numpy as np
 
 from insitu.chat.codec import Codec
-from insitu.chat.jinja import ChatTemplate
+from insitu.chat.jinja import SENTINEL, ChatTemplate
 from insitu.chat.model_files import ModelFiles, RendererFile
-from insitu.chat.prefix_cache import RootCache
-from insitu.chat.renderer import Capabilities, ParsedReply, demoted, joined
-from insitu.chat.template_inputs import SENTINEL
+from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, demoted, joined
 from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
 from insitu.chat.validation import find_capabilities, round_trips
 from insitu.errors import RenderError

@@ -79,9 +79,9 @@ def sft_verb(options: argparse.Namespace) -> int:
     config = _resumed(options, overrides) if options.resume else _sft_config(options.source, overrides)
 
     def run(config: Config, view: View) -> Coroutine[Any, Any, str]:
-        from insitu.api import SftOptions, sft_with
+        from insitu.api import TrainOptions, sft_with
 
-        return sft_with(config, view, SftOptions(resume=options.resume, began=process_began()))
+        return sft_with(config, view, TrainOptions(resume=options.resume, began=process_began()))
 
     return _run(options, config, run)
 

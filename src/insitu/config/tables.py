@@ -6,12 +6,12 @@ describes. No field holds a secret: secrets are read from environment variables 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from insitu import registry
-from insitu.config.agent_command import AgentCommand
 from insitu.config.base import (
     Agent,
     Count,
@@ -27,12 +27,69 @@ from insitu.config.base import (
     unless,
 )
 from insitu.config.engines import EngineTable
-from insitu.config.gateway import GatewayTable
 from insitu.config.model import PolicyTable
 from insitu.config.sandbox import SandboxTable
-from insitu.config.sft import SftTable
-from insitu.config.training import CollectTable, TrainTable
+from insitu.config.training import CollectTable, SftTable, TrainTable
 from insitu.types.limits import LimitKeys
+
+_SHIM = unless("shim_tool", "")
+
+
+class GatewayTable(Table):
+    """The server that agents use as their provider."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Loopback TCP port that serves all sessions too, for manual calls with the secret; 0 = none."""
+    max_concurrent_calls: Annotated[int, Field(ge=1)] = 16
+    """Concurrent model calls of one session; further ones wait."""
+    auxiliary: Literal["exclude", "train"] = "exclude"
+    """Side calls (titles, summaries without tools, commit messages): exclude = not trained; train = trained
+    like a sub-agent's."""
+    tools: OwnPath = ""
+    """JSON file with host tools, a list of {name, description, parameters}: offered to the model in every
+    session beside the agent's own tools, checked, acknowledged and recorded; empty = none."""
+    shim_tool: str = ""
+    """For a model that cannot call tools: the agent's tool that runs a command. A reply that writes a command
+    as text (JSON, a fenced shell block, a call in Python) becomes a call of it; empty = off."""
+    shim_argument: Annotated[str, _SHIM] = "command"
+    """Argument of shim_tool for the command."""
+    shim_whole_text: Annotated[bool, _SHIM] = False
+    """Take a reply in any other form as a command as a whole."""
+
+    @property
+    def adds(self) -> str:
+        """The first key in use that adds to the model's tools or output; empty if none."""
+        return "gateway.tools" if self.tools else "gateway.shim_tool" if self.shim_tool else ""
+
+
+_Texts = Annotated[tuple[str, ...], Field(strict=False)]
+_OWN = unless("command", ())
+
+
+class AgentCommand(Table):
+    """An agent that is a command; texts may contain placeholders, see docs/agents.md."""
+
+    command: _Texts = ()
+    """Own agent: program and arguments, e.g. ["my-agent", "{prompt_file}"]; replaces `agent`. The prompt is
+    on stdin unless the arguments contain {prompt_file} or {prompt}."""
+    protocol: Annotated[Literal["chat", "responses", "anthropic", "gemini"], _OWN] = "chat"
+    """Wire format that the agent speaks."""
+    npm: Annotated[_Texts, _OWN] = ()
+    """npm packages to install, as name@version."""
+    pip: Annotated[_Texts, _OWN] = ()
+    """PyPI packages to install, as name==version."""
+    files: Annotated[tuple[OwnPath, ...], Field(strict=False), _OWN] = ()
+    """Files and folders that are copied unchanged to {files} in the sandbox."""
+    config_files: Annotated[Mapping[str, str], _OWN] = {}
+    """Text of files by path below the home folder, e.g. { ".my/config.json" = "..." }."""
+    env: Annotated[Mapping[str, str], _OWN] = {}
+    """Environment of the agent. If nothing in it contains {api_key}, the variables that the vendor's SDK for
+    `protocol` reads are set too."""
+    ok_exit_codes: Annotated[tuple[int, ...], Field(strict=False), _OWN] = (0,)
+    """Exit codes of a finished run; others mean that the agent failed."""
+    process_memory_mb: Annotated[Count, _OWN] = 1024
+    """Memory limit of one process in the agent's sandbox."""
+
 
 ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 

@@ -296,3 +296,33 @@ def _wrong_bounds(correction: str, low: float, high: float) -> str:
     if correction == "icepop" and low >= 1:
         return f"correction_low = {low:g} must be below 1: w is 1 where all is well"
     return ""
+
+
+class SelectionKeys(Keys):
+    """Stored rollouts that are used."""
+
+    min_reward: float = 1.0
+    """Least reward of a rollout that is used."""
+    per_task: CountOrZero = 4
+    """Most rollouts of one task: those with the highest reward, then the latest; 0 = all."""
+    dedup: bool = True
+    """Skip a rollout whose tokens are identical to another one of its task."""
+    held_out: bool = False
+    """Use rollouts of held-out tasks too; evaluations on them are invalid afterwards."""
+
+
+class SftTable(SelectionKeys, Table):
+    """`insitu sft RUN`: supervised training on stored rollouts."""
+
+    run: OwnPath = ""
+    """Run directory whose rollouts are used; the command line names it."""
+    epochs: Count = 2
+    """Passes over the chosen rollouts."""
+    rollouts_per_step: Count = 32
+    """Rollouts in one optimizer step; the last step of a pass takes the remainder."""
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Peak learning rate."""
+    decay: Literal["constant", "linear", "cosine"] = "linear"
+    """Learning rate schedule after the warm-up."""
+    checkpoint_every_steps: Count = 20
+    """Steps between checkpoints; a killed run loses the steps since the last one."""

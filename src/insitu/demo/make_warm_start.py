@@ -45,7 +45,7 @@ from insitu.storage.temp_dirs import (
     scratch_folder,
 )
 from insitu.tasks.toy import ToyProblem, ToySource
-from insitu.training.learner.environment import computing
+from insitu.training.learner.process import computing
 from insitu.types import IntArray, Message, RequestKey, Segment, Task
 from insitu.view.base import View
 from insitu.view.plain import PlainView

@@ -8,7 +8,7 @@ agent's constant prompt and of its fixed messages are long.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -99,7 +99,8 @@ def build_tokenizer(constant: str) -> Tokenizer:
     long = sorted([*prompt_lines(constant), *AGENT_MESSAGES], key=len, reverse=True)
     words = list(dict.fromkeys([*toy.VARIABLES, *toy.FUNCTIONS, *toy.MODULES, *WORDS]))
     pieces = [*(_byte_text(p) for p in (*SYNTAX, *words, *long))]
-    ids = _numbered([*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *pieces])
+    every = dict.fromkeys([*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *pieces])
+    ids = {piece: i for i, piece in enumerate(every)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], ignore_merges=True))
     pattern = "|".join([*map(re.escape, [*long, *SYNTAX]), r"[A-Za-z_]+[0-9]?", r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -109,10 +110,6 @@ def build_tokenizer(constant: str) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in CONTROL[:3]])
     tokenizer.add_tokens([AddedToken(c, special=False, normalized=False) for c in CONTROL[3:]])
     return tokenizer
-
-
-def _numbered(pieces: Iterable[str]) -> dict[str, int]:
-    return {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
 
 
 def sampled_pieces() -> Sequence[str]:

@@ -19,8 +19,7 @@ import numpy as np
 
 from insitu.config import Config
 from insitu.engines.base import Engine, LoadingEngine
-from insitu.engines.external import ExternalEngine
-from insitu.engines.external_http import serve_external, split_address
+from insitu.engines.external import ExternalEngine, serve_external, split_address
 from insitu.engines.guarded import GuardedEngine
 from insitu.engines.http import HttpOptions, checked_url
 from insitu.engines.probe import probe_engine

@@ -4,12 +4,16 @@ Only the configured origin is contacted: no redirects, no proxies from the envir
 only when the server cannot have started it (no connection, or a 429/503 without a result), a bounded number
 of times. Every failure is an EngineError that names the server and the call, never a header;
 EngineUnavailable where a retry may succeed later.
+`RequestGate` holds new calls to a server while it sleeps or loads weights; only loading has a timeout, since
+a sleep may last a whole training step. Seeds and ids of requests depend on the key alone, so a run repeats
+its samples and a server's log line leads to a rollout.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,7 +24,9 @@ import aiohttp
 import orjson
 
 from insitu.backoff import backoff_s
+from insitu.engines.downtime import engine_down
 from insitu.errors import ConfigError, EngineError, EngineUnavailable
+from insitu.types import RequestKey
 
 Body = Mapping[str, Any]
 _BUSY = frozenset({429, 503})
@@ -205,3 +211,54 @@ async def open_http(options: HttpOptions, name: str) -> AsyncIterator[EngineHttp
         connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=True
     ) as session:
         yield EngineHttp(session, options, name)
+
+
+class RequestGate:
+    """Gate for new calls; initially open."""
+
+    def __init__(self) -> None:
+        self._open, self._awake = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._awake.set()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def sleep(self) -> None:
+        """Close the gate and suspend timeouts until `wake`."""
+        self._open.clear()
+        self._awake.clear()
+
+    def wake(self) -> None:
+        """Resume timeouts, also after a failed wake-up; `open` opens the gate."""
+        self._awake.set()
+
+    async def wait(self, limit_s: float) -> None:
+        """Return when the gate is open; raise TimeoutError after `limit_s` without a sleep."""
+        with engine_down():
+            while not (self._open.is_set() and self._awake.is_set()):
+                await self._awake.wait()
+                async with asyncio.timeout(limit_s):
+                    await self._open.wait()
+
+
+def _digest(*parts: object) -> bytes:
+    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+
+
+def stream_seed(key: RequestKey) -> int:
+    """Return the seed of one request's random stream, 0 <= seed < 2**63."""
+    return int.from_bytes(_digest(key.seed, key.rollout_id, key.turn), "little") >> 1
+
+
+def request_name(key: RequestKey, number: int) -> str:
+    """Return the request id; `number` distinguishes requests of the same key."""
+    return f"insitu-{_digest(key.seed, key.rollout_id, key.turn).hex()}-{number}"
+
+
+def session_name(key: RequestKey) -> str:
+    """Return a session id for routers that keep a conversation on the replica with its prefix."""
+    return _digest(key.seed, key.rollout_id).hex()

@@ -22,11 +22,17 @@ from typing import Any
 import numpy as np
 
 from insitu.engines.base import EngineInfo, PauseMode, Receipt
-from insitu.engines.http import EngineHttp, HttpOptions, open_http
-from insitu.engines.request_gate import RequestGate
-from insitu.engines.request_ids import request_name, session_name, stream_seed
+from insitu.engines.http import (
+    EngineHttp,
+    HttpOptions,
+    RequestGate,
+    open_http,
+    request_name,
+    session_name,
+    stream_seed,
+)
 from insitu.engines.response_checks import RawReply, checked, int_row, version_number
-from insitu.engines.weight_manifest import inspect
+from insitu.engines.weight_mapping import inspect
 from insitu.errors import EngineError, EngineUnavailable
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 

@@ -18,8 +18,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from insitu.engines.base import EngineInfo, Receipt
-from insitu.engines.http import EngineHttp, HttpOptions, NotOffered, open_http
-from insitu.engines.request_ids import request_name, session_name, stream_seed
+from insitu.engines.http import (
+    EngineHttp,
+    HttpOptions,
+    NotOffered,
+    open_http,
+    request_name,
+    session_name,
+    stream_seed,
+)
 from insitu.engines.response_checks import (
     RawReply,
     checked,

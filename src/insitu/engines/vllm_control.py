@@ -16,17 +16,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import orjson
+
 from insitu.engines.base import PauseMode, Receipt
-from insitu.engines.http import EngineHttp, NotOffered
-from insitu.engines.model_dir import ties_embeddings
-from insitu.engines.request_gate import RequestGate
+from insitu.engines.http import EngineHttp, NotOffered, RequestGate
 from insitu.engines.response_checks import version_number
 from insitu.engines.safetensors_file import total
 from insitu.engines.vllm_weights import FRESH, ServedWeights, TensorSums
-from insitu.engines.weight_manifest import PublishedFolder, inspect
-from insitu.engines.weight_mapping import ParamChecksums, WeightMapping, check_received, map_weights, plain
-from insitu.errors import EngineError
+from insitu.engines.weight_mapping import (
+    ParamChecksums,
+    PublishedFolder,
+    WeightMapping,
+    check_received,
+    inspect,
+    map_weights,
+    plain,
+)
+from insitu.errors import EngineError, boundary
 from insitu.types import VersionRuns
+
+
+def ties_embeddings(folder: Path) -> bool:
+    """Return whether the output head is the embedding matrix; False for a folder without a config."""
+    path = folder / "config.json"
+    with boundary(EngineError, f"read {path}"):
+        config = orjson.loads(path.read_bytes()) if path.exists() else {}
+    return bool(isinstance(config, dict) and config.get("tie_word_embeddings"))
+
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,11 @@
 
 A tool is registered for a session, its arguments are checked against its schema, and calls are kept in order
 for the operator. The answer is an acknowledgement or the schema's error: never a result, never a reward.
-Agents get a tool through the MCP server (mcp.py) or the Pi extension. For an agent with neither it is
+Agents get a tool through the MCP server below or the Pi extension. For an agent with neither it is
 injected into the model's tools, and the gateway replaces the agent's error about the unknown tool by the
 acknowledgement.
+The MCP server is stateless JSON-RPC over HTTP, one JSON answer per POST: the secret identifies the session,
+so there is no session header, event stream or resumption.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from insitu import __version__
 from insitu.capture.message_history import History
 from insitu.errors import ConfigError
 from insitu.gateway.dialects.base import WireError, json_text
@@ -195,3 +198,73 @@ def _validator(tool: HostTool) -> Draft202012Validator:
     except Unresolvable as error:
         raise ConfigError(f"host tool {tool.name!r}: a $ref leads nowhere: {error}") from error
     return check
+
+
+VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
+"""Newest first."""
+
+INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS = -32600, -32601, -32602
+
+
+class _RpcError(Exception):
+    """A JSON-RPC error."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def mcp_answer(tools: ToolBox, message: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Return the response to one message, None for a notification or a response."""
+    if "method" not in message and ("result" in message or "error" in message):
+        return None
+    number = message.get("id")
+    method = message.get("method")
+    if number is None and isinstance(method, str):
+        return None
+    try:
+        if not isinstance(method, str) or not isinstance(number, str | int):
+            raise _RpcError(INVALID_REQUEST, "not a JSON-RPC request")
+        params = message.get("params") or {}
+        if not isinstance(params, dict):
+            raise _RpcError(INVALID_PARAMS, "params must be an object")
+        return {"jsonrpc": "2.0", "id": number, "result": _result(tools, method, params)}
+    except _RpcError as error:
+        failure = {"code": error.code, "message": str(error)}
+        return {"jsonrpc": "2.0", "id": number, "error": failure}
+
+
+def _result(tools: ToolBox, method: str, params: Mapping[str, object]) -> Mapping[str, object]:
+    if method == "initialize":
+        asked = params.get("protocolVersion")
+        return {
+            "protocolVersion": asked if asked in VERSIONS else VERSIONS[0],
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": SERVER, "version": __version__},
+        }
+    if method == "ping":
+        return {}
+    if method == "tools/list":
+        return {"tools": list(listed_tools(tools))}
+    if method == "tools/call":
+        return _call(tools, params)
+    raise _RpcError(METHOD_NOT_FOUND, f"no such method: {method[:64]}")
+
+
+def listed_tools(tools: ToolBox) -> list[Mapping[str, object]]:
+    """Return the tools in MCP form."""
+    return [
+        {"name": tool.name, "description": tool.description, "inputSchema": tool.parameters}
+        for tool in tools.tools
+    ]
+
+
+def _call(tools: ToolBox, params: Mapping[str, object]) -> Mapping[str, object]:
+    name = params.get("name")
+    try:
+        result = tools.call(name if isinstance(name, str) else "", params.get("arguments") or {})
+    except WireError as error:
+        if error.cause == "not_found":
+            raise _RpcError(INVALID_PARAMS, str(error)) from error
+        result = {"ok": False, "error": str(error)}
+    return {"content": [{"type": "text", "text": json_text(result)}], "isError": not result["ok"]}

@@ -13,13 +13,10 @@ import aiohttp
 from aiohttp import web
 
 from insitu.backoff import backoff_s, retry_after_s
-from insitu.gateway.backend import AgentRequest
-from insitu.gateway.call_reports import CallReport
+from insitu.gateway.backend import AgentRequest, CallReport
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.outage import AWAY, Outage
-from insitu.gateway.provider_options import ProviderOptions
+from insitu.gateway.provider_limits import AWAY, BUSY, Outage, ProviderOptions, RateLimiter
 from insitu.gateway.provider_usage import Usage, unanswered, usage_of
-from insitu.gateway.rate_limit import BUSY, RateLimiter
 from insitu.gateway.routes import Route
 from insitu.gateway.session_spec import SessionStats
 from insitu.gateway.text_log import TextCall

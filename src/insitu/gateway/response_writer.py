@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING
 import orjson
 from aiohttp import web
 
-from insitu.gateway import sse
-from insitu.gateway.backend import AgentRequest, ServerState
-from insitu.gateway.call_reports import CallReport
+from insitu.gateway.backend import AgentRequest, CallReport, ServerState
 from insitu.gateway.connection import name_request
-from insitu.gateway.dialects.base import Envelope, WireCall, WireError
+from insitu.gateway.dialects.base import SSE_HEADERS, Envelope, WireCall, WireError
 from insitu.gateway.turn import Answer
 from insitu.types import Reply
 
@@ -91,7 +89,7 @@ class Delivery:
 
     async def _stream(self) -> tuple[web.StreamResponse, str]:
         envelope = self._envelope()
-        response = web.StreamResponse(headers={**sse.HEADERS, "Content-Type": envelope.content_type})
+        response = web.StreamResponse(headers={**SSE_HEADERS, "Content-Type": envelope.content_type})
         name_request(response, envelope.id)
         wait_s = self.server.config.hold_headers_s
         while not (await asyncio.wait({self.call.task}, timeout=wait_s))[0]:

@@ -19,16 +19,14 @@ from typing import Self
 
 from aiohttp import web
 
-from insitu.gateway import mcp
-from insitu.gateway.backend import AgentRequest, ServerState, SessionBackend
-from insitu.gateway.call_reports import CallReport, CallReporter
+from insitu.gateway.backend import AgentRequest, CallReport, CallReporter, ServerState, SessionBackend
 from insitu.gateway.connection import mark_known, name_request
 from insitu.gateway.dialects.anthropic import AnthropicDialect
 from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.dialects.chat import ChatDialect
 from insitu.gateway.dialects.gemini import GeminiDialect
-from insitu.gateway.dialects.responses import ResponsesDialect
-from insitu.gateway.host_tools import HostCall, HostTool, ToolBox
+from insitu.gateway.dialects.responses_output import ResponsesDialect
+from insitu.gateway.host_tools import HostCall, HostTool, ToolBox, listed_tools, mcp_answer
 from insitu.gateway.listeners import Listener, listen_tcp, listen_unix
 from insitu.gateway.request import (
     GatewayConfig,
@@ -237,12 +235,12 @@ class Gateway:
     async def _host_tool(self, http: web.BaseRequest, route: Route, session: Session) -> web.Response:
         """Answer a call of a host tool, or one message to its MCP server."""
         if route.kind == "tools":
-            return json_response({"tools": mcp.listed(session.tools)})
+            return json_response({"tools": listed_tools(session.tools)})
         body = await read_json(http, self.config, self.config.max_tool_body_bytes)
         if route.kind == "tool":
             result = session.tools.call(route.action, body)
             return json_response(result, 200 if result["ok"] else 422)
-        answer = mcp.answer(session.tools, body)
+        answer = mcp_answer(session.tools, body)
         return web.Response(status=202) if answer is None else json_response(answer)
 
     def _sender(self, http: web.BaseRequest, route: Route | None, listener: Path | None) -> Session | None:

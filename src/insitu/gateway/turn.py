@@ -25,9 +25,8 @@ from insitu.gateway.dialects.base import WireError
 from insitu.gateway.edit_diagnosis import explain
 from insitu.gateway.host_tools import ToolBox
 from insitu.gateway.prompt_ids import CHARS_PER_MESSAGE, fresh_texts, new_ids, planned
-from insitu.gateway.reply_checks import ReplyChecks
+from insitu.gateway.reply_checks import ReplyChecks, cut_at_stop
 from insitu.gateway.session_spec import SessionSpec, SessionStats
-from insitu.gateway.stop_strings import cut_at_stop
 from insitu.gateway.text_tool_calls import translate
 from insitu.types import (
     Generation,

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
-from insitu.engines.external_http import split_address
+from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
 from insitu.errors import ConfigError, InsituError

@@ -33,17 +33,18 @@ from insitu.training.learner.supervisor import Committed, LearnerSupervisor, Ret
 from insitu.training.loop import (
     EXTRA,
     WALL_S,
+    RunAgents,
+    RunParts,
     TrainingLoop,
     TrainingObserver,
     TrainOptions,
     WallClock,
     check_steps,
     finished_run,
+    keep_start_model,
 )
-from insitu.training.parts import RunAgents, RunParts
 from insitu.training.plan.step import PlanConfig
 from insitu.training.served_batches import NoEngine, fit_to_sessions
-from insitu.training.start_model import keep_start_model
 from insitu.training.weights.files import (
     DeltaPublisher,
     DiskPublisher,

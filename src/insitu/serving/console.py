@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 import orjson
 
-from insitu.gateway.call_reports import CallReport
+from insitu.gateway.backend import CallReport
 
 
 class Console:

@@ -4,6 +4,8 @@
 
 Rollouts stored before a crash are used after it, so a resumed synchronous run of a scripted agent ends with
 the same bits.
+The start model is outside the run directory, so the run stores its checksum: otherwise a resumed run would
+continue from another model.
 """
 
 from __future__ import annotations
@@ -17,21 +19,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from insitu import failpoint
+from insitu.agents.base import Harness
 from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
 from insitu.collect.groups import collect_groups
-from insitu.collect.options import Phase, RolloutObserver
+from insitu.collect.options import AttemptRunner, Phase, RolloutObserver
+from insitu.engines.base import Engine
 from insitu.errors import RecordError
 from insitu.storage.metrics import Metrics, MetricsFile
 from insitu.storage.run_dir import KIND, RunDir, read_store, read_summary
 from insitu.storage.store import Score, Store
-from insitu.training.alarms.collapse import CollapseAlarm
-from insitu.training.alarms.infra import InfraFailureRate
-from insitu.training.alarms.step import StepAlarms, why_untrained
-from insitu.training.batch_source import Batches, collect_options, open_batches
+from insitu.tasks.base import TaskSource
+from insitu.training.alarms import CollapseAlarm, InfraFailureRate, StepAlarms, why_untrained
+from insitu.training.batch_source import Batches, StoreSink, collect_options, open_batches
+from insitu.training.learner.client import Learner
+from insitu.training.learner.supervisor import LearnerSupervisor
 from insitu.training.options import gaps
-from insitu.training.parts import RunParts
-from insitu.training.plan.step import plan_step
+from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.served_batches import ServedBatches
 from insitu.training.step_metrics import (
     SHOWN,
@@ -41,8 +45,28 @@ from insitu.training.step_metrics import (
     score_of,
     step_metrics,
 )
-from insitu.training.store_sink import StoreSink
 from insitu.types import Group, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAgents:
+    """What makes rollouts, running."""
+
+    source: TaskSource
+    harness: Harness
+    attempts: AttemptRunner
+    engine: Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """Everything that the loop needs, running."""
+
+    agents: RunAgents | None
+    """None = the rollouts are stored sessions (`collect.run`)."""
+    learner: Learner
+    supervisor: LearnerSupervisor
+    plan_config: PlanConfig
 
 
 class TrainingObserver(RolloutObserver, Protocol):
@@ -51,6 +75,8 @@ class TrainingObserver(RolloutObserver, Protocol):
     def begin(self, title: str, rollouts: int) -> None: ...
 
     def stage(self, name: str, total: int = 0) -> None: ...
+
+    def advance(self, done: int) -> None: ...
 
     def step_done(self, step: int, steps: int, metrics: Metrics) -> None: ...
 
@@ -140,7 +166,8 @@ class TrainingLoop:
         left = c.run.steps - first + 1
         per_step = c.tasks.groups_per_step * c.collect.group_size
         title = f"{' '.join(self._agent())}, seed {c.run.seed}"
-        self._view.begin(title, left * per_step + (2 + self._evals_left(first)) * self._eval_tasks())
+        evals = 2 + sum(self._evaluated_after(step) for step in range(first - 1, c.run.steps))
+        self._view.begin(title, left * per_step + evals * self._eval_tasks())
         before = await self._evaluate("eval_before", 0)
         async with self._batches() as batches:
             for step in range(first, c.run.steps + 1):
@@ -179,9 +206,6 @@ class TrainingLoop:
     def _evaluated_after(self, step: int) -> bool:
         every = self._run.config.run.eval_every_steps
         return every > 0 and step > 0 and step % every == 0
-
-    def _evals_left(self, first: int) -> int:
-        return sum(self._evaluated_after(step) for step in range(first - 1, self._run.config.run.steps))
 
     def _eval_tasks(self) -> int:
         """Return the configured number, at most all tasks; 0 where no agent runs."""
@@ -338,3 +362,25 @@ def finished_run(path: Path, say: Callable[[str], None], kind: str = "") -> Mapp
             return None
     say(f"{path} is finished, nothing to do")
     return summary
+
+
+START_MODEL = "start_model"
+"""Metadata key: checksum of the weights before the first step."""
+
+
+def keep_start_model(store: Store, learner: Learner) -> None:
+    """Store the checksum of the start weights, which `learner` holds, or check it."""
+    if START_MODEL in store.meta():
+        check_start_model(store, learner)
+    else:
+        store.set_meta(START_MODEL, learner.weights)
+
+
+def check_start_model(store: Store, learner: Learner) -> None:
+    """Raise RecordError when an untrained learner holds other weights than the run began with."""
+    began, found = store.meta().get(START_MODEL), learner.weights
+    if began is not None and began != found:
+        raise RecordError(
+            f"{learner.model} is not the start model of the run (checksum {found[:12]}, expected"
+            f" {began[:12]}): restore it, or set model.path in config.toml to its folder"
+        )

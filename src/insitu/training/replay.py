@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from insitu.config import model_folder
 from insitu.errors import RecordError
@@ -19,19 +19,9 @@ from insitu.storage.store import Store
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
+from insitu.training.loop import TrainingObserver, check_start_model
 from insitu.training.plan.step import PlanConfig, plan_step
-from insitu.training.start_model import check_start_model
 from insitu.types import Group, Rollout
-
-
-class _ReplayObserver(Protocol):
-    """The view of a replay."""
-
-    def stage(self, name: str, total: int = 0) -> None: ...
-
-    def advance(self, done: int) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 def stored_groups(store: Store, step: int) -> Sequence[Group]:
@@ -47,7 +37,7 @@ def stored_groups(store: Store, step: int) -> Sequence[Group]:
     ]
 
 
-async def replay_run(run_dir: Path, view: _ReplayObserver) -> Mapping[str, Any]:
+async def replay_run(run_dir: Path, view: TrainingObserver) -> Mapping[str, Any]:
     """Repeat the training of a stored run. Raises InsituError."""
     config = read_config(run_dir)
     async with AsyncExitStack() as stack:

@@ -23,8 +23,8 @@ from insitu.errors import ConfigError, TrainError
 from insitu.storage.lifecycle import SERVE
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
+from insitu.training.batch_source import StoreSink
 from insitu.training.plan.step import PlanConfig, use_of
-from insitu.training.store_sink import StoreSink
 from insitu.types import Group
 
 

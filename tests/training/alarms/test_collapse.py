@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from insitu.training.alarms.collapse import CollapseAlarm
+from insitu.training.alarms import CollapseAlarm
 
 
 def steps(

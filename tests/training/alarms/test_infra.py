@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from insitu.attempt import AttemptSpec
-from insitu.training.alarms.infra import InfraFailureRate
+from insitu.training.alarms import InfraFailureRate
 from insitu.types import Rollout, Task
 from tests.fakes.attempts import fake_rollout
 

@@ -22,12 +22,10 @@ from insitu.runtime.training import run_training
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
-from insitu.training.alarms.spikes import SpikeDetector, lost_share
-from insitu.training.alarms.step import why_untrained
+from insitu.training.alarms import SpikeDetector, lost_share, why_untrained
 from insitu.training.learner.supervisor import LearnerSupervisor
-from insitu.training.loop import TrainingLoop, TrainOptions, WallClock
+from insitu.training.loop import RunParts, TrainingLoop, TrainOptions, WallClock
 from insitu.training.options import StepResult, gaps
-from insitu.training.parts import RunParts
 from insitu.training.plan.step import PlanConfig, StepPlan
 from insitu.training.step_metrics import heldout_summary, step_metrics
 from insitu.types import Group, Ledger, Outcome, Rollout, Task, Verdict

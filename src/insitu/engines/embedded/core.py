@@ -25,8 +25,7 @@ from insitu.engines.embedded.batch_invariance import verify_batch_invariance
 from insitu.engines.embedded.forward import ROWS, CachedForward, DecodeSpan, PrefillTile
 from insitu.engines.embedded.model import Qwen3
 from insitu.engines.embedded.prefix_cache import TILE, PrefixCache, tile_names
-from insitu.engines.embedded.sampling import stream
-from insitu.engines.embedded.slots import DecodeSlots
+from insitu.engines.embedded.slots import DecodeSlots, stream
 from insitu.engines.embedded.weights import SamplerWeights, checksum
 from insitu.errors import EngineError
 from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
@@ -226,14 +225,6 @@ class EmbeddedCore:
                 self._decode()
                 self._passes = 0
         self._deliver()
-
-    def fail_all(self, error: EngineError) -> None:
-        """End every request with `error`."""
-        for request in [*self._waiting, *self._prefilling, *self._decoding]:
-            self._settle(request, error)
-        self._deliver()
-
-    # ------------------------------------------------------------------ inside a step
 
     def _pin_threads(self) -> None:
         if torch.get_num_threads() != self.options.threads:

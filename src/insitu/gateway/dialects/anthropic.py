@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from insitu.gateway import sse
 from insitu.gateway.dialects import client_tools
 from insitu.gateway.dialects.base import (
     Cause,
@@ -25,6 +24,7 @@ from insitu.gateway.dialects.base import (
     mapping,
     positive,
     sequence,
+    sse_event,
     stop_strings,
     string,
 )
@@ -109,25 +109,25 @@ class AnthropicDialect:
         return message
 
     def events(self, reply: Reply, envelope: Envelope) -> Iterator[bytes]:
-        yield sse.event({"type": "message_start", "message": _message_head(reply, envelope)})
+        yield sse_event({"type": "message_start", "message": _message_head(reply, envelope)})
         for index, (_, opened, deltas) in enumerate(_blocks(reply, envelope)):
-            yield sse.event({"type": "content_block_start", "index": index, "content_block": opened})
+            yield sse_event({"type": "content_block_start", "index": index, "content_block": opened})
             if index == 0:
-                yield sse.event({"type": "ping"})
+                yield sse_event({"type": "ping"})
             for delta in deltas:
-                yield sse.event({"type": "content_block_delta", "index": index, "delta": delta})
-            yield sse.event({"type": "content_block_stop", "index": index})
-        yield sse.event(
+                yield sse_event({"type": "content_block_delta", "index": index, "delta": delta})
+            yield sse_event({"type": "content_block_stop", "index": index})
+        yield sse_event(
             {
                 "type": "message_delta",
                 "delta": {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop or None},
                 "usage": _usage(reply, reply.sampled_tokens),
             }
         )
-        yield sse.event({"type": "message_stop"})
+        yield sse_event({"type": "message_stop"})
 
     def keep_alive(self, envelope: Envelope) -> bytes:
-        return sse.event({"type": "ping"})
+        return sse_event({"type": "ping"})
 
     def error(self, error: WireError) -> Mapping[str, object]:
         message = str(error)
@@ -140,7 +140,7 @@ class AnthropicDialect:
         return {"type": "error", "error": said, "request_id": None}
 
     def error_event(self, error: WireError, envelope: Envelope) -> bytes:
-        return sse.event(self.error(error))
+        return sse_event(self.error(error))
 
     def count(self, tokens: int) -> Mapping[str, object]:
         return {"input_tokens": tokens}

@@ -299,3 +299,23 @@ def deeper(value: object, limit: int, items: int = 1 << 62) -> bool:
             return False
         level = following
     return True
+
+
+SSE_KEEP_ALIVE = b": keep-alive\n\n"
+SSE_DONE = b"data: [DONE]\n\n"
+
+SSE_HEADERS: Mapping[str, str] = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+def sse_data(value: Mapping[str, object]) -> bytes:
+    """Return one `data:` frame. JSON text has no raw line breaks, so one line is enough."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def sse_event(value: Mapping[str, object]) -> bytes:
+    """Return a frame named after the value's `type`, as providers with typed events send them."""
+    return f"event: {value['type']}\n".encode() + sse_data(value)

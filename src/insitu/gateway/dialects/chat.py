@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from insitu.gateway import sse
 from insitu.gateway.dialects.base import (
+    SSE_DONE,
+    SSE_KEEP_ALIVE,
     Cause,
     Envelope,
     WireCall,
@@ -19,6 +20,7 @@ from insitu.gateway.dialects.base import (
     mapping,
     positive,
     sequence,
+    sse_data,
     stop_strings,
     string,
 )
@@ -137,12 +139,12 @@ class ChatDialect:
             head["usage"] = None
         for delta in deltas:
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield sse.data({**head, "choices": [choice]})
+            yield sse_data({**head, "choices": [choice]})
         last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(reply)}
-        yield sse.data({**head, "choices": [last]})
+        yield sse_data({**head, "choices": [last]})
         if envelope.include_usage:
-            yield sse.data({**head, "choices": [], "usage": _usage(reply)})
-        yield sse.DONE
+            yield sse_data({**head, "choices": [], "usage": _usage(reply)})
+        yield SSE_DONE
 
     def error(self, error: WireError) -> Mapping[str, object]:
         return {
@@ -155,10 +157,10 @@ class ChatDialect:
         }
 
     def keep_alive(self, envelope: Envelope) -> bytes:
-        return sse.KEEP_ALIVE
+        return SSE_KEEP_ALIVE
 
     def error_event(self, error: WireError, envelope: Envelope) -> bytes:
-        return sse.data(self.error(error))
+        return sse_data(self.error(error))
 
     def count(self, tokens: int) -> Mapping[str, object]:
         return {"object": "response.input_tokens", "input_tokens": tokens}

@@ -12,9 +12,16 @@ from collections.abc import Iterator, Mapping
 
 import orjson
 
-from insitu.gateway import sse
 from insitu.gateway.dialects import gemini_input
-from insitu.gateway.dialects.base import EVENT_STREAM, Cause, Envelope, WireCall, WireError, arguments_object
+from insitu.gateway.dialects.base import (
+    EVENT_STREAM,
+    Cause,
+    Envelope,
+    WireCall,
+    WireError,
+    arguments_object,
+    sse_data,
+)
 from insitu.types import Reply
 
 _STATUS: Mapping[Cause, str] = {
@@ -47,7 +54,7 @@ class GeminiDialect:
         chunks = [_chunk([part], reply, envelope, last=i == len(parts) - 1) for i, part in enumerate(parts)]
         if envelope.content_type == EVENT_STREAM:
             for chunk in chunks:
-                yield sse.data(chunk)
+                yield sse_data(chunk)
             return
         for i, chunk in enumerate(chunks):
             yield (b"," + _BREAK if i else b"[") + orjson.dumps(chunk)

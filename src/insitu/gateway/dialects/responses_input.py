@@ -290,7 +290,7 @@ class _Reader:
             string(item.get("namespace"), f"{param}.namespace"), string(item.get("name"), f"{param}.name")
         )
         if item.get("type") == "custom_tool_call":
-            arguments = _free_form(string(item.get("input"), f"{param}.input"))
+            arguments = json_text({"input": string(item.get("input"), f"{param}.input")})
         else:
             arguments = string(item.get("arguments"), f"{param}.arguments")
         self._add_call(
@@ -325,11 +325,6 @@ class _Reader:
             tool_calls=before.tool_calls if tool_calls is None else tool_calls,
             pointers=before.pointers if pointers is None else pointers,
         )
-
-
-def _free_form(text: str) -> str:
-    """Return the arguments of the function for a free-form tool."""
-    return json_text({"input": text})
 
 
 def free_form_text(arguments: str) -> str:

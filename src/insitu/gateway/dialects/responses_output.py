@@ -2,6 +2,11 @@
 
 A stream that has to wait begins with its first keep-alive: `response.created`, then a `response.in_progress`
 for each further one, because some clients count time between events, not bytes.
+OpenAI Responses: adjacent items of the model (reasoning, message, calls) are one assistant message; a
+reasoning item, and a message after a call, open the next one. `instructions`, `developer` and `system` are
+system messages. Tools of a namespace are offered as `namespace__tool`, free-form tools as a function with one
+string argument; their calls are converted back. The encrypted content of a reasoning item is the gateway's
+turn reference, that of a compaction item the summary.
 """
 
 from __future__ import annotations
@@ -10,9 +15,8 @@ from collections.abc import Iterator, Mapping
 
 import orjson
 
-from insitu.gateway import sse
-from insitu.gateway.dialects import client_tools, compaction
-from insitu.gateway.dialects.base import Envelope, WireError
+from insitu.gateway.dialects import client_tools, compaction, responses_input, responses_output
+from insitu.gateway.dialects.base import Cause, Envelope, WireCall, WireError, sse_event
 from insitu.gateway.dialects.responses_input import free_form_text
 from insitu.types import Reply, ToolCall
 
@@ -76,7 +80,7 @@ def failed(error: WireError, envelope: Envelope) -> bytes:
 
 
 def _frame(event: Mapping[str, object], number: int) -> bytes:
-    return sse.event({**event, "sequence_number": number})
+    return sse_event({**event, "sequence_number": number})
 
 
 def _opening(envelope: Envelope) -> tuple[_Json, _Json]:
@@ -241,3 +245,54 @@ def _call_events(kind: str, key: str, text: str, place: _Json) -> Iterator[_Json
     if text:
         yield {"type": f"{name}.delta", **place, "delta": text}
     yield {"type": f"{name}.done", **place, key: text}
+
+
+_TYPES: Mapping[Cause, str] = {
+    "rate_limited": "rate_limit_error",
+    "session_failed": "permission_error",
+    "engine_failed": "server_error",
+}
+
+_CODES: Mapping[Cause, str | None] = {"invalid_request": None, "unauthorized": "invalid_api_key"}
+
+
+class ResponsesDialect:
+    """Implements `Dialect`."""
+
+    name = "responses"
+    grows = "input"
+    in_band: frozenset[Cause] = frozenset({"context_length_exceeded"})
+
+    def parse(self, body: Mapping[str, object], action: str) -> WireCall:
+        return responses_input.parse(body, compact=action.partition("?")[0] == "responses/compact")
+
+    def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
+        return responses_output.response(reply, envelope)
+
+    def events(self, reply: Reply, envelope: Envelope) -> Iterator[bytes]:
+        return responses_output.events(reply, envelope)
+
+    def keep_alive(self, envelope: Envelope) -> bytes:
+        return responses_output.keep_alive(envelope)
+
+    def error(self, error: WireError) -> Mapping[str, object]:
+        return {
+            "error": {
+                "message": str(error),
+                "type": _TYPES.get(error.cause, "invalid_request_error"),
+                "param": error.param,
+                "code": error.code or _CODES.get(error.cause, error.cause),
+            }
+        }
+
+    def error_event(self, error: WireError, envelope: Envelope) -> bytes:
+        return responses_output.failed(error, envelope)
+
+    def count(self, tokens: int) -> Mapping[str, object]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    def models(self, model: str) -> Mapping[str, object]:
+        return {"object": "list", "data": [self.model(model)]}
+
+    def model(self, model: str) -> Mapping[str, object]:
+        return {"id": model, "object": "model", "created": 0, "owned_by": "insitu"}

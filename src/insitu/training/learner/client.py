@@ -18,10 +18,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from insitu.engines.base import Engine, Receipt
+from insitu.engines.base import Engine, EngineWrapper, Receipt
 from insitu.engines.embedded.engine import EmbeddedEngine
 from insitu.engines.rpc import Frame, Meta, RpcClient
-from insitu.engines.wrapper import EngineWrapper
 from insitu.errors import EngineError, TrainError
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.process import Child, LearnerSpec, absolute

@@ -13,6 +13,7 @@ weights at `train.publish` only; pending requests are finished before a step or 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from insitu import failpoint
 from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
 from insitu.engines.embedded.model import Qwen3
 from insitu.engines.embedded.service import EngineService
+from insitu.engines.embedded.weights import checksum_of
 from insitu.engines.rpc import Meta
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import TrainError
@@ -33,8 +35,8 @@ from insitu.training.learner.probe import probe_engine
 from insitu.training.learner.ranks import RankProcesses
 from insitu.training.learner.serialization import decode_plan
 from insitu.training.learner.transfer import Transfers
-from insitu.training.learner.weight_checksum import WeightChecksum
 from insitu.training.model.base import Policy
+from insitu.training.model.hf import HfPolicy
 from insitu.training.model.load import device_of, open_policy
 from insitu.training.options import TrainConfig, parse_config
 from insitu.training.trainer import checkpoint
@@ -43,6 +45,29 @@ from insitu.training.trainer.trainer import Trainer
 from insitu.training.weights.delta import write_delta
 from insitu.training.weights.export import export
 from insitu.training.weights.files import ExportRequest
+
+
+class WeightChecksum:
+    """Checksum of one model whose frozen weights do not change."""
+
+    def __init__(self, model: Policy) -> None:
+        self._model = model
+        self._never = frozenset(n for n, p in model.named_parameters() if not p.requires_grad)
+        self._frozen = ""
+
+    def now(self) -> str:
+        """Return the hex SHA-256: `checksum` where all weights are trained, else over both parts' own.
+
+        Sharded weights must be gathered.
+        """
+        model = self._model
+        named = model.readable() if isinstance(model, HfPolicy) else dict(model.named_parameters())
+        if self._never and not self._frozen:
+            self._frozen = checksum_of({n: named[n] for n in self._never})
+        trained = checksum_of({n: t for n, t in named.items() if n not in self._never})
+        if not self._frozen:
+            return trained
+        return hashlib.sha256(f"{self._frozen} {trained}".encode()).hexdigest()
 
 
 class Commands:

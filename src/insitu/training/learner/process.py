@@ -1,22 +1,100 @@
-"""The learner's child process: start, connect, explain its death, end."""
+"""The learner's child process: its GPUs and environment, start, connect, explain its death, end.
+
+`torch.set_num_threads` sets OpenMP, and MKL only for the calling thread. Inside a parallel kernel (the
+backward pass of attention) OpenMP's own threads call MKL too; they use OpenMP's number unless a variable
+overrides it. Ranks inherit the learner's environment. A server takes the first GPU by default, so the
+learner's order is by memory in use, the last index first among equals; by nvidia-smi, because the controller
+has no torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from insitu.config import Config
 from insitu.engines.rpc import RpcClient
-from insitu.errors import EngineError, boundary
-from insitu.training.learner import gpus
-from insitu.training.learner.environment import computing
+from insitu.errors import ConfigError, EngineError, boundary
+from insitu.install_hints import install_extra
 from insitu.training.options import TrainConfig, dump_config
+
+log = logging.getLogger(__name__)
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ASK = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
+_ASK_S = 10.0
+_EQUAL_MIB = 1024
+"""Smaller differences in use do not count: a display, driver overhead."""
+
+
+def _avoids_server_gpu(config: Config) -> bool:
+    """Return whether the trainer should avoid a server's GPU: not where both must share one."""
+    served = config.engine.kind in ("vllm", "sglang")
+    one = config.engine.share_gpu or config.engine.publish == "ipc"
+    return served and not one and config.policy.kind == "hf" and config.policy.device != "cpu"
+
+
+def least_used(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that shows all GPUs, the least used first.
+
+    Empty where it is set, or there are fewer than two.
+    """
+    if VISIBLE in environment:
+        return {}
+    try:
+        done = subprocess.run(ASK, capture_output=True, text=True, timeout=_ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.debug("using the driver's GPU order: %s", error)
+        return {}
+    found = []
+    for at, line in enumerate(done.stdout.splitlines()):
+        uuid, _, used = line.partition(",")
+        if not used.strip().isdecimal():  # MIG devices report no memory in use
+            return {}
+        found.append((int(used) // _EQUAL_MIB, -at, uuid.strip()))
+    return {VISIBLE: ",".join(uuid for _, _, uuid in sorted(found))} if len(found) > 1 else {}
+
+
+DROPPED = frozenset(
+    (
+        # number of threads: another split, other rounding
+        *("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC", "OMP_NESTED", "OMP_MAX_ACTIVE_LEVELS"),
+        *("OMP_SCHEDULE", "MKL_NUM_THREADS", "MKL_DOMAIN_NUM_THREADS", "MKL_DYNAMIC", "MKL_NUM_STRIPES"),
+        *("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "BLIS_NUM_THREADS"),
+        # choice of kernels: other instructions, order of sums or dtype
+        *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_DISABLE_FAST_MM"),
+        *("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "OPENBLAS_CORETYPE"),
+        *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "BLIS_ARCH_TYPE"),
+        *("TORCH_LINEAR_FLATTEN_3D", "TORCH_MKLDNN_MATMUL_MIN_DIM", "TORCH_MKLDNN_MATMUL_MIN_SIZE"),
+    )
+)
+"""Variables that change a run's bits but are not in its configuration: a resumed or replayed run would
+differ. Variables that only place or wake threads stay."""
+
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def computing(environment: Mapping[str, str], *, shares_tensors: bool = False) -> dict[str, str]:
+    """Return `environment` without `DROPPED`, and with defaults for torch.
+
+    Threads sleep between parallel regions: on a busy machine spinning costs many times the work. GPU memory
+    is in expandable segments, since passes differ in length; not where another process maps tensors
+    (`shares_tensors`), which such segments prevent.
+    """
+    kept = {name: value for name, value in environment.items() if name not in DROPPED}
+    growing = {} if shares_tensors else {ALLOCATOR: "expandable_segments:True"}
+    return {"OMP_WAIT_POLICY": "PASSIVE", **growing, **kept}
+
 
 _TAIL = 600
 """Characters of the child's standard error in an error message."""
@@ -69,19 +147,13 @@ class LearnerSpec:
             restarts=table.restarts,
             start_deadline_s=table.start_timeout_s,
             call_deadline_s=_GENERATION_S + waits_s,
-            beside_server=gpus.chooses(config),
+            beside_server=_avoids_server_gpu(config),
             shares_tensors=config.engine.publish == "ipc",
         )
 
 
 def absolute(path: Path) -> str:
     return str(path.absolute())
-
-
-def _module_path() -> str:
-    """Return the PYTHONPATH under which a child imports this package."""
-    own = str(Path(__file__).parents[3])
-    return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Child:
@@ -108,14 +180,16 @@ class Child:
         ]
         environment = computing(os.environ, shares_tensors=spec.shares_tensors)
         if spec.beside_server:
-            environment |= await asyncio.to_thread(gpus.least_used, environment)
+            environment |= await asyncio.to_thread(least_used, environment)
+        own = str(Path(__file__).parents[3])
+        environment["PYTHONPATH"] = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
         with boundary(EngineError, "start the learner"):
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
                     # -P: do not import from the working directory
                     *(sys.executable, "-P", "-m", "insitu.training.learner.main", *arguments),
-                    env=environment | {"PYTHONPATH": _module_path()},
+                    env=environment,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -184,3 +258,14 @@ class Child:
             return
         self._kill()
         await self.process.wait()
+
+
+def require_learner(config: Config) -> None:
+    """Raise ConfigError with an install hint when a learner of this configuration could not start."""
+    hf = config.policy.kind == "hf"
+    names = ("torch", "safetensors", *(["transformers"] if hf else []))
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        extra = "hf" if hf else "train"
+        raise ConfigError(f"{' and '.join(missing)} {are} not installed: {install_extra(extra)}")

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from insitu.engines.base import Engine
+from insitu.engines.base import Engine, EngineWrapper
 from insitu.engines.downtime import engine_down
-from insitu.engines.wrapper import EngineWrapper
 from insitu.errors import EngineError, TrainError
+from insitu.training.learner.client import Learner
 from insitu.training.options import StepResult
 from insitu.training.plan.step import StepPlan
 from insitu.training.weights.files import Publisher
@@ -30,29 +29,6 @@ from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 Committed = Callable[[], Path | None]
 """Returns the last committed step's checkpoint; None before the first."""
-
-
-class _RestartableLearner(Protocol):
-    """The part of a learner that is supervised: client.Learner, or a fake."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def weights(self) -> str: ...
-
-    async def death(self) -> EngineError: ...
-
-    async def restart(self) -> None: ...
-
-    async def step(self, plan: StepPlan) -> StepResult: ...
-
-    async def save(self, folder: Path) -> None: ...
-
-    async def load(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +47,7 @@ class LearnerSupervisor:
 
     def __init__(
         self,
-        learner: _RestartableLearner,
+        learner: Learner,
         publisher: Publisher,
         committed: Committed,
         *,

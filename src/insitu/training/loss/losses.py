@@ -12,7 +12,18 @@ cispo (arXiv 2506.13585):  -sg(min(r, cap)) A logp
 gspo (arXiv 2507.18071):  ppo_clip on s = the geometric mean of r over the rollout; each token carries 1/n
 decoupled (arXiv 2505.24298):  sg(w) times ppo_clip with ratio = trainer
 nll (supervised; mu is not used):  -A logp
-Corrections by w are in importance.py, the KL in kl.py; neither changes dppo's own penalty.
+Corrections by w (`correct`), without gradient; none changes dppo's own penalty:
+    tis      min(w, high)                        truncated importance sampling
+    mask     w where w <= high, else 0           masked importance sampling
+    icepop   w where low <= w <= high, else 0    the same on both sides (IcePop)
+Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a rollout with negative advantage is excluded
+when the mean over its tokens of log(sampler / live policy) is above a bound.
+KL(live || other) with d = live - other, of a token sampled by live (joschu.net/blog/kl-approx.html):
+    k1  d                     unbiased, may be negative
+    k2  d^2 / 2               biased, never negative; its gradient is that of the KL
+    k3  exp(-d) - 1 + d       unbiased, never negative
+Multiplied by the ratio of live policy and sampler, k1 and k3 estimate value and gradient without bias; k2
+needs that ratio detached.
 """
 
 from __future__ import annotations
@@ -28,8 +39,6 @@ from torch import Tensor
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError, user_code
 from insitu.registry import find
-from insitu.training.loss.importance import correct, off_policy_keeps
-from insitu.training.loss.kl import divergence
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +151,8 @@ def _corrected(
         factor, bounded = correct(log_w, config)
         loss = loss * factor
     if config.off_policy_mask:
-        kept = off_policy_keeps(
-            _needed(terms.live_mu, "sampler's", config), terms.advantage, config.off_policy_mask
-        )
+        live_mu = _needed(terms.live_mu, "sampler's", config)
+        kept = (terms.advantage >= 0) | (-live_mu <= config.off_policy_mask)
         loss = torch.where(kept, loss, 0.0)
         bounded = ~kept if bounded is None else bounded | ~kept
     return loss, bounded
@@ -196,3 +204,28 @@ def gspo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor
         moved = _needed(terms.live_prox, "trainer's own", c)
     ratio = (moved + logp - logp.detach()).exp()
     return _clipped(ratio, terms.advantage, c.gspo_low, c.gspo_high, 0.0)
+
+
+def divergence(live: Tensor, other: Tensor, kind: str) -> Tensor:
+    """Return the estimate [N]; live [N] carries the gradient, other [N]."""
+    d = live - other
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        return (-d).expm1() + d
+    raise TrainError(f"unknown KL estimator {kind!r}")
+
+
+def correct(log_w: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Map log_w [N] to (factor [N], bounded [N] bool: the correction changed w)."""
+    w = log_w.exp()
+    if config.correction == "none":
+        return w, torch.zeros_like(w, dtype=torch.bool)
+    out = w > config.highest_w
+    if config.correction == "tis":
+        return w.clamp(max=config.highest_w), out
+    if config.correction == "icepop":
+        out |= w < config.correction_low
+    return torch.where(out, 0.0, w), out

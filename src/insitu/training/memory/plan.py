@@ -20,8 +20,8 @@ from insitu.errors import TrainError
 from insitu.training.attention.tree import by_pieces, tree_pieces
 from insitu.training.memory.meta_run import AttentionShape, BatchShape
 from insitu.training.memory.predict import GIB, BuiltinMemory, Kernels, MemoryModel, MemoryPredictor, at_most
+from insitu.training.model.base import PLAIN, MemoryOptions
 from insitu.training.model.hf import HfPolicy
-from insitu.training.model.memory_options import PLAIN, MemoryOptions
 from insitu.training.options import Lora
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.prefix_tree import build_tree
@@ -185,8 +185,9 @@ class MemoryPlanner:
                 return True
             if not self._there(need) and _covers(load, other):
                 return False
-        # a small model usually has room for far more: one prediction then covers all later shapes
-        large = [_roomy(load)] if isinstance(self._policy, Qwen3) else []
+        # a small model usually has room for two to four times as much: one prediction covers all later shapes
+        roomy = _resized(load, lambda n: 2 << max(n, 64).bit_length(), 2 << load.rows.bit_length())
+        large = [roomy] if isinstance(self._policy, Qwen3) else []
         for size in (*large, *(_up(load, parts) for parts in (4, 64)), load):
             need = self._need(self._model, size, techniques, first=first)
             known.append((size, need))
@@ -238,8 +239,11 @@ class MemoryPlanner:
                 f" {_gib(self._host)} are available"
             )
         else:
-            needs = f"{_gib(least)} on {self._policy.device}{self._how}, {_gib(self.limit)} are available"
-            half = self._least(self._model, _scaled(load, 0.5), first)
+            how = " with all memory options" if len(self._ladder) > 1 else ""
+            needs = f"{_gib(least)} on {self._policy.device}{how}, {_gib(self.limit)} are available"
+            width, trained = max(1, load.width // 2), max(1, load.trained // 2)
+            shorter = replace(load, prefix=load.prefix // 2, width=width, trained=trained)
+            half = self._least(self._model, shorter, first)
             slope = (least - half) / (0.5 * load.tokens)
             fits = int(load.tokens - (least - self.limit) / slope) if slope > 0 else 0
             fits -= fits % (1000 if fits >= 10_000 else 10)
@@ -251,10 +255,6 @@ class MemoryPlanner:
         if load.rows > 1 or len(micro.rows) > 1:
             helps.append("a smaller train.token_budget cuts the micro-batch")
         return f"{subject} {'; '.join([needs, *helps])}: no update"
-
-    @property
-    def _how(self) -> str:
-        return " with all memory options" if len(self._ladder) > 1 else ""
 
     def _with_adapters(self, load: BatchShape, first: bool) -> list[str]:
         """Return the need with adapters; empty where the model's layers have other names."""
@@ -306,11 +306,6 @@ def _up(load: BatchShape, parts: int) -> BatchShape:
     return _resized(load, up, up(load.rows))
 
 
-def _roomy(load: BatchShape) -> BatchShape:
-    """Return sizes two to four times as large."""
-    return _resized(load, lambda n: 2 << max(n, 64).bit_length(), 2 << load.rows.bit_length())
-
-
 def _resized(load: BatchShape, up: Callable[[int], int], rows: int) -> BatchShape:
     """Apply `up` to all sizes but the number of rows; one row is one run of tokens."""
     if load.rows > 1:
@@ -329,15 +324,6 @@ def _covers(more: BatchShape, less: BatchShape) -> bool:
 def _sizes(load: BatchShape) -> Sequence[int]:
     tree = () if load.tree is None else astuple(load.tree)
     return (load.prefix, load.rows, load.width, load.trained, *tree)
-
-
-def _scaled(load: BatchShape, factor: float) -> BatchShape:
-    return replace(
-        load,
-        prefix=int(load.prefix * factor),
-        width=max(1, int(load.width * factor)),
-        trained=max(1, int(load.trained * factor)),
-    )
 
 
 def _gib(size: int) -> str:

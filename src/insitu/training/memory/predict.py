@@ -22,11 +22,19 @@ from insitu.engines.embedded.model import ModelConfig, Qwen3
 from insitu.errors import TrainError
 from insitu.training.attention.rows import EMULATED, emulated
 from insitu.training.attention.tree import TreeAttend
-from insitu.training.memory.layer_stack import SHORT, alike, only, whole
-from insitu.training.memory.meta_run import BatchShape, DryHead, MemoryMeter, head_pass
+from insitu.training.memory.meta_run import (
+    SHORT,
+    BatchShape,
+    DryHead,
+    MemoryMeter,
+    alike,
+    head_pass,
+    only,
+    whole,
+)
+from insitu.training.model.base import MemoryOptions
 from insitu.training.model.hf import HfPolicy, decoder_layers, empty_model
 from insitu.training.model.lora import add_lora
-from insitu.training.model.memory_options import MemoryOptions
 from insitu.training.options import Lora
 
 GIB = 1 << 30

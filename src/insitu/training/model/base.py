@@ -8,6 +8,7 @@ stored `named_parameters`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -79,3 +80,26 @@ class Policy(Protocol):
     def read(self, folder: Path) -> Mapping[str, Tensor]:
         """Return what `save` wrote, by parameter name. Raises InsituError for another model."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """Memory techniques; all off by default."""
+
+    checkpoint: bool = False
+    """Keep only the layers' inputs; recompute layers in the backward pass."""
+    save_attention: bool = False
+    """With checkpoint: keep attention's output too."""
+    tile_mlp: int = 0
+    """Tokens of an MLP computed at once; 0 = all."""
+    offload_activations: bool = False
+    """With checkpoint: keep the layers' inputs in host memory."""
+    offload_optimizer: bool = False
+    """Keep optimizer moments in host memory between updates."""
+
+    def __str__(self) -> str:
+        names = [f.name for f in fields(self) if getattr(self, f.name)]
+        return " + ".join(names) or "plain"
+
+
+PLAIN = MemoryOptions()

@@ -21,10 +21,9 @@ from insitu.engines.embedded.model_files import model_files
 from insitu.errors import TrainError
 from insitu.install_hints import install_extra
 from insitu.training.attention.rows import lay_flat
-from insitu.training.model.base import Attend
+from insitu.training.model.base import Attend, MemoryOptions
 from insitu.training.model.layers import CURRENT, Mode, wrap_cast, wrap_layer
 from insitu.training.model.lora import adapter_tensors, add_lora, keep_in, merged, read_adapter, save_adapter
-from insitu.training.model.memory_options import MemoryOptions
 from insitu.training.model.offload import Offload
 from insitu.training.model.parity import (
     bounds,

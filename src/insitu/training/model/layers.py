@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from insitu.training.model.base import Attend
+from insitu.training.model.base import PLAIN, Attend, MemoryOptions
 from insitu.training.model.lora import alive
-from insitu.training.model.memory_options import PLAIN, MemoryOptions
 from insitu.training.model.offload import Offload
 
 ATTENTION_OPS = [

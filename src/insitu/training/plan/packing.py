@@ -4,17 +4,21 @@ Rows are sorted by their ids, so rows with a long common prefix are neighbours; 
 neighbours. Layout `prefix` computes the common prefix once and every row's rest right-padded; `tree` computes
 every shared token once (prefix_tree.py). Dynamic programming over the sorted rows finds the cuts of least
 cost: tokens through the matrices, query-key pairs, passes. Packing does not change what is trained.
+Per layer a token costs 2 operations per weight, a pair 4 per head dimension (score and sum).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from insitu.errors import ConfigError, boundary
 from insitu.training.plan.prefix import Sorted, sort_rows
 from insitu.types import IntArray
 
@@ -186,3 +190,23 @@ def _share_out(table: _Table, ranks: int) -> tuple[list[tuple[int, int]], tuple[
 
 def _total(cost: Floats, cuts: Sequence[tuple[int, int]]) -> float:
     return float(sum(cost[end - start - 1, end] for start, end in cuts))
+
+
+def pair_cost(folder: Path) -> float:
+    """Return the cost from the model folder's config.json (names as in transformers).
+
+    Raises ConfigError when it cannot be read or lacks the shape of a layer.
+    """
+    with boundary(ConfigError, f"read the shape of the model in {folder}"):
+        raw: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
+        shape = raw.get("text_config", raw)
+        try:
+            hidden, heads = int(shape["hidden_size"]), int(shape["num_attention_heads"])
+            across = int(shape.get("moe_intermediate_size") or shape["intermediate_size"])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{folder}/config.json lacks {error}") from error
+    width = heads * int(shape.get("head_dim") or hidden // heads)
+    narrow = width * int(shape.get("num_key_value_heads") or heads) // heads
+    experts = int(shape.get("num_experts_per_tok") or 1) if shape.get("moe_intermediate_size") else 1
+    weights = 2 * hidden * (width + narrow) + 3 * hidden * across * experts
+    return 4 * width / (2 * weights)

@@ -21,12 +21,10 @@ from insitu.config import Config, model_folder
 from insitu.config.training import PlanKeys
 from insitu.errors import TrainError
 from insitu.training.plan.advantage import advantages, overlong_penalty
-from insitu.training.plan.costs import pair_cost
-from insitu.training.plan.digest import plan_digest
-from insitu.training.plan.packing import PAIR_COST, MicroBatch, pack
+from insitu.training.plan.digest import map_threaded, plan_digest
+from insitu.training.plan.packing import PAIR_COST, MicroBatch, pack, pair_cost
 from insitu.training.plan.prefix import Sorted, sort_rows
 from insitu.training.plan.row_selection import Chosen, choose_rows
-from insitu.training.plan.threads import map_threaded
 from insitu.types import (
     BoolArray,
     FloatArray,

@@ -5,17 +5,18 @@
 Writes its own run directory; RUN is only read. Learner, rows, head and checkpoints are those of `insitu
 train`, so a checkpoint is a model.path there; adapters are merged at the end. The selection is stored before
 the first step, so a resumed run ends with the same bits.
+Which examples form a step depends on seed, epoch and ids alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer, forgotten_before
@@ -23,17 +24,23 @@ from insitu.config import Config, model_folder
 from insitu.config.training import LossConfig, RowRules
 from insitu.errors import ConfigError, RecordError, TrainError
 from insitu.storage.logs import log_to
-from insitu.storage.metrics import Metrics, MetricsFile
+from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, read_config, read_store, restore_steps, write_text
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
-from insitu.training.loop import WallClock, finished_run, prune
+from insitu.training.loop import (
+    TrainingObserver,
+    TrainOptions,
+    WallClock,
+    finished_run,
+    keep_start_model,
+    prune,
+)
 from insitu.training.options import StepResult, TrainConfig
-from insitu.training.plan.step import PlanConfig
+from insitu.training.plan.step import PlanConfig, StepPlan, cut_row, pack_rows, plan_digest
 from insitu.training.served_batches import check_tokens
-from insitu.training.sft.plan import plan_examples, schedule
 from insitu.training.sft.selection import (
     Selection,
     SelectionRules,
@@ -44,9 +51,40 @@ from insitu.training.sft.selection import (
     explain,
     stored_tokens,
 )
-from insitu.training.start_model import keep_start_model
 from insitu.training.weights.files import ExportRequest
 from insitu.types import Ledger
+
+
+def schedule(ids: Sequence[str], *, per_step: int, epochs: int, seed: int) -> list[tuple[int, ...]]:
+    """Return indices into `ids` for every step; each epoch has each index once, in its own order."""
+    steps: list[tuple[int, ...]] = []
+    for epoch in range(epochs):
+        keys = [hashlib.sha256(f"{seed}\0{epoch}\0{name}".encode()).digest() for name in ids]
+        order = sorted(range(len(ids)), key=lambda i: keys[i])
+        steps += [tuple(order[at : at + per_step]) for at in range(0, len(order), per_step)]
+    return steps
+
+
+def plan_examples(examples: Sequence[SftExample], config: PlanConfig) -> StepPlan:
+    """Plan one step over `examples`. Raises TrainError for a token that cannot be a target."""
+    tokens = sum(example.tokens for example in examples)
+    if not tokens:
+        raise TrainError("a supervised step has no token to train")
+    weight = 1.0 / sum(example.counted for example in examples)
+    rows = tuple(
+        cut_row(example.task_id, example.rollout_id, segment, 1.0, weight)
+        for example in examples
+        for segment in example.segments
+        if segment.mask.any()
+    )
+    plan = StepPlan(
+        rows=rows,
+        batches=pack_rows(rows, config),
+        ledger=Ledger(captured=tokens, trained=tokens),
+        groups=len({example.task_id for example in examples}),
+    )
+    return replace(plan, digest=plan_digest(plan))
+
 
 SFT = "sft"
 """Kind of these run directories."""
@@ -57,32 +95,8 @@ MODEL = "model"
 """Folder of a run directory with the whole model, where checkpoints hold adapters."""
 
 
-class _SftObserver(Protocol):
-    """The view of supervised training."""
-
-    def begin(self, title: str, rollouts: int) -> None: ...
-
-    def stage(self, name: str, total: int = 0) -> None: ...
-
-    def advance(self, done: int) -> None: ...
-
-    def step_done(self, step: int, steps: int, metrics: Metrics) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
 SHOWN = ("loss", "grad_norm", "lr", "tokens", "rows")
 """Metrics of a step for the view."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftOptions:
-    """Options of one invocation that are not in the run's configuration."""
-
-    resume: Path | None = None
-    """Run directory to continue."""
-    began: float = field(default_factory=time.monotonic)
-    """Reading of time.monotonic() at the start of the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +210,7 @@ class Steps:
     """The steps of one run, from the store's state to the last."""
 
     def __init__(
-        self, run: RunDir, store: Store, metrics: MetricsFile, learner: Learner, view: _SftObserver
+        self, run: RunDir, store: Store, metrics: MetricsFile, learner: Learner, view: TrainingObserver
     ) -> None:
         self._run, self._store, self._metrics, self._learner = run, store, metrics, learner
         self._view = view
@@ -241,7 +255,7 @@ def _metrics(result: StepResult, step: int, lessons: Sequence[SftExample]) -> di
     }
 
 
-async def run_sft(config: Config, view: _SftObserver, options: SftOptions) -> Mapping[str, Any]:
+async def run_sft(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
     """Run or continue to the end; return the content of summary.json. Raises InsituError."""
     resume = options.resume
     if resume is not None and (summary := finished_run(resume, view.note, SFT)) is not None:

@@ -15,8 +15,7 @@ from typing import Literal
 
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config
-from insitu.config.sft import SelectionKeys
-from insitu.config.training import RowRules
+from insitu.config.training import RowRules, SelectionKeys
 from insitu.errors import RenderError
 from insitu.gateway.text_log import last_record
 from insitu.storage.store import Store

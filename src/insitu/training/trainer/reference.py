@@ -14,13 +14,11 @@ from torch import Tensor
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import ConfigError
 from insitu.training.loss.fused_head import score
-from insitu.training.model.base import Policy
+from insitu.training.model.base import PLAIN, MemoryOptions, Policy
 from insitu.training.model.hf import HfPolicy
 from insitu.training.model.load import open_policy
-from insitu.training.model.memory_options import PLAIN, MemoryOptions
 from insitu.training.options import TrainConfig
-from insitu.training.trainer.batch import TensorBatch
-from insitu.training.trainer.hidden_states import states
+from insitu.training.trainer.batch import TensorBatch, states
 
 
 class Reference:

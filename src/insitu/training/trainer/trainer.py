@@ -26,16 +26,14 @@ from insitu.training.loss.inputs import StepInputs
 from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.loss.metrics import LossSums, result_of
 from insitu.training.memory.plan import MemoryPlanner
-from insitu.training.model.base import Policy
+from insitu.training.model.base import PLAIN, MemoryOptions, Policy
 from insitu.training.model.hf import HfPolicy
-from insitu.training.model.memory_options import PLAIN, MemoryOptions
 from insitu.training.model.shard import gathered
 from insitu.training.options import StepResult, TrainConfig
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.step import StepPlan
-from insitu.training.trainer.batch import TensorBatch, make_batch
+from insitu.training.trainer.batch import TensorBatch, make_batch, states
 from insitu.training.trainer.distributed import Ranks
-from insitu.training.trainer.hidden_states import states
 from insitu.training.trainer.mismatch import Mismatch
 from insitu.training.trainer.optimizer import Optimiser
 from insitu.training.trainer.reference import Reference
@@ -101,16 +99,8 @@ class Trainer:
         if not self._supervised:
             self._check_versions(plan)
         self._fit_memory(plan)
-        with self._deterministic():
-            # with one epoch everything is computed before the update; more need a backup
-            before = self._snapshot() if self.config.epochs > 1 else None
-            try:
-                result = self._epochs(plan)
-            except TrainError:
-                self.optimiser.zero()
-                if before is not None:
-                    self._restore(before)
-                raise
+        with self._deterministic(), self._undone_on_error():
+            result = self._epochs(plan)
         return replace(result, seconds=time.monotonic() - began)
 
     @contextmanager
@@ -369,15 +359,23 @@ class Trainer:
                     f" {oldest}: no update"
                 )
 
-    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        weights = {n: p.detach().clone() for n, p in self.optimiser.named.items()}
-        return weights, {n: t.clone() for n, t in self.optimiser.tensors().items()}
-
-    def _restore(self, before: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
-        with torch.no_grad():
-            for name, tensor in before[0].items():
-                self.optimiser.named[name].copy_(tensor)
-        self.optimiser.restore(before[1])
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Restore weights and moments when a later epoch fails; one epoch fails before its update."""
+        weights, moments = {}, {}
+        if self.config.epochs > 1:
+            weights = {n: p.detach().clone() for n, p in self.optimiser.named.items()}
+            moments = {n: t.clone() for n, t in self.optimiser.tensors().items()}
+        try:
+            yield
+        except TrainError:
+            self.optimiser.zero()
+            if self.config.epochs > 1:
+                with torch.no_grad():
+                    for name, tensor in weights.items():
+                        self.optimiser.named[name].copy_(tensor)
+                self.optimiser.restore(moments)
+            raise
 
     @contextmanager
     def _deterministic(self) -> Iterator[None]:

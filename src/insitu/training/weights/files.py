@@ -188,7 +188,11 @@ class DeltaPublisher(DiskPublisher):
     async def _bring(self, folder: Path, version: int) -> ExportResult:
         wanted = self._wanted(self._spool / folder.name, version)
         base = self._base
-        if base is not None and folder not in base and await asyncio.to_thread(_both_there, base):
+        if (
+            base is not None
+            and folder not in base
+            and all((kept / "model.safetensors").exists() for kept in base)
+        ):
             file = self._options.folder / f"{folder.name}.delta"
             sent = await self._learner.export(replace(wanted, base=base[0], delta=file))
             await asyncio.to_thread(apply_delta, file, base[1], folder)
@@ -214,10 +218,6 @@ def _check_receipt(receipt: Receipt, version: int, tensors: Mapping[str, str]) -
             )
 
 
-def _both_there(folders: tuple[Path, Path]) -> bool:
-    return all((folder / "model.safetensors").exists() for folder in folders)
-
-
 def _copy_whole(source: Path, folder: Path) -> None:
     fresh = folder.with_name(f".{folder.name}.new")
     for old in (fresh, folder):
@@ -228,10 +228,8 @@ def _copy_whole(source: Path, folder: Path) -> None:
 
 def _prune(parent: Path, current: Path, kept: int = KEPT) -> None:
     """Remove published folders except `current` and the newest before it, `kept` in all."""
-    others = sorted((p for p in parent.glob("v*") if p.is_dir() and p != current), key=_age)
+    others = sorted(
+        (p for p in parent.glob("v*") if p.is_dir() and p != current), key=lambda p: p.stat().st_mtime
+    )
     for old in others[: -(kept - 1)]:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _age(folder: Path) -> float:
-    return folder.stat().st_mtime

@@ -15,9 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Protocol
 
-from insitu.engines.base import LoadingEngine, Receipt
+from insitu.engines.base import EngineWrapper, LoadingEngine, Receipt
 from insitu.engines.downtime import engine_down
-from insitu.engines.wrapper import EngineWrapper
 from insitu.errors import EngineError, EngineUnavailable
 from insitu.training.weights.files import SupportsPublish
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams

@@ -248,6 +248,7 @@ def test_report_says_rates_with_counts_ledger_and_places() -> None:
         "30 optimizer steps, 3136 rollouts in 7 min 03 s; largest sampler-trainer logprob gap 3.3e-05",
         "curve  /r/curve.svg",
         "run    /r",
+        "look   insitu view /r",
     ):
         assert line in text.splitlines(), line
 

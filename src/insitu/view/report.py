@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ def render_report(report: FinalReport, width: int = 100) -> str:
     if report.curve is not None:
         lines.append(f"curve  {report.curve}")
     lines.append(f"run    {report.run_dir}")
+    lines.append(f"look   insitu view {shlex.quote(str(report.run_dir))}")
     return "\n".join(lines) + "\n"
 
 

@@ -257,4 +257,4 @@ async def test_an_agent_that_is_stopped_while_there_is_no_engine_has_not_failed(
         task = replace(SPEC.task, limits=Limits(wall_s=1.0))
         rollout = await w.attempts.run(replace(SPEC, task=task))
         assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)
-        assert rollout.error == "the engine was away when the call was stopped"
+        assert rollout.error == "the engine was down when the call was stopped"

@@ -113,7 +113,7 @@ async def test_a_cancelled_request_is_not_handed_out_and_its_answer_refused() ->
         ({"logprobs": None}, "no logprobs"),
         ({"ids": []}, "0 tokens"),
         ({"ids": [9, 5]}, "follow a stop id"),
-        ({"finish": "stop"}, "no stop id"),
+        ({"finish": "stop"}, "not a stop id"),
         ({"version_runs": ((0, 1),)}, "newer than what was published"),
         ({"version_runs": ((1, 0),)}, "do not cover"),
     ],

@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[Callable[[Choice], object], str]] = {
     "positive": (lambda c: c["logprobs"]["content"][0].update(logprob=0.5), "no sampled token can have"),
     "of-others": (lambda c: c["logprobs"]["content"][0].update(token_id=96), "those of other ids"),
     "extra": (_one_more, "9 tokens where 1 to 8"),
-    "negative": (lambda c: c["token_ids"].__setitem__(0, -3), "other ids|no token id"),
+    "negative": (lambda c: c["token_ids"].__setitem__(0, -3), "other ids|not a token id"),
     "text": (lambda c: c.update(token_ids="abc"), "missing|other ids"),
     "empty": (lambda c: c.update(token_ids=[], logprobs={"content": []}, weight_versions=[]), "0 tokens"),
     "no-versions": (lambda c: c.update(weight_versions=None), "no weight versions"),
@@ -116,7 +116,7 @@ FAULTS: dict[str, tuple[Callable[[Choice], object], str]] = {
     "unknown": (lambda c: c["weight_versions"][0].update(version="theirs"), "no publication of ours"),
     "aborted": (lambda c: c.update(finish_reason="abort"), "aborted"),
     "odd-finish": (lambda c: c.update(finish_reason="content_filter"), "finish reason"),
-    "false-stop": (lambda c: c.update(finish_reason="stop"), "no stop id of this request"),
+    "false-stop": (lambda c: c.update(finish_reason="stop"), "not a stop id of this request"),
 }
 
 

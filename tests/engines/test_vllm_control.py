@@ -67,8 +67,8 @@ def other_sum(path: Path) -> None:
 
 REFUSED = {
     "a tensor changed": (lambda f: flip(f / "model.safetensors"), "has not the checksum it was published"),
-    "half a file": (lambda f: _cut(f / "model.safetensors", 900), "only a part of one|bytes that its shape"),
-    "an empty file": (lambda f: _cut(f / "model.safetensors", 0), "is no safetensors file"),
+    "half a file": (lambda f: _cut(f / "model.safetensors", 900), "not a complete safetensors|bytes that its shape"),
+    "an empty file": (lambda f: _cut(f / "model.safetensors", 0), "is not a complete safetensors file"),
     "a manifest that lies": (lambda f: other_sum(f / "weights.json"), "checksum is not that of its tensors"),
     "half a manifest": (lambda f: _cut(f / "weights.json", 40), r"weights\.json"),
     "another version": (lambda f: _relabel(f, 2), "holds version 2, not version 1"),

@@ -121,7 +121,7 @@ class FakeSandbox:
 
     def _call(self) -> None:
         if self.closed or self.lost:
-            raise SandboxLost("the sandbox is gone")
+            raise SandboxLost("the sandbox has ended")
         stumble(self._backend.call_errors)
 
     def find(self, argv: Sequence[str]) -> Program | None:
@@ -142,7 +142,7 @@ class FakeSandbox:
         if any("\0" in part for part in argv):
             raise SandboxError("a NUL character cannot be part of a command")
         if self.closed or self.lost:
-            raise SandboxLost("the sandbox is gone")
+            raise SandboxLost("the sandbox has ended")
         limit = self.spec.max_processes
         full = limit is not None and len(self.running) >= limit
         run = FakeRun(

@@ -95,7 +95,7 @@ async def test_a_session_that_is_sealed_meanwhile_is_no_agents_failure(renderer:
         call = asyncio.create_task(rig.post({"messages": ASK}))
         await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
         await rig.session.seal(0.0)
-        assert rig.session.stats.infra_error == "the engine was away when the call was stopped"
+        assert rig.session.stats.infra_error == "the engine was down when the call was stopped"
         await asyncio.wait([call])
 
 
@@ -107,7 +107,7 @@ async def test_a_client_that_gave_up_and_is_answered_later_misses_nothing(render
         (held,) = rig.calls._calls
         call.cancel()
         await asyncio.wait([held.task], timeout=10.0)
-        assert rig.session.stats.infra_error == "the engine was away when the call was stopped"
+        assert rig.session.stats.infra_error == "the engine was down when the call was stopped"
         assert (await rig.post({"messages": ASK}))[0] == 200
         assert rig.session.stats.infra_error == ""
 
@@ -119,4 +119,4 @@ async def test_no_session_waits_for_ever(renderer: TemplateRenderer, monkeypatch
         assert (await rig.post({"messages": ASK}))[0] != 200
         stats = rig.session.stats
         assert (stats.budget_stop, stats.away_s) == ("", 0.2)
-        assert stats.infra_error == "the engine was away for longer than a session waits"
+        assert stats.infra_error == "the engine was down for longer than a session waits"

@@ -84,7 +84,7 @@ async def test_what_needs_no_sandbox_gets_none(
     assert (verdict.outcome, verdict.reward) == (outcome, 0.0)
     assert reason in verdict.reason
     gone = await Grader(watched).grade(task, oracle, {"README": task.files["README"]})
-    assert (gone.outcome, gone.reason) == (Outcome.UNRESOLVED, "app.py is gone")
+    assert (gone.outcome, gone.reason) == (Outcome.UNRESOLVED, "app.py was deleted")
     assert watched.made == 0
 
 

@@ -353,8 +353,8 @@ async def test_a_fraction_is_the_product_of_both_shares(grader: Grader) -> None:
     ("tests", "why"),
     [
         (HiddenTests(pass_to_pass=P2P), "no test that must change"),
-        (HiddenTests(fail_to_pass=("test_total",)), "no pytest id"),
-        (HiddenTests(fail_to_pass=("../t.py::a",)), "no pytest id"),
+        (HiddenTests(fail_to_pass=("test_total",)), "not a pytest id"),
+        (HiddenTests(fail_to_pass=("../t.py::a",)), "not a pytest id"),
         (HiddenTests(fail_to_pass=F2P, pass_to_pass=F2P[:1]), "required twice"),
         (HiddenTests(fail_to_pass=("no/such.py::test",)), "neither hidden nor in the base"),
         (HiddenTests(fail_to_pass=("t.py::a",), files={"t.py": text("def (")}), "not a Python file"),

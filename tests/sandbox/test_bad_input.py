@@ -91,7 +91,7 @@ async def test_a_sandbox_that_dies_under_a_command_is_lost_and_says_so(pool: Poo
         result = await running
         assert (result.exit_code, result.timed_out) == (None, False)
         assert await process.wait(20) == -9
-        with pytest.raises(SandboxLost, match="^the sandbox is gone$"):
+        with pytest.raises(SandboxLost, match="^the sandbox has ended$"):
             await sandbox.get_tree()
 
 

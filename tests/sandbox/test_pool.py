@@ -292,7 +292,7 @@ async def test_whoever_uses_up_all_permits_does_not_make_the_backend_look_broken
     backend = FakeBackend()
     async with Pool([backend], options(max_sandboxes=2)) as pool:
         held = [await pool.create(PLAIN) for _ in range(2)]
-        lost = SandboxLost("the sandbox is gone")
+        lost = SandboxLost("the sandbox has ended")
         assert "was lost while the agent ran" in await attribute_loss(lost, pool, PLAIN)
         assert len(backend.open) == pool.live == 2
         backend.boot_errors = [SandboxStartError("no space")] * 3
@@ -378,7 +378,7 @@ async def test_a_fall_back_promises_no_more_than_all_can_hold() -> None:
 
 async def test_that_another_backend_works_blames_no_agent_for_a_lost_sandbox() -> None:
     first, second = FakeBackend(name="first"), FakeBackend(name="second")
-    lost = SandboxLost("the sandbox is gone")
+    lost = SandboxLost("the sandbox has ended")
     async with Pool([first, second], options(cooldown_s=60, in_order=True)) as pool:
         sandbox, other = await pool.create(PLAIN), await pool.create(PLAIN)
         first.boot_errors = [SandboxStartError("daemon gone")] * 3

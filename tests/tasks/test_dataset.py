@@ -327,7 +327,7 @@ def test_what_a_gate_settles(tmp_path: Path) -> None:
             {"cases": [], "entry": "", "fail_to_pass": ["t.py::a"], "tests": {"t.py": "def a(:\n"}},
             "t.py is not a Python file",
         ),
-        ({"cases": [], "entry": "", "fail_to_pass": ["a"], "tests": {"t.py": ""}}, "'a' is no pytest id"),
+        ({"cases": [], "entry": "", "fail_to_pass": ["a"], "tests": {"t.py": ""}}, "'a' is not a pytest id"),
         ({"cases": [], "entry": "", "checks": [{"command": " "}]}, "check 'check 1' has no command"),
     ],
 )

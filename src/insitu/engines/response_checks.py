@@ -76,7 +76,7 @@ def int_row(value: object, where: str) -> IntArray:
     if row.ndim != 1 or row.dtype.kind != "i":
         raise EngineError(f"{where} are no row of whole numbers")
     if int(row.min()) < 0 or int(row.max()) >= 2**31:
-        raise EngineError(f"{where} hold a number that is no token id")
+        raise EngineError(f"{where} hold a number that is not a token id")
     return row.astype(np.int32)
 
 
@@ -96,7 +96,7 @@ def _check_stop(ids: IntArray, finish: Finish, params: SamplingParams, where: st
     if stops.size and stops[0] < len(ids) - 1:
         raise EngineError(f"{where}: {len(ids) - 1 - int(stops[0])} tokens follow a stop id")
     if finish == "stop" and not stops.size:
-        raise EngineError(f"{where}: finished with stop, but the last id is no stop id of this request")
+        raise EngineError(f"{where}: finished with stop, but the last id is not a stop id of this request")
 
 
 def _logprobs(value: object, count: int, where: str) -> FloatArray:

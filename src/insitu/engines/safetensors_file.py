@@ -75,7 +75,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         size = path.stat().st_size
         head = int.from_bytes(file.read(8), "little")
         if size < 8 or head > min(size - 8, _MAX_HEADER):
-            raise EngineError(f"{path} is no safetensors file, or only a part of one")
+            raise EngineError(f"{path} is not a complete safetensors file")
         raw = orjson.loads(file.read(head))
     if not isinstance(raw, dict):
         raise EngineError(f"{path} has a damaged header")

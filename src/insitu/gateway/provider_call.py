@@ -184,7 +184,7 @@ class ProviderCall:
     def _stop_when_over(self) -> None:
         """Raise a WireError that no agent retries when the outage has exceeded the longest wait."""
         if self.provider.outage.over:
-            raise WireError("session_failed", "The provider is away. Stop here.")
+            raise WireError("session_failed", "The provider is unavailable. Stop here.")
 
     def _retry(self, headers: Mapping[str, str]) -> None:
         """Raise _ProviderBusy where there is time left.

@@ -226,7 +226,7 @@ class TokenCalls:
         except asyncio.CancelledError:
             if turn in self._turns.cut_off:
                 # Whether the agent or its timeout stopped it: it got no answer because the engine was down.
-                self._engine_failed(EngineUnavailable("the engine was away when the call was stopped"), turn)
+                self._engine_failed(EngineUnavailable("the engine was down when the call was stopped"), turn)
             raise
         if answer.node is not None:
             self._outages = 0

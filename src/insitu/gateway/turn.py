@@ -297,7 +297,7 @@ class Turns:
                     generation = await self._engine.generate(prompt, params, key)
         except TimeoutError as error:
             if timer.cut:
-                raise EngineUnavailable("the engine was away for longer than a session waits") from error
+                raise EngineUnavailable("the engine was down for longer than a session waits") from error
             if not timer.expired or timer.too_slow:
                 raise EngineUnavailable(f"engine gave no answer within {deadline:g} s") from error
             return None

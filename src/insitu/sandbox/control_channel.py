@@ -92,7 +92,7 @@ class Control:
         self._loop.remove_reader(self._sock)
         for future in self._answers.values():
             if not future.done():
-                future.set_exception(SandboxLost("the sandbox is gone"))
+                future.set_exception(SandboxLost("the sandbox has ended"))
                 future.exception()  # mark as retrieved: not every job is awaited
         self._answers.clear()
 
@@ -106,7 +106,7 @@ class Control:
             raise SandboxError("a NUL character cannot be part of a command")
         body = b"\0".join(parts)
         if self.lost:
-            raise SandboxLost("the sandbox is gone")
+            raise SandboxLost("the sandbox has ended")
         future = self._loop.create_future()
         self._answers[job] = future
         async with self._sending:

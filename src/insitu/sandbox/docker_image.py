@@ -63,7 +63,7 @@ class Images:
         daemon does not answer.
         """
         if reference.startswith("-") or not reference.strip():
-            raise ImageMissing(f"{reference!r} is no image reference")
+            raise ImageMissing(f"{reference!r} is not an image reference")
         if reference in self._known:
             return self._known[reference]
         task = self._looking.get(reference)

@@ -203,7 +203,7 @@ class _HarborSandbox:
 
     async def _run(self, script: str, *arguments: str, timeout_s: float = MARGIN_S) -> Result:
         if self._closing is not None:
-            raise SandboxLost("the sandbox is gone")
+            raise SandboxLost("the sandbox has ended")
         command = shlex.join(["sh", "-c", script, "insitu", *arguments])
         with foreign(SandboxError, "a command in a sandbox"):
             async with asyncio.timeout(timeout_s + MARGIN_S):

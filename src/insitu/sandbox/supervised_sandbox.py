@@ -219,7 +219,7 @@ class SupervisedSandbox(ABC):
 
     def _work(self) -> int:
         if self._closing is not None or self._control.lost:
-            raise SandboxLost("the sandbox is gone")
+            raise SandboxLost("the sandbox has ended")
         return self._folders[self._spec.workdir]
 
     async def kill_all(self) -> None:

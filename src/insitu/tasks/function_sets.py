@@ -262,7 +262,7 @@ def _loop_tolerance(loop: ast.For, called: str) -> float | None:
 
 def _plus_case(function: str, args: object, wanted: object, tolerance: float) -> Case:
     if not isinstance(args, list | tuple):
-        raise TaskError("test: an input is no list of arguments")
+        raise TaskError("test: an input is not a list of arguments")
     return Case(
         function=function,
         args=tuple(args),

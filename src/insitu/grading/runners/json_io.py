@@ -81,7 +81,7 @@ class JsonIoRunner(RunnerBase):
                     raise TaskError(f"task {task.id}: {part} of case {number}: {error}") from None
 
     def precheck_failure(self, task: Task, tree: Tree) -> str:
-        return "" if task.grading.entry in tree else f"{task.grading.entry} is gone"
+        return "" if task.grading.entry in tree else f"{task.grading.entry} was deleted"
 
     def control(self) -> tuple[Task, Oracle]:
         files = {"control.py": FileEntry(content=b"def one():\n    return 1\n")}

@@ -92,7 +92,7 @@ class PytestRunner(RunnerBase):
             path, mark, rest = name.partition("::")
             whole = not mark and name in tests.fail_to_pass
             if not (rest or whole) or not path.endswith(".py") or bad_path(path, DEFAULT_POLICY):
-                raise TaskError(f"task {task.id}: {name!a} is no pytest id (file.py::test)")
+                raise TaskError(f"task {task.id}: {name!a} is not a pytest id (file.py::test)")
             if whole and not (oracle.gold or oracle.gold_patch):
                 raise TaskError(
                     f"task {task.id}: to find the tests of {path} takes a solution; without one, name them"

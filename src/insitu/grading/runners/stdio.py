@@ -77,7 +77,7 @@ class StdioRunner(RunnerBase):
             raise TaskError(f"task {task.id}: every expected output is empty, as that of a silent program is")
 
     def precheck_failure(self, task: Task, tree: Tree) -> str:
-        return "" if task.grading.entry in tree else f"{task.grading.entry} is gone"
+        return "" if task.grading.entry in tree else f"{task.grading.entry} was deleted"
 
     def processes(self, task: Task, oracle: Oracle) -> int:
         return len(oracle.exchanges) * (2 if oracle.checker else 1)

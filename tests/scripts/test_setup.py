@@ -118,7 +118,7 @@ def test_root_with_apt_gets_ensurepip_installed(machine: Machine) -> None:
     if os.geteuid() == 0:
         assert f"installing {VENV_PACKAGE}" in lines
         assert lines[-1] == NO_TORCH
-        assert (machine.lab / "apt").read_text() == f"install -qq -y {VENV_PACKAGE}\n"
+        assert (machine.lab / "apt").read_text() == f"install -qq -y --no-install-recommends {VENV_PACKAGE}\n"
     else:
         assert lines[-1].endswith(f"apt install {VENV_PACKAGE}")
 

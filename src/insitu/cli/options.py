@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from insitu import __version__
-from insitu.cli import verbs
+from insitu.cli import look, verbs
 from insitu.cli.completion import SCRIPTS, candidates
 from insitu.cli.init import ENGINES
 
 GROUPS = {
     "train": ("demo", "init", "train", "sft", "rollout"),
-    "look": ("view", "show", "export", "replay", "grade"),
+    "look": ("view", "runs", "show", "compare", "query", "export", "replay", "grade"),
     "tasks": ("tasks", "attack"),
     "tools": ("serve", "recover", "conformance", "install", "completion", "doctor"),
 }
@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("run", type=_path, metavar="RUN", help="run directory")
     show.add_argument("--json", action="store_true", help="print summary.json")
     show.set_defaults(verb=verbs.show_verb)
+    _add_look(commands)
     export = commands.add_parser(
         "export", description="write a run's rollouts as JSON lines: tokens, logprobs, rewards"
     )
@@ -246,6 +247,28 @@ def _add_view(commands: Any) -> None:
     view.add_argument("--no-open", action="store_true", help="open no browser")
     view.add_argument("--json", action="store_true", help='print {"url": ..., "token": ...}')
     view.set_defaults(verb=verbs.view_verb)
+
+
+def _add_look(commands: Any) -> None:
+    runs = commands.add_parser("runs", description="list runs: state, step, held-out before and after")
+    runs.add_argument("folder", nargs="?", type=_path, default=Path("runs"), metavar="DIR")
+    runs.add_argument("--json", action="store_true", help="print one JSON object")
+    runs.set_defaults(verb=look.runs_verb)
+    query = commands.add_parser("query", description="run a SELECT over a run's rollouts, turns and steps")
+    query.add_argument("run", type=_path, metavar="RUN", help="run directory")
+    query.add_argument(
+        "sql", metavar="SQL", help="one SELECT; views: v_rollouts, v_turns, v_steps, v_attempts"
+    )
+    query.add_argument("--limit", type=int, default=1000, metavar="N", help="most rows (default: 1000)")
+    form = query.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object per row")
+    form.add_argument("--csv", action="store_true", help="CSV with a header")
+    query.set_defaults(verb=look.query_verb)
+    compare = commands.add_parser("compare", description="compare two runs: scores, tasks, differing keys")
+    compare.add_argument("a", type=_path, metavar="A", help="run directory")
+    compare.add_argument("b", type=_path, metavar="B", help="run directory")
+    compare.add_argument("--json", action="store_true", help="print one JSON object")
+    compare.set_defaults(verb=look.compare_verb)
 
 
 def _add_tasks(commands: Any) -> None:

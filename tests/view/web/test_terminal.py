@@ -1,0 +1,103 @@
+"""Commands that look at runs from the terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from insitu.cli import main
+
+Capture = pytest.CaptureFixture[str]
+MANY = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n"
+
+
+def looked(capsys: Capture, *argv: object, code: int = 0) -> str:
+    assert main([str(word) for word in argv]) == code
+    shown = capsys.readouterr()
+    text = shown.err if code else shown.out
+    assert all(c.isprintable() or c == "\n" for c in text)
+    if code:
+        assert len(text.splitlines()) == 1
+    return text
+
+
+def test_runs_are_listed_as_the_viewer_finds_them(
+    lab_run: Path, hostile_run: Path, capsys: Capture, tmp_path: Path
+) -> None:
+    line = looked(capsys, "runs", lab_run.parent).splitlines()[1]
+    assert line.split()[:2] == ["lab", "pi"]
+    assert "3 of 3  finished  0.25 -> 0.50" in line
+    (info,) = json.loads(looked(capsys, "runs", lab_run.parent, "--json"))["runs"]
+    assert (info["name"], info["step"], info["heldout_now"]) == ("lab", 3, 0.5)
+    assert "onerror" in looked(capsys, "runs", hostile_run)
+    assert "there is no folder" in looked(capsys, "runs", tmp_path / "none", code=1)
+    assert "is not a run directory" in looked(capsys, "runs", tmp_path, code=1)
+
+
+def test_a_store_written_by_half_is_a_line_of_the_list(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.toml").write_text("")
+    (tmp_path / "a" / "run.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 90)
+    assert "stopped: cannot " in looked(capsys, "runs", tmp_path)
+    assert "cannot " in looked(capsys, "query", tmp_path / "a", "SELECT 1", code=1)
+
+
+@pytest.mark.parametrize(
+    ("view", "count"), [("v_rollouts", 56), ("v_steps", 3), ("v_attempts", 56), ("v_turns", None)]
+)
+def test_every_view_can_be_queried(lab_run: Path, capsys: Capture, view: str, count: int | None) -> None:
+    (row,) = looked(capsys, "query", lab_run, f"SELECT COUNT(*) AS n FROM {view}", "--json").splitlines()
+    assert json.loads(row)["n"] == count or count is None
+    text = looked(capsys, "query", lab_run, f"SELECT * FROM {view}", "--csv", "--limit", 2)
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert len(rows) == 2
+    assert rows[0].get("step") or rows[0]["id"]
+
+
+def test_a_query_prints_a_table_and_says_where_it_was_cut(lab_run: Path, capsys: Capture) -> None:
+    assert main(["query", str(lab_run), MANY, "--limit", "3"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.split() == ["x", "1", "2", "3"]
+    assert "only the first 3 rows" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("sql", "reason"),
+    [
+        ("DELETE FROM rollouts", "only SELECT is allowed"),
+        ("ATTACH 'x.db' AS x", "only SELECT is allowed"),
+        ("PRAGMA journal_mode = DELETE", "only SELECT is allowed"),
+        ("SELECT load_extension('x')", "only SELECT is allowed"),
+        ("SELECT wrong FROM v_rollouts", "no such column: wrong; views: v_rollouts,"),
+        ("SELECT 1; SELECT 2", "one statement at a time"),
+        ("", "no statement"),
+    ],
+)
+def test_a_query_that_is_no_select_is_refused(lab_run: Path, capsys: Capture, sql: str, reason: str) -> None:
+    assert reason in looked(capsys, "query", lab_run, sql, code=1)
+
+
+def test_an_endless_query_ends(lab_run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("insitu.storage.sql.SQL_S", 0.1)
+    text = looked(capsys, "query", lab_run, MANY.replace("SELECT x FROM", "SELECT COUNT(*) FROM"), code=1)
+    assert "it took longer than" in text
+
+
+def test_two_runs_are_compared_with_intervals_and_tables(
+    lab_run: Path, hostile_run: Path, capsys: Capture
+) -> None:
+    text = looked(capsys, "compare", lab_run, hostile_run)
+    assert "A    eval_after 3   0.50    0.15 to 0.85  2 of 4" in text
+    assert "McNemar's exact test: p = 1" in text
+    found = json.loads(looked(capsys, "compare", lab_run, lab_run, "--json"))
+    assert found["differences"] == []
+    assert found["pairs"][0]["table"] == {"both": 0, "only_a": 1, "only_b": 2, "neither": 1}
+
+
+@pytest.mark.parametrize("words", [["query", "none", "SELECT 1"], ["compare", "none", "none"]])
+def test_no_run_is_one_line(capsys: Capture, words: list[str]) -> None:
+    assert "none is not a run directory" in looked(capsys, *words, code=1)

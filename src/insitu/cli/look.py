@@ -1,4 +1,4 @@
-"""Commands that look at runs: `runs`, `query`, `compare`."""
+"""Commands that look at runs: `runs`, `show RUN ROLLOUT`, `query`, `compare`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,36 @@ def runs_verb(options: argparse.Namespace) -> int:
         _json_line({"runs": found})
     else:
         print("\n".join(runs_text(found)))
+    return 0
+
+
+def show_rollouts(options: argparse.Namespace) -> int:
+    """Show one rollout, or the newest that were not solved."""
+    from insitu.view import rollout_text as shown
+    from insitu.view.terminal import one_run
+
+    run = one_run(options.run)
+    if options.failed:
+        if options.rollout or options.tokens or options.diff or options.failed < 1:
+            raise ConfigError("--failed takes a positive number and stands without ROLLOUT, --tokens, --diff")
+        rows = shown.unsolved(run, options.failed)
+        if options.json:
+            _json_line({"rollouts": rows})
+        else:
+            print("\n".join(shown.unsolved_text(rows)))
+        return 0
+    found = shown.rollout_found(run, options.rollout)
+    segments = [segment["segment"] for segment in found.get("segments", ())]
+    tokens = shown.tokens_of(run, options.rollout, segments)
+    if options.json:
+        _json_line({**found, "tokens": list(tokens)} if options.tokens else found)
+        return 0
+    for line in shown.rollout_text(found):
+        print(line)
+    for line in shown.diff_text(found) if options.diff else ():
+        print(line)
+    for line in shown.token_lines(tokens) if options.tokens else ():
+        print(line)
     return 0
 
 

@@ -209,6 +209,12 @@ def show_verb(options: argparse.Namespace) -> int:
     from insitu.api import open_run
     from insitu.view.run_report import show_run
 
+    if options.rollout or options.failed:
+        from insitu.cli.look import show_rollouts
+
+        return show_rollouts(options)
+    if options.tokens or options.diff:
+        raise ConfigError("--tokens and --diff are of one rollout: give its id, as in train/00001/000/00")
     if not options.json:
         print(show_run(options.run), end="")
         return 0

@@ -131,6 +131,7 @@ WHERE phase = :phase AND step = :step AND group_no = :group ORDER BY slot
 """
 ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :id"
 STATE = "SELECT * FROM states WHERE rollout_id = :id"
+IDS = "SELECT rollout_id AS id FROM states ORDER BY rowid DESC LIMIT 5000"
 VERDICT = "SELECT * FROM verdicts WHERE rollout_id = :id"
 NOTES = "SELECT drifts, hints FROM notes WHERE rollout_id = :id"
 ATTEMPTS = "SELECT * FROM attempts WHERE rollout_id = :id ORDER BY attempt"

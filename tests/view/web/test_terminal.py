@@ -98,6 +98,56 @@ def test_two_runs_are_compared_with_intervals_and_tables(
     assert found["pairs"][0]["table"] == {"both": 0, "only_a": 1, "only_b": 2, "neither": 1}
 
 
-@pytest.mark.parametrize("words", [["query", "none", "SELECT 1"], ["compare", "none", "none"]])
+@pytest.mark.parametrize(
+    "words", [["query", "none", "SELECT 1"], ["show", "none", "x"], ["compare", "none", "none"]]
+)
 def test_no_run_is_one_line(capsys: Capture, words: list[str]) -> None:
     assert "none is not a run directory" in looked(capsys, *words, code=1)
+
+
+ONE = "train/00001/000/01"
+
+
+def test_a_rollout_is_shown_with_why_it_is_not_solved_first(lab_run: Path, capsys: Capture) -> None:
+    lines = looked(capsys, "show", lab_run, ONE).splitlines()
+    assert lines[0] == f"rollout {ONE}"
+    assert lines[2].startswith(
+        "NOT SOLVED: unresolved, reward 0, 1 of 4 checks, truncated, case 1 raised NameE"
+    )
+    assert lines[3] == "  case 1: f(1): wrong; expected 2, got 1"
+    text = "\n".join(lines)
+    assert "user   | Fix shop.py." in text
+    assert 'calls  | bash {"command": "python3 check.py"}' in text
+    assert "tool   | 1 failed\ntool   | étoile" in text
+    assert "time: 4 s (queue 0.1 s, " in text
+    assert lines[-1] == "changed: shop.py, old.py (deleted)"
+    assert "+def f(): pass" in looked(capsys, "show", lab_run, ONE, "--diff")
+
+
+def test_every_token_is_shown_with_its_fate(lab_run: Path, capsys: Capture) -> None:
+    found = json.loads(looked(capsys, "show", lab_run, ONE, "--tokens", "--json"))
+    tokens = found["tokens"]
+    assert len(tokens) == sum(segment["tokens"] for segment in found["segments"])
+    text = "".join(token["text"] for token in tokens)
+    assert "étoile 🎉" in text
+    assert {token["fate"] for token in tokens if token["logprob"] is None} >= {"context"}
+    shown = looked(capsys, "show", lab_run, ONE, "--tokens").splitlines()
+    assert len([line for line in shown if line.endswith("'")]) >= len(tokens)
+
+
+def test_rollouts_that_failed_are_listed(lab_run: Path, capsys: Capture) -> None:
+    text = looked(capsys, "show", lab_run, "--failed", 2)
+    assert text.count("NOT SOLVED") == 2
+    found = json.loads(looked(capsys, "show", lab_run, "--failed", 2, "--json"))
+    assert [row["reward"] for row in found["rollouts"]] == [0.0, 0.0]
+
+
+def test_no_control_character_of_a_rollout_reaches_the_terminal(hostile_run: Path, capsys: Capture) -> None:
+    for words in ([ONE, "--diff", "--tokens"], ["train/00001/000/03"], ["--failed", "50"]):
+        assert "window.pwned" in looked(capsys, "show", hostile_run, *words)
+
+
+def test_an_unknown_rollout_gets_a_suggestion(lab_run: Path, capsys: Capture) -> None:
+    text = looked(capsys, "show", lab_run, "train/00001/000/1", code=1)
+    assert text.startswith("insitu: lab has no rollout train/00001/000/1; did you mean train/00001/000/")
+    assert "give its id" in looked(capsys, "show", lab_run, "--diff", code=2)

@@ -180,6 +180,25 @@ def encode(
     return b"".join([struct.pack("<I", len(header)), header, *body, encoded])
 
 
+def decode(body: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]], list[str]]:
+    """Return header, arrays and the text of each token of an answer of `encode`."""
+    base = 4 + struct.unpack_from("<I", body)[0]
+    header = orjson.loads(body[4:base])
+    types = {short: np.dtype(name) for name, short in _TYPES.items()}
+    arrays = {
+        array["name"]: np.frombuffer(body, types[array["type"]], array["length"], base + array["offset"])
+        for array in header["arrays"]
+    }
+    at = base + header["text"]["offset"]
+    ends = arrays["end"].tolist()
+    wide = body[at : at + header["text"]["bytes"]].decode().encode("utf-16-le", "surrogatepass")
+    texts = [
+        wide[2 * start : 2 * stop].decode("utf-16-le", "replace")
+        for start, stop in zip([0, *ends], ends, strict=False)
+    ]
+    return header, arrays, texts
+
+
 def minimap(reader: RunReader, rollout_id: str, segment: int) -> dict[str, Any]:
     """Return a whole row in at most BUCKETS buckets: share of masked tokens, least log-probability, turns."""
     segments = reader.all(SEGMENT_HEADS, id=rollout_id)

@@ -127,7 +127,7 @@ def test_overrides_alone_say_what_to_roll_out(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["dmeo"], ["demo", "--frm-scratch"], ["show", "x", "a=b"], ["demo", "nonsense"]]
+    "argv", [[], ["dmeo"], ["demo", "--frm-scratch"], ["export", "x", "a=b"], ["demo", "nonsense"]]
 )
 def test_a_wrong_command_line_is_a_usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

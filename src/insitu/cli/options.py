@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", description="look at a run, finished or not, or at one rollout")
     show.add_argument("run", type=_path, metavar="RUN", help="run directory")
     show.add_argument("rollout", nargs="?", default="", metavar="ROLLOUT", help="id, as train/00001/000/00")
-    show.add_argument("--failed", type=int, default=0, metavar="N", help="list the newest N not solved")
+    show.add_argument("--failed", type=int, default=0, metavar="N", help="newest N (most: 200) not solved")
     show.add_argument("--diff", action="store_true", help="also the diff of the rollout")
     show.add_argument("--tokens", action="store_true", help="also every token of the rollout with its fate")
     show.add_argument("--json", action="store_true", help="print summary.json, or the rollout as JSON")

@@ -12,12 +12,12 @@ from scripted_server import ScriptedServer, play
 from insitu.agents.base import ModelAccess
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.recipe import Recipe, Start, named_recipe, parse_agent, resolve_agent
+from insitu.cli.conformance import choose
 from insitu.config import dump_toml, load_config
 from insitu.doctor import doctor
 from insitu.errors import ConfigError
 from insitu.runtime.agents import make_harness
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance import command
 from insitu.suites.conformance.run import conform
 from insitu.types import Task
 
@@ -72,7 +72,7 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 async def test_an_agent_with_the_openai_sdk_conforms_token_by_token(at_root: None) -> None:
     assert len((ROOT / "examples/own/agent.py").read_text().splitlines()) <= 50
-    ((name, recipe),) = command.choose("", "", Path("examples/own/agent.toml")).items()
+    ((name, recipe),) = choose("", "", Path("examples/own/agent.toml")).items()
     finding = await conform(recipe, LocalBackend("auto"))
     assert (name, finding.failures) == ("agent", ())
     assert finding.calls >= 5
@@ -91,7 +91,7 @@ async def test_agents_without_a_shell_conform_too(code: str, calls: int) -> None
 
 @pytest.mark.slow
 async def test_conformance_takes_a_command_and_finds_an_agent_that_fails() -> None:
-    (recipe,) = command.choose("", "sh -c 'exit 4'", None).values()
+    (recipe,) = choose("", "sh -c 'exit 4'", None).values()
     finding = await conform(recipe, LocalBackend("auto"))
     assert "the agent failed: exit code 4: " in finding.failures
     assert "the agent sent no request with the task's prompt" in finding.failures

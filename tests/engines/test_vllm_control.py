@@ -67,7 +67,10 @@ def other_sum(path: Path) -> None:
 
 REFUSED = {
     "a tensor changed": (lambda f: flip(f / "model.safetensors"), "has not the checksum it was published"),
-    "half a file": (lambda f: _cut(f / "model.safetensors", 900), "not a complete safetensors|bytes that its shape"),
+    "half a file": (
+        lambda f: _cut(f / "model.safetensors", 900),
+        "not a complete safetensors|bytes that its shape",
+    ),
     "an empty file": (lambda f: _cut(f / "model.safetensors", 0), "is not a complete safetensors file"),
     "a manifest that lies": (lambda f: other_sum(f / "weights.json"), "checksum is not that of its tensors"),
     "half a manifest": (lambda f: _cut(f / "weights.json", 40), r"weights\.json"),

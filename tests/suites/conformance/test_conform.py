@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from insitu.agents.recipe import Recipe, named_recipe
+from insitu.cli.conformance import choose
 from insitu.errors import ConfigError, SetupError
 from insitu.gateway.request import GatewayCounters
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance import checks, command, run
+from insitu.suites.conformance import checks, run
 from insitu.suites.conformance.agent_tools import AgentTools
 from insitu.suites.conformance.checks import ConformanceResult
 from insitu.types import Ledger, Trajectory
@@ -123,14 +124,14 @@ async def test_an_agent_whose_own_prompt_fills_the_window_gets_a_larger_one(
 
 
 def test_agents_are_chosen_by_name() -> None:
-    chosen = command.choose("claude-code, pi@0.86.1,pi@0.86.1", "", None)
+    chosen = choose("claude-code, pi@0.86.1,pi@0.86.1", "", None)
     assert [(name, recipe.version) for name, recipe in chosen.items()] == [
         ("claude_code", named_recipe("claude_code").version),
         ("pi@0.86.1", "0.86.1"),
     ]
-    assert set(command.choose("", "", None)) == set(run.AGENT_TOOLS)
+    assert set(choose("", "", None)) == set(run.AGENT_TOOLS)
     with pytest.raises(ConfigError, match="unknown name 'codx' of kind agents; did you mean codex"):
-        command.choose("codx", "", None)
+        choose("codx", "", None)
 
 
 def test_the_task_is_done_only_when_the_check_was_run() -> None:

@@ -38,12 +38,10 @@ from insitu.types import (
 )
 from insitu.view.web import pages, token_page
 from insitu.view.web.context import Context
-from insitu.view.web.credit import Credits
 from insitu.view.web.query import Query
 from insitu.view.web.routes import PAGES
 from insitu.view.web.runs import RunHandle, Runs
 from insitu.view.web.serve import STATIC
-from insitu.view.web.words import WordsCache
 
 SLOTS = 16
 LONG = 1_000_000
@@ -146,7 +144,7 @@ def live_share(run: RunHandle, context: Context, seconds: int) -> float:
 def measure(path: Path, live_s: int) -> dict[str, Any]:
     """Return the figures."""
     run = Runs([path]).all()[0]
-    context = Context(runs=Runs([path]), credits=Credits(), words=WordsCache(), queries=None, heavy=None)  # type: ignore[arg-type]
+    context = Context(runs=Runs([path]))
     words, _ = context.words_of(run)
 
     def read(use: Callable[[Any], object]) -> Callable[[], object]:

@@ -248,6 +248,26 @@ def _add_view(commands: Any) -> None:
     view.add_argument(
         "--allow-network", action="store_true", help="permit a --host that other machines can reach"
     )
+    view.add_argument("--export", type=_path, metavar="FILE", help="write one run as one HTML file instead")
+    view.add_argument(
+        "--rollouts",
+        default="",
+        metavar="N|ID,…|all",
+        help="rollouts that the file holds whole: the newest N, ids, or all (default: the telling ones, and"
+        " pairs before and after training)",
+    )
+    view.add_argument(
+        "--redact",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="replace this in the file too; may be repeated",
+    )
+    view.add_argument("--no-tokens", action="store_true", help="leave tokens out of the file")
+    view.add_argument(
+        "--with-checks", action="store_true", help="keep failing checks: they show hidden tests"
+    )
+    view.add_argument("--max-mib", type=int, default=25, help="largest size of the file (default: 25)")
     view.add_argument("--no-open", action="store_true", help="open no browser")
     view.add_argument("--json", action="store_true", help='print {"url": ..., "token": ...}')
     view.set_defaults(verb=verbs.view_verb)

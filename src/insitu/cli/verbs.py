@@ -251,10 +251,23 @@ def export_verb(options: argparse.Namespace) -> int:
 
 
 def view_verb(options: argparse.Namespace) -> int:
-    """Serve the viewer until Ctrl-C, which is a success."""
+    """Serve the viewer until Ctrl-C, which is a success, or write one run as one file."""
     from insitu.shutdown import run_interruptible
-    from insitu.view.web.command import ViewOptions, view
+    from insitu.view.web.command import DEFAULT_FOLDER, ViewOptions, view
+    from insitu.view.web.export import ExportOptions, export
 
+    if options.export is not None:
+        wanted = ExportOptions(
+            paths=options.runs or [DEFAULT_FOLDER],
+            file=options.export,
+            rollouts=options.rollouts,
+            redact=options.redact,
+            tokens=not options.no_tokens,
+            checks=options.with_checks,
+            max_mib=options.max_mib,
+        )
+        export(wanted, sys.stdout)
+        return 0
     chosen = ViewOptions(
         paths=options.runs,
         host=options.host,

@@ -24,8 +24,8 @@ MAX_LOG_BYTES = 128 << 10
 """Size limit of one rollout's log, all attempts together."""
 MAX_INSITU_LOG_BYTES = 4 << 20
 
-# Format of `secrets.token_urlsafe(32)`.
-_SECRET = re.compile(r"(?<![A-Za-z0-9_-])[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])")
+SECRET = re.compile(r"(?<![A-Za-z0-9_-])[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])")
+"""Format of `secrets.token_urlsafe(32)`, as session secrets have."""
 
 
 class AgentLogs:
@@ -62,7 +62,7 @@ class _RedactingFormatter(logging.Formatter):
     """Formatter that masks session secrets, also in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return _SECRET.sub("***", super().format(record))
+        return SECRET.sub("***", super().format(record))
 
 
 @contextlib.contextmanager

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
 from urllib.parse import quote
 
 ROLLOUT = "train/00001/000/03"
 TABS = ("transcript", "tokens", "diff", "verdict", "tree", "attempts", "log", "files", "raw")
+
+FOREIGN = """() => ({
+  pwned: window.pwned,
+  violations: window.violations ?? [],
+  made: document.querySelectorAll(
+    ['script', 'iframe', 'object', 'embed', 'img', '[onload]', '[onerror]', '[onmouseover]']
+      .map(name => `main ${name}`).join()
+  ).length,
+  links: [...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href'))
+    .filter(href => !/^(#|api\\/)/.test(href)),
+})"""
+"""What hostile text could have made of a page."""
+HOSTILE = "<img src=x onerror=window.pwned=1>"
+
+
+def task_of(run: Path) -> str:
+    with sqlite3.connect(run / "run.sqlite") as db:
+        return str(db.execute("SELECT task_id FROM rollouts WHERE rollout_id = ?", (ROLLOUT,)).fetchone()[0])
 
 
 def addresses(run: str, task: str) -> dict[str, str]:

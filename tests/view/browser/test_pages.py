@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
-from addresses import ROLLOUT, addresses
+from addresses import FOREIGN, HOSTILE, ROLLOUT, addresses, task_of
 from browser_lab import Tab
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-FOREIGN = """() => ({
-  pwned: window.pwned,
-  violations: window.violations ?? [],
-  made: document.querySelectorAll(
-    ['script', 'iframe', 'object', 'embed', 'img', '[onload]', '[onerror]', '[onmouseover]']
-      .map(name => `main ${name}`).join()
-  ).length,
-  links: [...document.querySelectorAll('a[href]')].map(a => a.getAttribute('href'))
-    .filter(href => !/^(#|api\\/)/.test(href)),
-})"""
-"""What hostile text could have made of a page."""
-HOSTILE = "<img src=x onerror=window.pwned=1>"
-
-
-def task_of(run: Path) -> str:
-    with sqlite3.connect(run / "run.sqlite") as db:
-        return str(db.execute("SELECT task_id FROM rollouts WHERE rollout_id = ?", (ROLLOUT,)).fetchone()[0])
 
 
 def test_hostile_text_runs_nothing_on_any_page(tab: Tab, runs: Path) -> None:

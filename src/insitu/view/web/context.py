@@ -39,10 +39,14 @@ class Context:
     """State of a server that pages share."""
 
     runs: Runs
-    credits: Credits
-    words: WordsCache
-    queries: ThreadPoolExecutor
-    heavy: ThreadPoolExecutor
+    credits: Credits = field(default_factory=Credits)
+    words: WordsCache = field(default_factory=WordsCache)
+    queries: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="insitu-view")
+    )
+    heavy: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="insitu-plan")
+    )
     answers: dict[object, _Answer] = field(default_factory=dict)
 
     async def run(self, function: Callable[[], T], *, heavy: bool = False) -> T:

@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,11 @@ from insitu.errors import ConfigError, InsituError, SetupError
 from insitu.storage.queries import interrupted
 from insitu.storage.store import EmptyStore
 from insitu.view.web.context import Context
-from insitu.view.web.credit import Credits
 from insitu.view.web.events import stream_events
 from insitu.view.web.guard import DOWNLOAD_HEADERS, HEADERS, Guard, is_loopback, refusal
 from insitu.view.web.query import BadRequest, Query
 from insitu.view.web.routes import HEAVY, PAGES, Page, compare, download
 from insitu.view.web.runs import RunHandle, Runs, run_info, without_paths
-from insitu.view.web.words import WordsCache
 
 DEFAULT_PORT = 7430
 PORTS_TRIED = 20
@@ -52,13 +49,7 @@ CONTEXT = web.AppKey("context", Context)
 def make_app(runs: Runs, guard: Guard) -> web.Application:
     """Return the application; its threads end with it."""
     app = web.Application(middlewares=[guard.middleware], client_max_size=1 << 10)
-    app[CONTEXT] = Context(
-        runs=runs,
-        credits=Credits(),
-        words=WordsCache(),
-        queries=ThreadPoolExecutor(2, thread_name_prefix="insitu-view"),
-        heavy=ThreadPoolExecutor(1, thread_name_prefix="insitu-plan"),
-    )
+    app[CONTEXT] = Context(runs=runs)
     app.on_cleanup.append(_close)
     app.router.add_get("/api/runs", _runs)
     app.router.add_get("/api/compare", functools.partial(_answer, page=compare, named=False))
@@ -130,7 +121,7 @@ async def _answer(
 
 def _json(found: Mapping[str, Any] | bytes) -> web.Response:
     binary = isinstance(found, bytes)
-    body = found if isinstance(found, bytes) else _encode(found)
+    body = found if isinstance(found, bytes) else encode(found)
     if len(body) > MAX_ANSWER_BYTES:
         return refusal(413, f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB: ask for less")
     kind = "application/octet-stream" if binary else "application/json"
@@ -140,7 +131,8 @@ def _json(found: Mapping[str, Any] | bytes) -> web.Response:
     return answer
 
 
-def _encode(found: Mapping[str, Any]) -> bytes:
+def encode(found: Mapping[str, Any]) -> bytes:
+    """Return a page as JSON."""
     try:
         return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # lone surrogates cannot be encoded as UTF-8

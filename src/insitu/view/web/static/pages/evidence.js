@@ -1,6 +1,6 @@
 // What was judged and why: diff, verdict, attempts, log, files, raw rows.
 import { html } from "../vendor/preact-htm.module.js";
-import { apiPath } from "../api.js";
+import { apiPath, isEmbedded } from "../api.js";
 import { int, num, pct, plural, secs, size, words } from "../format.js";
 import { Badge, Empty, Facts, Panel, Table, useData, Waiting } from "../ui.js";
 import { Block, Copy, Line } from "../text.js";
@@ -61,7 +61,7 @@ export function DiffTab({ route, id }) {
         ${dropped.includes(file.path) && html`<span class="badge bad">dropped, not graded</span>`}${Boolean(file.executable) && html`<span class="badge">executable</span>`}
         <span class="grow"></span><span class="dim">${size(file.size)}</span></summary>
       <div class="inset">${file.text === null ? html`<${Empty}>A binary file.<//>` : html`<${Block} text=${file.text} lines=${80} label=${file.path} />${file.chars > file.text.length ? html`<p class="note">${int(file.text.length)} of ${int(file.chars)} characters are shown.</p>` : ""}`}
-      <a href=${`api/${apiPath([route.run, "download"], { id, file: file.path })}`} download>Download</a></div></details>`)}`;
+      ${!isEmbedded() && html`<a href=${`api/${apiPath([route.run, "download"], { id, file: file.path })}`} download>Download</a>`}</div></details>`)}`;
 }
 
 export function AttemptsTab({ data }) {
@@ -86,7 +86,7 @@ export function ArtifactsTab({ route, id }) {
   const loaded = useData(apiPath([route.run, "artifacts"], { id }));
   if (!loaded.data) return html`<${Waiting} of=${loaded} />`;
   const columns = [
-    { key: "path", label: "File", cls: "wrap", cell: (row) => html`<a class="mono" download href=${`api/${apiPath([route.run, "download"], { id, artifact: row.path })}`}><${Line} text=${row.path} /></a>` },
+    { key: "path", label: "File", cls: "wrap", cell: (row) => isEmbedded() ? html`<span class="mono"><${Line} text=${row.path} /></span>` : html`<a class="mono" download href=${`api/${apiPath([route.run, "download"], { id, artifact: row.path })}`}><${Line} text=${row.path} /></a>` },
     { key: "size", label: "Size", num: true, cell: (row) => size(row.size) },
   ];
   return html`<${Panel} title="Files of the agent" note="downloads only: they are never shown here"><${Table} label="files" columns=${columns} rows=${loaded.data.artifacts} /><//>`;

@@ -75,8 +75,13 @@ def test_addresses_round_trip(tab: Tab, runs: Path) -> None:
 def test_the_keyboard_alone_leads_from_the_runs_to_a_token(tab: Tab) -> None:
     page = tab.page
     tab.open("#/")
-    for key in ("j", "Enter"):
-        page.keyboard.press(key)
+    # The keys of a page work after its first paint, a moment after its rows are there.
+    for _ in range(20):
+        page.keyboard.press("j")
+        page.wait_for_timeout(100)
+        if page.query_selector(".runs tr.here"):
+            break
+    page.keyboard.press("Enter")
     page.wait_for_selector("h2:has-text('Is it learning?')")
     page.keyboard.press("g")
     page.keyboard.press("s")

@@ -124,7 +124,9 @@ async def test_classes_parameters_and_several_files(tmp_path: Path, grader: Grad
     assert verdict.outcome in (Outcome.UNRESOLVED, Outcome.TAMPERED), verdict
     assert verdict.reward == 0.0
     wrong = await graded(grader, item, GOLD.replace("2 * x", "2 * x if x != 5 else 0"))
-    assert (wrong.outcome, wrong.passed) == (Outcome.UNRESOLVED, 6), wrong
+    # A file is not run further once a test is lost, so of the others some may not have been seen to pass.
+    assert wrong.outcome is Outcome.UNRESOLVED, wrong
+    assert 1 <= wrong.passed <= 6, wrong
     assert trust_of(item.task, item.oracle)[0] in ("standard", "weak")
 
 

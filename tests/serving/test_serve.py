@@ -83,10 +83,10 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
         assert call(tool_url, {"sure": 0.123, "x": "\ud800"}, session["tool_secret"]) == (200, {"ok": True})
         admin = events["admin"][0]
         assert admin["secret"] == "operator-" * 4
-        told = json.loads(process.stdout.readline())
-        assert told["event"] == "call"
-        assert told["sampled_tokens"] == reply["usage"]["completion_tokens"]
-        assert told["drift"] == "clean first"
+        report = json.loads(process.stdout.readline())
+        assert report["event"] == "call"
+        assert report["sampled_tokens"] == reply["usage"]["completion_tokens"]
+        assert report["drift"] == "clean first"
         told_too = json.loads(process.stdout.readline())
         assert (told_too["event"], told_too["outcome"], told_too["turn"]) == ("call", "unauthorized", -1)
         heard = json.loads(process.stdout.readline())
@@ -110,11 +110,11 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
         assert [event["event"] for event in rest] == ["sealed"] * 4 + ["end"]
         assert [event["rollout_id"] for event in rest[:4]] == ["sealed", "serve-0", "serve-1", "../mine"]
         assert not list((run / "sessions").glob("*.log")), "nothing is left to recover"
-        assert rest[1]["captured"] == rest[1]["trained"] == told["sampled_tokens"]
+        assert rest[1]["captured"] == rest[1]["trained"] == report["sampled_tokens"]
         assert rest[2]["captured"] == 0
     assert json.loads((run / "summary.json").read_text())["rewards"]["sealed"] == [0.5]
     first = insitu.open_run(run).rollout("serve-0")
-    assert first.tokens().mask.sum() == told["sampled_tokens"]
+    assert first.tokens().mask.sum() == report["sampled_tokens"]
 
 
 def test_what_a_person_gets_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

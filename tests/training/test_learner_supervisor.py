@@ -106,7 +106,7 @@ async def test_deaths_without_a_step_in_between_end_the_run(tmp_path: Path) -> N
     assert len(run.said) == 2
     run = Run(tmp_path, [("step", 1), ("step", 3), ("step", 5)], restarts=1)
     await run.whole()
-    assert run.supervisor.restarts == 3, "a committed step counts anew"
+    assert run.supervisor.restarts == 3, "a committed step resets the count"
     run = Run(tmp_path, [("generate", 1)], restarts=0)
     with pytest.raises(EngineError, match="the learner died"):
         await run.whole()

@@ -269,4 +269,4 @@ async def test_what_kills_the_server_again_and_again_is_given_up(tmp_path: Path)
         assert (await sample(engine, 0)).version_runs == ((0, 2),)
         with pytest.raises(EngineError, match="more than 2 times"):
             await sample(engine, 9)
-        assert len(said) == 4, "a publication counts anew"
+        assert len(said) == 4, "a publication resets the count"

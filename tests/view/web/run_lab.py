@@ -222,13 +222,13 @@ def _turns(flavour: Flavour, solved: bool, *, version: int) -> tuple[Turn, ...]:
     result = [Message(role="tool", text=flavour.all("1 failed\nétoile 🎉"), tool_call_id="call_a")]
     run = _renderer.join(first, "stop", result)
     answered = np.concatenate([run, _renderer.generation_prompt("tool")])
-    told: MessageSpans = (("tool", len(_renderer.close(first, "stop")), len(run), flavour.text("bash", 11)),)
+    spans: MessageSpans = (("tool", len(_renderer.close(first, "stop")), len(run), flavour.text("bash", 11)),)
     texts = (flavour.all("I guess."), flavour.all("done" if solved else "gave up"), flavour.text("looked"))
     left, last, other = (_reply(Message(role="assistant", text=text)) for text in texts)
     return (
         _turn(0, -1, opened, first, version, asked),
-        _turn(1, 0, answered, left, version, told),
-        _turn(2, 0, answered, last, version, told),
+        _turn(1, 0, answered, left, version, spans),
+        _turn(2, 0, answered, last, version, spans),
         _turn(3, -1, opened, other, version, asked, ((flavour.text("agent", 9), flavour.text("sub", 10)),)),
     )
 

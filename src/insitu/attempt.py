@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from insitu import failpoint
-from insitu.agents.base import AgentResult, Clock, ModelAccess, loop_time
+from insitu.agents.base import AgentResult, Clock, Harness, ModelAccess, loop_time
 from insitu.agents.pool import WorkerPool
 from insitu.capture.ledger import reassign
 from insitu.errors import CaptureError, InsituError
@@ -24,6 +24,7 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.session_spec import SessionStats
 from insitu.grading.diff import DiffPolicy, compare, unified
+from insitu.grading.verdict import NOTHING_CHANGED, with_ending
 from insitu.types import (
     Ledger,
     Limits,
@@ -34,6 +35,7 @@ from insitu.types import (
     Timings,
     Trajectory,
     Tree,
+    Turn,
     Verdict,
 )
 
@@ -84,6 +86,8 @@ KeepArtifacts = Callable[[Rollout, Mapping[str, bytes]], None]
 """Gets the declared artifacts of a sandbox, if any; must not raise."""
 KeepCalls = Callable[[str, int, Sequence[Mapping[str, object]]], None]
 """Gets rollout id, attempt number and the calls of host tools in order, if any; may raise RecordError."""
+Ending = Callable[[Sequence[Turn]], str]
+"""Says in a line how a rollout ended that changed nothing; empty if it cannot."""
 
 
 @dataclass(slots=True)
@@ -136,11 +140,17 @@ class AttemptExecutor:
         keep_log: KeepLog = lambda rollout, log: None,
         keep_artifacts: KeepArtifacts = lambda rollout, artifacts: None,
         keep_calls: KeepCalls = lambda rollout_id, attempt, calls: None,
+        ending: Ending = lambda turns: "",
         model: str = "policy",
+        harness: Harness | None = None,
     ) -> None:
-        """Connect gateway, workers and judge; `model` is the model name that agents request."""
+        """Connect gateway, workers and judge.
+
+        `model` is the model name that agents request; `harness`: the agent, if not that of the pool.
+        """
         self._gateway, self._workers, self._judge = gateway, workers, judge
-        self._seal_s, self._model = seal_s, model
+        self._ending = ending
+        self._seal_s, self._model, self._harness = seal_s, model, harness
         self._keep_log, self._keep_artifacts, self._keep_calls = keep_log, keep_artifacts, keep_calls
 
     @property
@@ -194,7 +204,7 @@ class AttemptExecutor:
         on_start: OnStart,
         ready: Callable[[], Awaitable[object]],
     ) -> Rollout:
-        async with self._workers.lease(spec.task.setup) as worker:
+        async with self._workers.lease(spec.task.setup, self._harness) as worker:
             await ready()
             state.leased = time.monotonic()
             opened: list[Session] = []
@@ -231,6 +241,9 @@ class AttemptExecutor:
             return _unscorable_rollout(spec, state, trouble)
         graded = time.monotonic()
         verdict = await self._judge(spec.task, result.tree)
+        if result.exit == "finished" and verdict.reason == NOTHING_CHANGED:
+            ending = await asyncio.to_thread(self._ending, state.trajectory.turns)
+            verdict = with_ending(verdict, ending)
         state.graded = time.monotonic() - graded
         ungraded = _ungraded(verdict)
         if ungraded is not None:
@@ -342,6 +355,7 @@ async def _graded_rollout(
         id=spec.rollout_id,
         task_id=spec.task.id,
         category=spec.task.category,
+        part=spec.task.part,
         status=_status(result, stats),
         reward=verdict.reward,
         trajectory=trajectory,
@@ -362,6 +376,7 @@ def _unscorable_rollout(spec: AttemptSpec, state: _AttemptState, reason: str) ->
         id=spec.rollout_id,
         task_id=spec.task.id,
         category=spec.task.category,
+        part=spec.task.part,
         status=Status.INFRA_FAILED,
         reward=None,
         trajectory=replace(state.trajectory, ledger=reassign(state.trajectory.ledger, "infra")),

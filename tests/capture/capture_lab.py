@@ -103,7 +103,7 @@ class Call:
     excluded: str = ""
     continued: bool = False
     echoed: bool = False
-    """Named by a later request that had it rendered anew."""
+    """Named by a later request that had it rendered again."""
 
 
 class Lab:

@@ -354,7 +354,7 @@ def test_samples_asked_for_on_purpose_count_when_the_agent_goes_on_with_one() ->
 @pytest.mark.parametrize("reflected", [False, True])
 def test_the_commit_message_of_an_agent_without_tools_is_auxiliary(reflected: bool) -> None:
     """As aider asks: it streams its edits, and asks for the commit message whole. Each prompt of its line is
-    written anew around examples that were never sampled."""
+    rewritten around examples that were never sampled."""
     lab = Lab()
     head = [SYS, user("an example"), says("an example's answer")]
     edit, message = says("f\n<<<<<<< SEARCH\na\n=======\nb\n>>>>>>> REPLACE"), says("fix: write b")

@@ -20,12 +20,12 @@ TURNS, SAMPLED, CONTEXT = 200, 250, 250
 
 
 def grow(forest: Forest, rng: np.random.Generator) -> int:
-    """200 turns to 100,000 tokens, each request's messages made anew; returns the tokens held."""
+    """200 turns to 100,000 tokens, each request's messages parsed again; returns the tokens held."""
     messages: list[Message] = [*START]
     tokens = 0
     for turn in range(TURNS):
-        told = tuple(replace(m) for m in messages)
-        plan = forest.plan(ModelRequest(messages=told, tools=(SHELL,)), FINGERPRINT)
+        reported = tuple(replace(m) for m in messages)
+        plan = forest.plan(ModelRequest(messages=reported, tools=(SHELL,)), FINGERPRINT)
         delta: IntArray = rng.integers(0, 50_000, CONTEXT, dtype=np.int32)
         logprobs = np.full(SAMPLED, -0.5, dtype=np.float32)
         sampled: IntArray = rng.integers(0, 50_000, SAMPLED, dtype=np.int32)

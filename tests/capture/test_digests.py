@@ -32,8 +32,8 @@ def parts_of(message: Message) -> PartDigests:
 
 
 def meanings(messages: list[Message]) -> list[MessageDigest]:
-    told = MessageHasher().conversation(messages)
-    return [told[i] for i in range(len(told))]
+    reported = MessageHasher().conversation(messages)
+    return [reported[i] for i in range(len(reported))]
 
 
 @pytest.mark.case(13, 18, 19)
@@ -123,12 +123,12 @@ def test_a_run_of_messages_is_held_where_each_means_the_same() -> None:
     assert len(held) == 3
     for before in ([], [user("x")], [says("s", reasoning="r"), user("x")]):
         for middle, fits in ((run[1], True), (says("a"), True), (says("a", reasoning="no"), False)):
-            told = MessageHasher().conversation([*before, run[0], middle, run[2], user("more")])
-            assert told.contains(held, len(before)) is fits
-            assert not told.contains(held, len(before) + 1)
-            assert told.rest(len(before)).contains(held, 0) is fits
-    told = MessageHasher().conversation([user("u"), says("a", reasoning="why")])
-    assert not told.contains(held, 0)
+            reported = MessageHasher().conversation([*before, run[0], middle, run[2], user("more")])
+            assert reported.contains(held, len(before)) is fits
+            assert not reported.contains(held, len(before) + 1)
+            assert reported.rest(len(before)).contains(held, 0) is fits
+    reported = MessageHasher().conversation([user("u"), says("a", reasoning="why")])
+    assert not reported.contains(held, 0)
     plain = MessageHasher().conversation([says("a")]).run()
     assert not MessageHasher().conversation([says("a", reasoning="made up")]).contains(plain, 0)
 

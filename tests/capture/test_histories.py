@@ -195,7 +195,7 @@ class World:
         return made
 
     def _hear(self, rest: list[Message]) -> None:
-        """Turns that messages to be rendered anew name."""
+        """Turns that messages to be rendered again name."""
         said = {c.id for message in rest for c in message.tool_calls}
         pointed = {self.signed.get(text) for message in rest for text in message.pointers}
         for made in self.lab.calls:

@@ -44,7 +44,7 @@ def test_the_command_prints_one_object(
 
     (tmp_path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     assert drift.main([str(tmp_path), "--trials", "5", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["cuts_differ"]["trials"] == 5
+    reported = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert reported["cuts_differ"]["trials"] == 5
     assert drift.main([str(tmp_path / "nothing")]) == 1
     assert "no tokenizer.json" in capsys.readouterr().err

@@ -84,15 +84,15 @@ class Talk:
             assert reply.node is not None
             self.forest.mark_delivered(reply.node)
             said = reply.reply
-            told = Message(
+            reported = Message(
                 role="assistant", text=said.text, reasoning=said.reasoning, tool_calls=said.tool_calls
             )
             run = [Message(role="tool", text=f"r{turn}", tool_call_id=c.id) for c in said.tool_calls]
             if not run or self.rng.random() < 0.3:
                 self.questions += 1
                 run.append(Message(role="user", text=f"q{self.questions}"))
-            echo = told if self.rng.random() < 0.5 else replace(told, reasoning="")
-            self.history += [told, *run]
+            echo = reported if self.rng.random() < 0.5 else replace(reported, reasoning="")
+            self.history += [reported, *run]
             self.request = replace(self.request, messages=(*self.request.messages, echo, *run))
         assert turns.stats.edited == 0
         return self.forest.trajectory()

@@ -144,8 +144,8 @@ def test_every_try_that_was_begun_has_an_end_also_those_that_a_kill_cut_short(tm
         sink.start(first.rollout_id, 3, 0)
         sink.put(first, graded(first, attempt=3))
         sink.put(fourth, graded(fourth, reward=None))
-        told = store.check_balance().attempts
-        assert told == none | {"failed": 2, "interrupted": 1, "decided": 2, "cancelled": 1}
+        reported = store.check_balance().attempts
+        assert reported == none | {"failed": 2, "interrupted": 1, "decided": 2, "cancelled": 1}
 
 
 def test_a_try_whose_end_an_older_insitu_did_not_keep_is_untold(tmp_path: Path) -> None:

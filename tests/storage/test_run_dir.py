@@ -190,8 +190,8 @@ def test_ulids_sort_by_creation() -> None:
 def test_a_data_set_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = name_run(load_config(None, ["tasks.source=humaneval", "tasks.path=rows.jsonl", "run.dir=r"]))
-    assert config.tasks.path == str(tmp_path / "rows.jsonl")
-    assert config.tasks.assets == ""
+    assert config.task_set.path == str(tmp_path / "rows.jsonl")
+    assert config.task_set.assets == ""
 
 
 def test_every_path_of_a_run_is_found_from_any_folder(
@@ -200,7 +200,7 @@ def test_every_path_of_a_run_is_found_from_any_folder(
     monkeypatch.chdir(tmp_path)
     engine = [
         "engine.kind=vllm",
-        "engine.url=http://127.0.0.1:1",
+        "engine.urls=http://127.0.0.1:1",
         "engine.publish_dir=out",
         "model.path=start",
     ]

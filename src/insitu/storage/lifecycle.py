@@ -37,12 +37,14 @@ Reason = Literal[
     "overlong",
     "unused",
     "few_groups",
+    "bad_step",
     "no_tokens",
 ]
 """Why a rollout is not trained; its tokens are excluded under this key. `stale`: over the staleness bound;
 `ungraded`: the reward function returned None;
 `deadline`: its group exceeded its deadline; `unused`: the run ended first, or only served; `few_groups`: its
-step had fewer groups with a gradient than `train.min_groups`; `overlong`: every row exceeds
+step had fewer groups with a gradient than `train.min_groups`; `bad_step`: the step was refused and
+`train.on_bad_step` is skip; `overlong`: every row exceeds
 `train.max_row_tokens`; `no_tokens`: no token was sampled, or all are excluded for other reasons."""
 SERVE = "serve"
 """Phase of the sessions of `insitu serve`."""

@@ -8,6 +8,7 @@ twice: the later line counts.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -86,6 +87,30 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             except orjson.JSONDecodeError as error:
                 raise RecordError(f"cannot read {path}: line {number} is damaged: {error}") from error
             yield record
+
+
+def tail_metrics(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield, without end, the complete lines that were appended since the last time.
+
+    A damaged line is left out. Raises RecordError.
+    """
+    start = 0
+    while True:
+        found = []
+        with boundary(RecordError, f"cannot read {path}"), contextlib.suppress(FileNotFoundError):
+            data = _read_from(path, start)
+            lines = data[: data.rfind(b"\n") + 1]
+            start += len(lines)
+            for line in lines.splitlines():
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    found.append(orjson.loads(line))
+        yield found
+
+
+def _read_from(path: Path, start: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read()
 
 
 def cut_torn_line(path: Path) -> None:

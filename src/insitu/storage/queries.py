@@ -25,11 +25,16 @@ QUERY_S = 2.0
 PAGE = 200
 """Most rows of one page of rollouts."""
 _PROGRESS_OPS = 20_000
+_FILES = re.compile(
+    r"(?<![\w:/.~-])(?:~|\.{1,2})?/[\w@.+~/-]+"
+    r"|(?<![\w:/])[\w@.+~/-]*\w\.(?:c|cc|cfg|cpp|css|go|h|hpp|html|java|js|json|jsx|md|php|py|rb|rs|sh|sql|toml|ts"
+    r"|tsx|txt|xml|ya?ml)\b"
+)
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|[0-9a-fA-F]{12,}|\d+")
-_TABLES = """
+TABLES = """
 FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) LEFT JOIN states s USING (rollout_id)
 """
-_ROW = """
+ROW = """
 SELECT r.rowid AS "row", r.rollout_id AS id, r.ulid, r.phase, r.step, r.group_no AS "group", r.slot,
   r.task_id AS task, r.category, r.status, r.reward, r.attempt, r.error, r.timings, r.ledger, r.egress,
   v.outcome, v.trust, v.passed, v.total, v.reason, v.dropped_paths AS dropped,
@@ -91,7 +96,11 @@ ONE_STEP = """
 SELECT s.*, (SELECT tokens FROM ledger l WHERE l.step = s.step AND l.entry = 'captured') AS captured
 FROM steps s WHERE s.step = :step
 """
-LEDGER = "SELECT step, entry, tokens FROM ledger WHERE step > :after"
+LEDGER = """
+SELECT entry, json_group_array(step) AS steps, json_group_array(tokens) AS tokens
+FROM ledger WHERE step > :after GROUP BY entry ORDER BY entry
+"""
+STEP_LEDGER = "SELECT entry, tokens FROM ledger WHERE step = :step"
 STEP_SCORES = """
 SELECT s.account AS step, SUM(r.reward >= 1.0) AS solved, COUNT(*) AS total, SUM(r.reward) AS reward_sum
 FROM states s JOIN rollouts r USING (rollout_id)
@@ -119,18 +128,23 @@ RUNNING = """
 SELECT rollout_id AS id, phase, step, task_id AS task, attempt, version FROM states WHERE state = 'running'
 ORDER BY phase, step, group_no, slot LIMIT 200
 """
-STEP_ROWS = f"{_ROW} {_TABLES} WHERE s.account = :step ORDER BY r.step, r.group_no, r.slot LIMIT 5000"
+STEP_ROWS = f"{ROW} {TABLES} WHERE s.account = :step ORDER BY r.step, r.group_no, r.slot LIMIT 5000"
 GROUP_ROWS = (
-    f"{_ROW} {_TABLES} WHERE r.phase = :phase AND r.step = :step AND r.group_no = :group ORDER BY r.slot"
+    f"{ROW} {TABLES} WHERE r.phase = :phase AND r.step = :step AND r.group_no = :group ORDER BY r.slot"
 )
-TASK_ROWS = f"{_ROW} {_TABLES} WHERE r.task_id = :task ORDER BY r.rowid LIMIT 2000"
-ONE_ROW = f"{_ROW} {_TABLES} WHERE r.rollout_id = :id"
+TASK_ROWS = f"{ROW} {TABLES} WHERE r.task_id = :task ORDER BY r.rowid LIMIT 2000"
+ONE_ROW = f"{ROW} {TABLES} WHERE r.rollout_id = :id"
 GROUP_STATES = """
 SELECT rollout_id AS id, slot, state, reason AS fate, attempt FROM states
 WHERE phase = :phase AND step = :step AND group_no = :group ORDER BY slot
 """
 ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :id"
 STATE = "SELECT * FROM states WHERE rollout_id = :id"
+UNCOUNTED = """
+SELECT r.rollout_id AS id, r.step, r.group_no AS "group", s.reason FROM rollouts r
+JOIN states s USING (rollout_id) WHERE r.phase = 'train' AND s.account IS NULL
+ORDER BY r.step, r.group_no, r.slot
+"""
 IDS = "SELECT rollout_id AS id FROM states ORDER BY rowid DESC LIMIT 5000"
 VERDICT = "SELECT * FROM verdicts WHERE rollout_id = :id"
 NOTES = "SELECT drifts, hints FROM notes WHERE rollout_id = :id"
@@ -145,6 +159,10 @@ FROM turns WHERE rollout_id = :id ORDER BY position
 TURN_IDS = """
 SELECT turn, parent, finish, context_ids, ids, spans FROM turns
 WHERE rollout_id = :id AND position >= :start ORDER BY position LIMIT :count
+"""
+TURNS_BEFORE = """
+SELECT rowid AS "row", rollout_id AS id, turn, context_ids, ids FROM turns
+WHERE rowid < :before ORDER BY rowid DESC LIMIT :count
 """
 SEGMENT_HEADS = """
 SELECT rowid AS "row", position, segment, kind, label, length(mask) AS tokens,
@@ -165,8 +183,12 @@ SELECT task_id AS task, category, COUNT(*) AS n, SUM(COALESCE(reward, 0) >= 1.0)
 FROM rollouts WHERE phase = :phase GROUP BY task_id ORDER BY task_id
 """
 TASK_THIRDS = """
-SELECT task_id AS task, MIN(2, (step - :first) * 3 / :span) AS third, SUM(reward >= 1.0) AS solved,
-  COUNT(*) AS n FROM rollouts WHERE phase = :phase AND reward IS NOT NULL GROUP BY 1, 2
+SELECT task_id AS task, phase, MIN(2, (step - :first) * 3 / :span) AS part, SUM(reward >= 1.0) AS solved,
+  COUNT(*) AS n FROM rollouts WHERE phase = :phase AND reward IS NOT NULL GROUP BY 1, 2, 3
+"""
+TASK_EVALUATIONS = """
+SELECT task_id AS task, phase, step AS part, SUM(reward >= 1.0) AS solved, COUNT(*) AS n
+FROM rollouts WHERE phase GLOB 'eval*' AND reward IS NOT NULL GROUP BY 1, 2, 3
 """
 STEP_SPAN = "SELECT MIN(step) AS first, MAX(step) AS last FROM rollouts WHERE phase = :phase"
 FAILURES = """
@@ -184,59 +206,9 @@ FROM rollouts r LEFT JOIN attempts a USING (rollout_id, attempt) ORDER BY r.rowi
 """
 WAITS = "SELECT phase, step, timings, ulid FROM rollouts ORDER BY rowid DESC LIMIT 20000"
 SLOWEST = (
-    f"{_ROW} {_TABLES} WHERE r.rowid IN (SELECT rowid FROM rollouts ORDER BY"
+    f"{ROW} {TABLES} WHERE r.rowid IN (SELECT rowid FROM rollouts ORDER BY"
     " json_extract(timings, '$.total_s') DESC LIMIT 20) ORDER BY json_extract(r.timings, '$.total_s') DESC"
 )
-_SUSPECTS = {
-    "tampered": "v.outcome = 'tampered'",
-    "protected paths changed": "v.dropped_paths <> '[]' AND v.outcome <> 'tampered'",
-    "network attempts": "r.egress > 0",
-    "rewarded by a weak verdict": "v.trust = 'weak' AND r.reward > 0",
-    "solved without a change": "v.outcome = 'resolved' AND r.deleted = '[]'"
-    " AND NOT EXISTS (SELECT 1 FROM files f WHERE f.rollout_id = r.rollout_id)",
-    "solved, test files changed": "v.outcome = 'resolved' AND EXISTS"
-    " (SELECT 1 FROM files f WHERE f.rollout_id = r.rollout_id AND f.path LIKE '%test%')",
-    "solved in one call": "v.outcome = 'resolved'"
-    " AND COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) = 1",
-}
-SUSPECTS: Mapping[str, str] = {
-    name: f"{_ROW} {_TABLES} WHERE {condition} ORDER BY r.rowid DESC LIMIT 50"
-    for name, condition in _SUSPECTS.items()
-}
-"""Evidence of cheating -> query of its newest rollouts."""
-SUSPECT_COUNTS: Mapping[str, str] = {
-    name: f"SELECT COUNT(*) AS n {_TABLES} WHERE {condition}" for name, condition in _SUSPECTS.items()
-}
-SHARED_DIFFS = """
-SELECT v.diff_hash, COUNT(DISTINCT r.task_id) AS tasks, COUNT(*) AS n, MIN(r.rollout_id) AS example
-FROM verdicts v JOIN rollouts r USING (rollout_id) WHERE v.outcome = 'resolved' AND v.diff_hash <> ''
-GROUP BY v.diff_hash HAVING tasks > 1 ORDER BY n DESC LIMIT 100
-"""
-TELLING: Mapping[str, str] = {
-    "the agent tampered with the tests": f"{_ROW} {_TABLES} WHERE v.outcome = 'tampered'"
-    " ORDER BY r.rowid DESC LIMIT 2",
-    "newest solved": f"{_ROW} {_TABLES} WHERE r.reward >= 1.0 AND +r.phase = 'train'"
-    " ORDER BY r.rowid DESC LIMIT 1",
-    "newest unsolved": f"{_ROW} {_TABLES} WHERE r.reward < 1.0 AND +r.phase = 'train'"
-    " ORDER BY r.rowid DESC LIMIT 1",
-    "solved with the fewest tokens": f"{_ROW} {_TABLES} WHERE r.rowid = (SELECT rowid FROM rollouts"
-    " WHERE reward >= 1.0 ORDER BY json_extract(ledger, '$.captured') LIMIT 1)",
-    "most tokens sampled": f"{_ROW} {_TABLES} WHERE r.rowid = (SELECT rowid FROM rollouts"
-    " ORDER BY json_extract(ledger, '$.captured') DESC LIMIT 1)",
-    "slowest": f"{_ROW} {_TABLES} WHERE r.rowid = (SELECT rowid FROM rollouts"
-    " ORDER BY json_extract(timings, '$.total_s') DESC LIMIT 1)",
-    "latest first solve of a task": f"{_ROW} {_TABLES} WHERE r.rowid = (SELECT MAX(f) FROM (SELECT MIN(rowid)"
-    " AS f FROM rollouts WHERE phase = 'train' AND reward >= 1.0 GROUP BY task_id))",
-    "a held-out task that was solved before and is not now": f"{_ROW} {_TABLES} WHERE r.phase LIKE 'eval%'"
-    " AND r.reward < 1.0 AND EXISTS (SELECT 1 FROM rollouts o WHERE o.phase LIKE 'eval%'"
-    " AND o.rowid < r.rowid AND o.task_id = r.task_id AND o.reward >= 1.0) ORDER BY r.rowid DESC LIMIT 1",
-    "cut off at a limit": f"{_ROW} {_TABLES} WHERE r.status = 'truncated' ORDER BY r.rowid DESC LIMIT 1",
-    "the agent failed": f"{_ROW} {_TABLES} WHERE r.status = 'agent_failed' ORDER BY r.rowid DESC LIMIT 1",
-    "infrastructure failure": f"{_ROW} {_TABLES} WHERE r.status = 'infra_failed'"
-    " ORDER BY r.rowid DESC LIMIT 1",
-    "network attempt": f"{_ROW} {_TABLES} WHERE r.egress > 0 ORDER BY r.rowid DESC LIMIT 1",
-}
-"""Why a rollout is worth reading -> query that finds it. `+r.phase` keeps the order of the rowids."""
 PAIRS = """
 SELECT task_id AS task, rollout_id AS id, reward FROM rollouts
 WHERE phase = :phase AND step = :step AND reward IS NOT NULL ORDER BY task_id, slot
@@ -247,6 +219,10 @@ PHASES = (
 WATCH = """
 SELECT (SELECT MAX(rowid) FROM rollouts) AS rollouts, (SELECT MAX(step) FROM steps) AS steps,
   (SELECT COUNT(*) FROM states WHERE state = 'running') AS running
+"""
+NEW_ROLLOUTS = """
+SELECT rowid AS "row", rollout_id AS id, reward, json_extract(ledger, '$.captured') AS sampled
+FROM rollouts WHERE rowid > :row ORDER BY rowid LIMIT 5000
 """
 LAST_ROLLOUT = "SELECT ulid FROM rollouts ORDER BY rowid DESC LIMIT 1"
 
@@ -268,6 +244,7 @@ class RunReader(Store):
         path = run_dir / "run.sqlite"
         if not path.exists():
             raise RecordError(f"{run_dir} holds no rollouts yet: it has no run.sqlite")
+        self.run_dir = run_dir
         self._query_s = query_s
         self._ends_s = self._ends_cpu_s = 0.0
         self._step_scores: list[dict[str, Any]] | None = None
@@ -321,9 +298,9 @@ class RunReader(Store):
         condition = f"WHERE {' AND '.join(where)}" if where else ""
         # First which rows, then what is in them: sorting whole rows of a large run takes seconds.
         found = self.all(
-            f"WITH top AS MATERIALIZED (SELECT r.rowid AS at, {expression} AS sort_key {_TABLES} {condition}"
-            f" ORDER BY {expression} {way}, r.rowid {way} LIMIT :limit) {_ROW}, top.sort_key"
-            f" {_TABLES.replace('FROM', 'FROM top CROSS JOIN', 1)} WHERE r.rowid = top.at"
+            f"WITH top AS MATERIALIZED (SELECT r.rowid AS at, {expression} AS sort_key {TABLES} {condition}"
+            f" ORDER BY {expression} {way}, r.rowid {way} LIMIT :limit) {ROW}, top.sort_key"
+            f" {TABLES.replace('FROM', 'FROM top CROSS JOIN', 1)} WHERE r.rowid = top.at"
             f" ORDER BY top.sort_key {way}, r.rowid {way}",
             **values,
             limit=limit,
@@ -337,7 +314,7 @@ class RunReader(Store):
         where, values = _conditions(filters)
         if not where:
             return int(self.all("SELECT COUNT(*) AS n FROM rollouts")[0]["n"])
-        found = self.all(f"SELECT COUNT(*) AS n {_TABLES} WHERE {' AND '.join(where)}", **values)
+        found = self.all(f"SELECT COUNT(*) AS n {TABLES} WHERE {' AND '.join(where)}", **values)
         return int(found[0]["n"])
 
     def window(self, table: str, column: str, row: int, start: int, count: int) -> bytes:
@@ -368,8 +345,8 @@ def ulid_seconds(ulid: str) -> float:
 
 @functools.lru_cache(maxsize=1 << 16)
 def varying(text: str | None) -> str:
-    """Return a text with numbers and hashes replaced by #, so that equal causes are equal."""
-    return "" if text is None else _VARYING.sub("#", text)
+    """Return a text with # for numbers and hashes and FILE for paths, so that equal causes are equal."""
+    return "" if text is None else _VARYING.sub("#", _FILES.sub("FILE", text))
 
 
 def _conditions(filters: Mapping[str, object]) -> tuple[list[str], dict[str, object]]:

@@ -64,6 +64,7 @@ def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: 
         **_attempt_values(rollout),
         "task_id": rollout.task_id,
         "category": rollout.category,
+        "part": rollout.part or None,
         "reward": rollout.reward,
         "components": dumps(dict(rollout.reward_components)),
         "deleted": dumps(rollout.deleted),
@@ -152,6 +153,7 @@ def read_rollout(db: sqlite3.Connection, row: Row) -> Rollout:
         id=rollout_id,
         task_id=row["task_id"],
         category=row["category"],
+        part=row["part"] or "",
         status=Status(row["status"]),
         reward=row["reward"],
         trajectory=Trajectory(

@@ -5,7 +5,7 @@
     metrics.jsonl one line per event              report.txt    final report as printed
     timeline.jsonl gauges and phases
     logs/         one file per process            checkpoints/  weights after each step
-    tokenizer/    what turns ids into text
+    tokenizer/    what turns ids into text         scores/       scores of trained tokens
 
 The lock is an flock, released when its process ends, also after kill -9. Files are replaced atomically:
 written to a temporary file, synced and renamed.
@@ -21,11 +21,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Literal, Self, TextIO
 
 import orjson
 
 from insitu.config import Config, dump_toml, load_config, model_folder
+from insitu.config.base import holds_paths
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.metrics import MetricsFile, disk_error, read_metrics
 from insitu.storage.store import EmptyStore, Store
@@ -52,6 +53,7 @@ TOKENIZER_FILES = (
 )
 TOKENIZER_BYTES = 20 << 20
 """Most bytes of a tokenizer that is kept."""
+SCORES = "scores"
 LEARNER_LOG = "logs/learner.log"
 SPACE_BYTES = 128 << 20
 """Minimum free disk space to start a run."""
@@ -119,6 +121,11 @@ class RunDir:
         return self.path / "artifacts"
 
     @property
+    def scores(self) -> Path:
+        """Scores of trained tokens; exists after the first step that recorded them."""
+        return self.path / SCORES
+
+    @property
     def host_calls(self) -> Path:
         """Log of host tool calls; exists after the first call."""
         return self.path / "host_calls.jsonl"
@@ -136,6 +143,11 @@ class RunDir:
 
     def metrics(self) -> MetricsFile:
         return MetricsFile(self.path / "metrics.jsonl")
+
+    def change(self, config: Config) -> None:
+        """Replace the stored configuration."""
+        self.config = config
+        write_text(self.path / "config.toml", dump_toml(config))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json atomically."""
@@ -203,29 +215,21 @@ def name_run(config: Config) -> Config:
     Writes nothing.
     """
     # Absolute paths allow the run to be resumed from any working directory.
-    tables = {
-        "model": ("path",),
-        "tasks": ("path", "assets", "images", "allowlist"),
-        "engine": ("publish_dir",),
-        "train": ("reference",),
-        "gateway": ("tools",),
-        "collect": ("run",),
-        "sft": ("run",),
-    }
-    updates = {}
-    for name, keys in tables.items():
-        table = config.__dict__[name]
-        found = {key: str(Path(table.__dict__[key]).absolute()) for key in keys if table.__dict__[key]}
-        updates[name] = table.model_copy(update=found)
-    config = config.model_copy(update=updates)
+    config = config.mapped(lambda key, value: _absolute(value) if value and holds_paths(key) else value)
     return _with_dir(config, Path(config.run.dir or Path("runs") / new_ulid()))
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_absolute, value))
+    return str(Path(value).absolute())
 
 
 def read_config(path: Path) -> Config:
     """Return the resolved configuration of a run; `run.dir` is its current location."""
     if not (path / "config.toml").exists():
         raise RecordError(f"{path} is not a run directory: it has no config.toml")
-    return _with_dir(load_config(path / "config.toml"), path)
+    return _with_dir(load_config(path / "config.toml", stored=True), path)
 
 
 def read_store(path: Path) -> Store:
@@ -233,6 +237,13 @@ def read_store(path: Path) -> Store:
     if not (path / "run.sqlite").exists():
         raise RecordError(f"{path} holds no rollouts yet: it has no run.sqlite")
     return Store(path / "run.sqlite", readonly=True)
+
+
+def check_store(path: Path) -> None:
+    """Raise RecordError when the store of a run cannot be read; one that is missing or empty is no error."""
+    if (path / "run.sqlite").exists():
+        with contextlib.suppress(EmptyStore):
+            read_store(path).close()
 
 
 def restore_steps(run: RunDir, store: Store, metrics: MetricsFile) -> None:
@@ -279,6 +290,23 @@ def read_summary(path: Path) -> Mapping[str, Any] | None:
     if not isinstance(summary, dict):
         raise RecordError(f"cannot read {file}: it is not a summary")
     return summary
+
+
+def run_state(path: Path) -> Literal["running", "finished", "stopped"]:
+    """Return `running` while a process holds the lock, else `finished` or `stopped`."""
+    if is_locked(path / "lock"):
+        return "running"
+    return "finished" if (path / "summary.json").exists() else "stopped"
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the flock; taking it would disturb a run that starts."""
+    try:
+        inode = str(path.stat().st_ino)
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return False
+    return any(line.split()[5].rpartition(":")[2] == inode for line in lines if " FLOCK " in line)
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:

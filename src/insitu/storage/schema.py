@@ -7,9 +7,11 @@ empty temporary tables and views with NULL columns over it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sqlite3
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 OLDEST_VERSION = 5
 """Oldest schema that can be opened."""
 
@@ -21,7 +23,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
   task_id TEXT NOT NULL, category TEXT NOT NULL, status TEXT NOT NULL, reward REAL,
   components TEXT NOT NULL, attempt INTEGER NOT NULL,
   error TEXT NOT NULL, deleted TEXT NOT NULL, timings TEXT NOT NULL, ledger TEXT NOT NULL, egress INTEGER,
-  calls INTEGER,
+  calls INTEGER, part TEXT,
   UNIQUE (phase, step, group_no, slot)) STRICT;
 CREATE INDEX IF NOT EXISTS rollouts_by_task ON rollouts (task_id);
 CREATE TABLE IF NOT EXISTS attempts (
@@ -97,16 +99,22 @@ def cover(db: sqlite3.Connection) -> None:
 
 def _missing(db: sqlite3.Connection) -> dict[str, dict[str, str]]:
     """Return table -> column -> type of what existing tables lack."""
-    with sqlite3.connect(":memory:") as wanted:
-        for statement in SCHEMA.split(";\n"):
-            wanted.execute(statement)
-        tables = [row[0] for row in wanted.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        found: dict[str, dict[str, str]] = {}
-        for table in tables:
-            here = {row[1] for row in db.execute(f"PRAGMA main.table_info({table})")}
-            columns = {row[1]: row[2] for row in wanted.execute(f"PRAGMA table_info({table})")}
-            lacking = {name: kind for name, kind in columns.items() if name not in here}
-            if here and lacking:
-                found[table] = lacking
-    wanted.close()
+    found: dict[str, dict[str, str]] = {}
+    for table, columns in _wanted().items():
+        here = {row[1] for row in db.execute(f"PRAGMA main.table_info({table})")}
+        lacking = {name: kind for name, kind in columns.items() if name not in here}
+        if here and lacking:
+            found[table] = lacking
     return found
+
+
+@functools.cache
+def _wanted() -> dict[str, dict[str, str]]:
+    """Return table -> column -> type of SCHEMA; a viewer opens the store many times."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        for statement in SCHEMA.split(";\n"):
+            db.execute(statement)
+        tables = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {
+            table: {row[1]: row[2] for row in db.execute(f"PRAGMA table_info({table})")} for table in tables
+        }

@@ -1,7 +1,7 @@
 """Timeline of a run, `timeline.jsonl`: gauges at intervals, and when phases of the loop began and ended.
 
-Lines are those of `storage.metrics`: `event` is `gauges`, `begin` or `end`. Writing never raises: the first
-failure is logged and ends the timeline.
+Lines are those of `storage.metrics`: `event` is `gauges`, `begin`, `end` or `agent` (what one agent does).
+Writing never raises: the first failure is logged and ends the timeline.
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ EXCLUSIONS = frozenset(
         "synthetic",
         "unused",
         "few_groups",
+        "bad_step",
         "no_tokens",
         "zero_advantage",
         "after_stop",

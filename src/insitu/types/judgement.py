@@ -134,6 +134,8 @@ class Rollout(Value):
     """When the attempt was queued, in seconds since the epoch."""
     diff: str | None = field(default=None, repr=False)
     """The judged changes as a bounded unified diff, binary files only named; None = not recorded."""
+    part: str = ""
+    """`Task.part` of its task."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:

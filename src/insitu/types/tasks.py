@@ -77,6 +77,8 @@ class Task(Value):
     limits: Limits = field(default_factory=Limits)
     category: str = ""
     """Free label for per-category statistics, e.g. the kind of fault."""
+    part: str = ""
+    """Name of its task set in a mix, or of the evaluation that it is drawn for."""
     content_hash: str = ""
     """Hex SHA-256 over prompt, files, setup and grading plan; see `task_hash`."""
 

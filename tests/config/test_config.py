@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from insitu.config import Config, ToyKind, demo_preset, dotted_keys, dump_toml, load_config
+from insitu.config import Config, ToyKind, demo_preset, dotted_keys, dump_toml, load_config, tables_of
 from insitu.errors import ConfigError
 from insitu.tasks.toy import FAMILIES
 
@@ -114,7 +114,7 @@ def test_layers_later_wins_and_keys_beside_stay(tmp_path: Path) -> None:
     file.write_text("[run]\nseed = 2\nsteps = 5\n")
     config = load_config(file, ["run.steps=6"], base={"run": {"seed": 1, "plain": True}})
     assert (config.run.seed, config.run.steps, config.run.plain) == (2, 6, True)
-    assert config.run.eval_tasks == Config().run.eval_tasks
+    assert config.eval.count == Config().eval.count
 
 
 def test_overrides_take_toml_values_and_bare_strings() -> None:
@@ -128,7 +128,7 @@ def test_overrides_take_toml_values_and_bare_strings() -> None:
     config = load_config(None, texts)
     assert config.run.dir == "/tmp/a b"
     assert config.harness.agent == "script"
-    assert config.tasks.kinds == ("swapped", "extreme")
+    assert config.task_set.kinds == ("swapped", "extreme")
     assert config.train.lr == 1.0
     assert config.run.plain is True
 
@@ -145,12 +145,13 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     keys += [f"tasks.{key}" for key in ("path", "assets", "images", "allowlist")]
     for key in keys:
         table, _, name = key.partition(".")
-        more = {"kind": "sglang", "url": "http://h:1"} if table == "engine" else {}
+        more = {"kind": "sglang", "urls": ["http://h:1"]} if table == "engine" else {}
         more |= {"source": "swe_pro", "path": "p"} if table == "tasks" else {}
         more |= {"loss": "dppo", "kl": "k3", "kl_weight": 0.1} if name == "reference" else {}
         base = {table: more, "model": {"path": "m"}}
         given = f"{key}=~/x y"
-        assert load_config(None, [given], base).__dict__[table].__dict__[name] == f"{tmp_path}/x y", key
+        read = dict(tables_of(load_config(None, [given], base)))[table]
+        assert read.__dict__[name] == f"{tmp_path}/x y", key
     assert load_config(None, ["run.dir=./~"]).run.dir == "./~"
     with pytest.raises(ConfigError, match=r"^run\.dir: no such home folder; write \./~ .*, got '~no"):
         load_config(None, ["run.dir=~no-such-user/x"])
@@ -170,7 +171,8 @@ def test_the_dump_parses_back_equal(text: str, kinds: list[str], lr: float, comm
 
 def test_the_dump_holds_every_key_and_says_what_it_means() -> None:
     parsed = tomllib.loads(dump_toml(Config()))
-    assert [f"{table}.{key}" for table, keys in parsed.items() for key in keys] == dotted_keys()
+    tables = {table: keys[0] if isinstance(keys, list) else keys for table, keys in parsed.items()}
+    assert [f"{table}.{key}" for table, keys in tables.items() for key in keys] == dotted_keys()
     values = [line for line in dump_toml(Config()).splitlines() if "=" in line]
     assert all("  # " in line and line.endswith(".") for line in values)
 
@@ -212,7 +214,7 @@ def test_imitation_needs_no_engine_for_its_policy() -> None:
         ),
         (["policy.lora_rank=8"], "lora_rank has no effect with kind = 'builtin'"),
         (
-            ["policy.kind=hf", "engine.kind=vllm", "engine.url=http://x", "policy.lora_alpha=8.0"],
+            ["policy.kind=hf", "engine.kind=vllm", "engine.urls=http://x", "policy.lora_alpha=8.0"],
             "lora_alpha has no effect with lora_rank = 0",
         ),
     ],
@@ -226,27 +228,35 @@ def test_policy_keys_that_mean_nothing_are_refused(overrides: list[str], said: s
     ("overrides", "said"),
     [
         (["engine.publish=delta"], "publish has no effect with kind = 'embedded'"),
-        (["engine.kind=sglang", "engine.url=http://x", "engine.publish=nccl"], "is for vllm, not for sglang"),
+        (["engine.kind=sglang", "engine.urls=x", "engine.publish=nccl"], "is for vllm, not for sglang"),
         (
-            ["engine.kind=vllm", "engine.url=http://x", "engine.publish=ipc", "engine.publish_dir=/x"],
+            ["engine.kind=vllm", "engine.urls=http://x", "engine.publish=ipc", "engine.publish_dir=/x"],
             "publish_dir and publish_dtype have no effect with 'ipc'",
         ),
         (
-            "engine.kind=vllm engine.url=x engine.publish=delta policy.kind=hf policy.lora_rank=4".split(),
+            "engine.kind=vllm engine.urls=x engine.publish=delta policy.kind=hf policy.lora_rank=4".split(),
             "must be disk with policy.lora_rank",
         ),
         (
-            "engine.kind=vllm engine.url=x engine.publish=ipc policy.kind=hf policy.lora_rank=4".split(),
+            "engine.kind=vllm engine.urls=x engine.publish=ipc policy.kind=hf policy.lora_rank=4".split(),
             "publish ipc does not support policy.lora_rank",
         ),
         (
-            "engine.kind=vllm engine.url=x engine.publish_lora=merged".split(),
+            "engine.kind=vllm engine.urls=x engine.publish_lora=merged".split(),
             "publish_lora has no effect without policy.lora_rank",
         ),
         (
-            ("engine.kind=vllm engine.url=x engine.publish_mode=wait policy.kind=hf"
+            ("engine.kind=vllm engine.urls=x engine.publish_mode=wait policy.kind=hf"
              " policy.lora_rank=4").split(),
             "publish_mode wait has no effect with adapters: running calls keep their adapter$",
+        ),
+        (
+            ["engine.kind=sglang", "engine.urls=x", "engine.publish_mode=keep", "collect.max_staleness=1"],
+            "engine.publish_mode keep is for vllm, not for sglang",
+        ),
+        (
+            ["engine.kind=vllm", "engine.urls=x", "engine.publish_mode=keep"],
+            "engine.publish_mode keep has no effect with collect.max_staleness = 0",
         ),
     ],
 )  # fmt: skip

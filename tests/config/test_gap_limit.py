@@ -7,7 +7,7 @@ import pytest
 from insitu.config import demo_preset, load_config
 from insitu.training.options import TrainConfig
 
-VLLM = "engine.kind=vllm engine.url=http://127.0.0.1:1"
+VLLM = "engine.kind=vllm engine.urls=http://127.0.0.1:1"
 HF = f"{VLLM} policy.kind=hf"
 
 

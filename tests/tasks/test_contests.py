@@ -31,8 +31,13 @@ def load(tmp_path: Path, name: str, *given: dict[str, Any], options: LoadOptions
 
 
 def apps(**more: Any) -> dict[str, Any]:
-    told = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
-    return {"problem_id": 7, "question": "Add.", "starter_code": "", "input_output": json.dumps(told)} | more
+    reported = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
+    return {
+        "problem_id": 7,
+        "question": "Add.",
+        "starter_code": "",
+        "input_output": json.dumps(reported),
+    } | more
 
 
 def test_a_program_and_what_it_must_print(tmp_path: Path) -> None:
@@ -102,12 +107,12 @@ def test_a_row_with_more_memory_gets_it(tmp_path: Path) -> None:
 
 
 def test_keys_that_were_integers_are_integers_again(tmp_path: Path) -> None:
-    told = call(inputs=[[{"1": 2, "3": 4}]], outputs=[{"1": 6}])
-    (item,) = load(tmp_path, "apps", apps(input_output=told))
+    reported = call(inputs=[[{"1": 2, "3": 4}]], outputs=[{"1": 6}])
+    (item,) = load(tmp_path, "apps", apps(input_output=reported))
     (case,) = item.oracle.cases
     assert (case.args, case.expected, case.lists) == (({1: 2, 3: 4},), [{1: 6}], True)
-    told = call(inputs=[[{"a": 2}, 1]], outputs=[[{"1": 6}]])
-    (item,) = load(tmp_path, "apps", apps(question="Other", input_output=told))
+    reported = call(inputs=[[{"a": 2}, 1]], outputs=[[{"1": 6}]])
+    (item,) = load(tmp_path, "apps", apps(question="Other", input_output=reported))
     (case,) = item.oracle.cases
     assert (case.args, case.expected) == (({"a": 2},), [{1: 6}])
 
@@ -124,8 +129,8 @@ def test_a_solution_says_what_is_called_where_no_starter_does(tmp_path: Path) ->
 
 
 def test_long_integers_are_read(tmp_path: Path) -> None:
-    told = json.dumps({"fn_name": "add", "inputs": [[10**5000, 1]], "outputs": [[10**5000 + 1]]})
-    (item,) = load(tmp_path, "apps", apps(input_output=told))
+    reported = json.dumps({"fn_name": "add", "inputs": [[10**5000, 1]], "outputs": [[10**5000 + 1]]})
+    (item,) = load(tmp_path, "apps", apps(input_output=reported))
     assert item.oracle.cases[0].args == (10**5000, 1)
 
 

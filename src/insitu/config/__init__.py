@@ -8,14 +8,21 @@ from insitu.config.load import (
     load_config,
     model_folder,
     read_toml,
+    table_classes,
+    tables_of,
 )
-from insitu.config.tables import Config, HarnessTable, ToyKind
+from insitu.config.sandbox import SandboxTable
+from insitu.config.tables import Config, HarnessTable
+from insitu.config.tasks import EvalTable, TaskSetTable, ToyKind
 from insitu.config.training import TrainTable
 
 __all__ = [
     "WARM_START",
     "Config",
+    "EvalTable",
     "HarnessTable",
+    "SandboxTable",
+    "TaskSetTable",
     "ToyKind",
     "TrainTable",
     "demo_preset",
@@ -24,4 +31,6 @@ __all__ = [
     "load_config",
     "model_folder",
     "read_toml",
+    "table_classes",
+    "tables_of",
 ]

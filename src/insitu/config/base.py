@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
 
 from insitu import registry
 from insitu.errors import ConfigError
@@ -40,8 +41,11 @@ __all__ = [
     "SecondsOrZero",
     "Table",
     "TaskSourceName",
+    "TrackerName",
     "UsedWith",
     "description",
+    "holds_paths",
+    "is_extension",
     "marks",
     "only",
     "unless",
@@ -58,14 +62,33 @@ def _expand_home(text: str) -> str:
         raise ValueError("no such home folder; write ./~ for a name that begins with ~") from error
 
 
-OwnPath = Annotated[str, AfterValidator(_expand_home)]
+_PATH = AfterValidator(_expand_home)
+OwnPath = Annotated[str, _PATH]
 """Path on this machine; a leading ~ is the home folder. All path keys use this type."""
+
+
+def holds_paths(field: FieldInfo) -> bool:
+    """Return whether a key is an OwnPath or a tuple of these."""
+    nested = (mark for kind in get_args(field.annotation) for mark in getattr(kind, "__metadata__", ()))
+    return _PATH in (*field.metadata, *nested)
+
+
+def is_extension(field: FieldInfo) -> bool:
+    """Return whether a key names an entry of the registry."""
+    return any(isinstance(mark, BeforeValidator) for mark in field.metadata)
+
+
+STORED = "stored"
+"""Validation context of a run's own configuration."""
 
 
 def _named(kind: registry.Kind) -> BeforeValidator:
     """Replace an object by its name in the registry, and reject an unknown name."""
 
-    def validate(value: object) -> str:
+    def validate(value: object, info: ValidationInfo) -> str:
+        # A run can be read where its plug-ins are not installed; `registry.find` raises when one is needed.
+        if info.context == STORED and isinstance(value, str):
+            return value
         try:
             return "" if value == "" else registry.reference(kind, value)
         except ConfigError as error:
@@ -83,6 +106,7 @@ EngineName = Annotated[str, _named("engines")]
 SamplerName = Annotated[str, _named("samplers")]
 LossName = Annotated[str, _named("losses")]
 AdvantageName = Annotated[str, _named("advantages")]
+TrackerName = Annotated[str, _named("trackers")]
 
 
 class Table(Keys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,7 @@ from insitu.config.base import (
     SecondsOrZero,
     Table,
     only,
+    unless,
 )
 from insitu.registry import BUILT_IN
 from insitu.types import MIN_TEMPERATURE
@@ -24,16 +25,19 @@ _EMBEDDED = only("kind", "embedded")
 _KNOWN = BUILT_IN["engines"]
 _SERVER = only("kind", "vllm", "sglang", known=_KNOWN)
 _PROVIDER = only("kind", "upstream")
-_REMOTE = only("kind", "vllm", "sglang", "external", "upstream", known=_KNOWN)
+_NAMED = only("kind", "upstream", "tinker")
+_LAUNCH = unless("launch", False)
+_REMOTE = only("kind", "vllm", "sglang", "external", "upstream", "tinker", known=_KNOWN)
 
 
 class ProviderKeys(Keys):
     """A provider and the operator's limits, over all sessions."""
 
-    url: Annotated[str, only("kind", "vllm", "sglang", "upstream", known=_KNOWN)] = ""
-    """URL of the server, e.g. http://127.0.0.1:8000; a trailing /v1 is dropped."""
-    model: Annotated[str, _PROVIDER] = ""
-    """Name of the provider's model that agents request."""
+    url: Annotated[str, only("kind", "upstream", "tinker", known=_KNOWN)] = ""
+    """URL of the provider; a trailing /v1 is dropped. tinker: of the service, empty = the SDK's default."""
+    model: Annotated[str, _NAMED] = ""
+    """upstream: name of the provider's model that agents request; tinker: name of the base model at the
+    service, or a tinker:// path of trained weights to sample from."""
     requests_per_minute: Annotated[CountOrZero, _PROVIDER] = 0
     """Most requests of all sessions in one minute; 0 = no limit."""
     max_concurrent: Annotated[Count, _PROVIDER] = 16
@@ -48,8 +52,8 @@ class EngineTable(ProviderKeys, Table):
     """The sampler."""
 
     kind: EngineName = "embedded"
-    """embedded = in the learner; vllm, sglang = a server; external = a trainer; upstream = a provider; or an
-    own one, as entry point, module:attribute or file.py:attribute."""
+    """embedded = in the learner; vllm, sglang = a server; external = a trainer; tinker = a service that also
+    trains; upstream = a provider; or an own one, as entry point, module:attribute or file.py:attribute."""
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     """Sampling temperature in training and evaluation, and of the trainer's log-probabilities."""
     max_rows: Annotated[int, Field(ge=8, multiple_of=8), _EMBEDDED] = 32
@@ -60,14 +64,28 @@ class EngineTable(ProviderKeys, Table):
     """Environment variable with the server's, trainer's or provider's key; empty = none."""
     call_timeout_s: Annotated[Seconds, _REMOTE] = 600.0
     """Timeout of one generation, at the gateway too, and of one weight reload."""
+    urls: Annotated[tuple[str, ...], Field(strict=False), _SERVER] = ()
+    """URLs of the servers, all of one model, e.g. ["http://127.0.0.1:8000"]; a trailing /v1 is dropped."""
+    launch: Annotated[bool, only("kind", "vllm", "sglang")] = False
+    """Start the servers with the run, restart those that die, and end them with it."""
+    replicas: Annotated[Count, _LAUNCH] = 1
+    """Servers that are started."""
+    tensor_parallel: Annotated[Count, _LAUNCH] = 1
+    """GPUs of one server."""
+    gpus: Annotated[tuple[int, ...], Field(strict=False), _LAUNCH] = ()
+    """GPUs of the servers, tensor_parallel of each in turn; [] = the first ones, and the CPU without any."""
+    python: Annotated[OwnPath, _LAUNCH] = ""
+    """Environment or interpreter that has the server; empty = insitu's own."""
+    args: Annotated[tuple[str, ...], Field(strict=False), _LAUNCH] = ()
+    """Further arguments of the server, e.g. ["--gpu-memory-utilization", "0.8"]."""
     control_timeout_s: Annotated[Seconds, _SERVER] = 30.0
     """Timeout of any other call."""
     retries: Annotated[CountOrZero, _SERVER] = 3
     """Retries of a request that the server has not started."""
     start_timeout_s: Annotated[SecondsOrZero, _SERVER] = 60.0
-    """Seconds that a run waits at its start for the server to come up; 0 = none."""
+    """Seconds that a run waits at its start for the servers to come up; 0 = none. 900 with launch."""
     reconnect_timeout_s: Annotated[Seconds, _SERVER] = 300.0
-    """Seconds that a server that went down may take to come back (publish disk or delta)."""
+    """Seconds that requests wait while no server is up. 900 with launch."""
     publish: Annotated[Literal["disk", "delta", "ipc", "nccl"], _SERVER] = "disk"
     """How new weights are sent: whole files, differences; vllm: ipc on one GPU, nccl."""
     publish_dir: Annotated[OwnPath, _SERVER] = ""
@@ -76,8 +94,9 @@ class EngineTable(ProviderKeys, Table):
     """Type of published weights; auto = that of the model's config.json."""
     publish_lora: Annotated[Literal["adapter", "merged"], only("kind", "vllm")] = "adapter"
     """Publish adapters (policy.lora_rank) as they are, or merged into the weights (sglang: always)."""
-    publish_mode: Annotated[Literal["keep", "wait"], _SERVER] = "keep"
-    """Running calls continue with the new weights, or finish with the old ones first."""
+    publish_mode: Annotated[Literal["recompute", "keep", "wait"], _SERVER] = "recompute"
+    """What an update does: running calls continue and their context is computed again with the new weights;
+    sessions keep theirs for up to collect.max_staleness versions (vllm); or running calls finish first."""
     share_gpu: Annotated[bool, _SERVER] = False
     """The server sleeps while the trainer works, so that both share one GPU."""
 
@@ -92,10 +111,41 @@ class EngineTable(ProviderKeys, Table):
     output_price: Annotated[float, Field(ge=0), _PROVIDER] = 0.0
     """Price of a million sampled tokens."""
 
+    @property
+    def pause_mode(self) -> Literal["keep", "wait"]:
+        """Whether running calls are frozen during an update, or finish first."""
+        return "wait" if self.publish_mode == "wait" else "keep"
+
+    @property
+    def in_learner(self) -> bool:
+        """Whether the learner's process opens the sampler and gives it new weights."""
+        return self.kind in ("embedded", "tinker")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_servers(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("launch") is True:
+            values = {"start_timeout_s": 900.0, "reconnect_timeout_s": 900.0, **values}
+        if values.get("url") and values.get("kind") in ("vllm", "sglang"):
+            raise ValueError(f"kind = {values['kind']!r} takes no url but urls, a list of servers")
+        return values
+
+    @model_validator(mode="after")
+    def _has_servers(self) -> Self:
+        if self.launch and self.urls:
+            raise ValueError("urls has no effect with launch = true")
+        if self.kind in ("vllm", "sglang") and not (self.urls or self.launch):
+            raise ValueError(f"kind = {self.kind!r} needs urls, the address of each server, or launch = true")
+        return self
+
     @model_validator(mode="after")
     def _fits_kind(self) -> Self:
-        if self.kind in ("vllm", "sglang", "upstream") and not self.url:
-            raise ValueError(f"kind = {self.kind!r} needs url")
+        if self.kind == "upstream" and not self.url:
+            raise ValueError("kind = 'upstream' needs url")
+        if max(len(self.urls), self.replicas) > 1 and self.publish in ("ipc", "nccl"):
+            raise ValueError(f"publish = {self.publish!r} reaches one server; publish by disk or delta")
         if self.publish in ("ipc", "nccl"):
             if self.kind != "vllm":
                 raise ValueError(f"publish = {self.publish!r} is for vllm, not for {self.kind}")
@@ -103,6 +153,8 @@ class EngineTable(ProviderKeys, Table):
                 raise ValueError(f"publish_dir and publish_dtype have no effect with {self.publish!r}")
         if self.kind == "upstream" and not self.model:
             raise ValueError("kind = 'upstream' needs model: the provider's model that agents request")
+        if self.kind == "tinker" and not self.model:
+            raise ValueError("kind = 'tinker' needs model: the base model at the training service")
         if self.max_cost and not (self.input_price or self.output_price):
             raise ValueError("max_cost needs input_price or output_price")
         return self

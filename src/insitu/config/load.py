@@ -11,14 +11,15 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from insitu.config.base import Table, description
+from insitu.config.base import STORED, Table, description
 from insitu.config.tables import Config
+from insitu.config.tasks import LAYERS
 from insitu.errors import ConfigError, boundary
 
 WARM_START = Path(__file__).parents[1] / "demo" / "warm_start"
@@ -26,6 +27,8 @@ WARM_START = Path(__file__).parents[1] / "demo" / "warm_start"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 """The example configurations that ship with the package."""
 
+REPEATED = ("tasks", "eval")
+"""Tables that a file may hold several of."""
 RENAMED: Mapping[str, str] = {
     "collect.error_limit": "collect.max_consecutive_failures",
     "collect.lost_alarm": "collect.excluded_tokens_alarm",
@@ -44,7 +47,10 @@ RENAMED: Mapping[str, str] = {
     "sandbox.permits": "sandbox.max_sandboxes",
     "tasks.bad_rows": "tasks.on_invalid_row",
     "tasks.build_action": "tasks.parse_answer",
+    "run.eval_every_steps": "eval.every_steps",
+    "run.eval_tasks": "eval.count",
     "tasks.evaluate_response": "reward.function",
+    "tasks.groups_per_step": "collect.groups_per_step",
     "tasks.reward": "reward.function",
     "tasks.families": "tasks.kinds",
     "tasks.gate": "tasks.allowlist",
@@ -61,11 +67,13 @@ def load_config(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     base: Raw | None = None,
     tables: Raw | None = None,
+    *,
+    stored: bool = False,
 ) -> Config:
     """Merge defaults < `base` < file at `path` < `tables` < `overrides` and validate the result.
 
-    Overrides are "table.key=value" strings, or a mapping from "table.key" to the value. Raises ConfigError
-    with one line.
+    Overrides are "table.key=value" strings, or a mapping from "table.key" to the value. `stored`: names of
+    plug-ins are not looked up. Raises ConfigError with one line.
     """
     layers: list[tuple[str, Raw]] = []
     if base is not None:
@@ -78,15 +86,37 @@ def load_config(
         layers += [(f"override {name!r}", _nested(name, value)) for name, value in overrides.items()]
     else:
         layers += [(f"override {text!r}", _parse_override(text)) for text in overrides]
-    merged: dict[str, dict[str, Any]] = {}
+    merged: dict[str, Any] = {}
     for origin, raw in layers:
         _check_keys(raw, origin)
         for table, values in raw.items():
-            merged.setdefault(table, {}).update(values)
+            merged[table] = _merged(table, merged.get(table), values)
+    context = STORED if stored else None
     try:
-        return Config.model_validate(merged)
+        return _with_named_layers(Config.model_validate(merged, context=context), context)
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(item) for item in error.errors())) from error
+        raise ConfigError("; ".join(_describe(item, merged) for item in error.errors())) from error
+
+
+def _merged(table: str, known: Any, values: Any) -> Any:
+    """Return a table with the keys of `values`; for a repeated table in each, unless `values` is a list."""
+    if table not in REPEATED:
+        return {**(known or {}), **values}
+    if not isinstance(values, Mapping):
+        return [dict(one) for one in values]
+    return [{**one, **values} for one in known or [{}]]
+
+
+def _with_named_layers(config: Config, context: str | None) -> Config:
+    """Return the configuration with validated values in the tables of its task sets, e.g. absolute paths."""
+    sets = []
+    for table in config.tasks:
+        own = config.of_set(table, context)
+        layers = {
+            name: {key: own.__dict__[name].__dict__[key] for key in getattr(table, name)} for name in LAYERS
+        }
+        sets.append(table.model_copy(update=layers))
+    return config.model_copy(update={"tasks": tuple(sets)})
 
 
 def read_toml(path: Path) -> Raw:
@@ -117,34 +147,40 @@ def model_folder(config: Config) -> Path:
 def dump_toml(config: Config, *, comments: bool = True) -> str:
     """Return the whole configuration as TOML; `load_config` of the text returns an equal Config."""
     lines: list[str] = []
-    for table, field in Config.model_fields.items():
-        values: Table = config.__dict__[table]
-        lines += ["", f"[{table}]"] if lines else [f"[{table}]"]
-        kind = type(field.default)
-        for key, info in kind.model_fields.items():
+    for name, values in tables_of(config):
+        lines += [*([""] if lines else []), f"[[{name}]]" if name in REPEATED else f"[{name}]"]
+        for key, info in type(values).model_fields.items():
             text = f"{key} = {_toml(values.__dict__[key])}"
             words = description(info) if comments else ""
             lines.append(f"{text}  # {words}" if words else text)
     return "\n".join(lines) + "\n"
 
 
+def tables_of(config: Config) -> Iterator[tuple[str, Table]]:
+    """Yield every table with its name; a repeated one, e.g. [[tasks]], once for each."""
+    for name in Config.model_fields:
+        value = config.__dict__[name]
+        yield from ((name, one) for one in (value if name in REPEATED else (value,)))
+
+
+def table_classes() -> dict[str, type[Table]]:
+    """Return the class of each table by its name."""
+    return {name: type(one) for name, one in tables_of(Config())}
+
+
 def dotted_keys() -> list[str]:
     """Return every key of the configuration as table.key."""
-    return [
-        f"{table}.{key}"
-        for table, field in Config.model_fields.items()
-        for key in type(field.default).model_fields
-    ]
+    return [f"{table}.{key}" for table, kind in table_classes().items() for key in kind.model_fields]
 
 
-def _toml(value: bool | int | float | str | tuple[str | float, ...] | Mapping[str, str]) -> str:
+def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml(name)} = {_toml(text)}" for name, text in value.items()) + "}"
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -170,11 +206,14 @@ def _nested(name: str, value: object) -> Raw:
 
 
 def _override_value(table: str, key: str, text: str) -> Any:
-    """Parse the value as TOML; for a text key, anything but a quoted string is taken literally."""
+    """Parse the value as TOML; for a text key, anything but a quoted string is taken literally.
+
+    For a key with a list, text that is not TOML is its elements, with commas between them.
+    """
     try:
         parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
-        return text
+        return text.split(",") if text and isinstance(_default(table, key), tuple) else text
     value = parsed["v"] if parsed.keys() == {"v"} else text
     return text if isinstance(_default(table, key), str) and not isinstance(value, str) else value
 
@@ -182,7 +221,7 @@ def _override_value(table: str, key: str, text: str) -> Any:
 def _default(table: str, key: str) -> Any:
     if table not in Config.model_fields:
         return None
-    field = type(Config.model_fields[table].default).model_fields.get(key)
+    field = table_classes()[table].model_fields.get(key)
     return field.default if field is not None else None
 
 
@@ -191,11 +230,16 @@ def _check_keys(raw: Raw, origin: str) -> None:
     for table, values in raw.items():
         if table not in Config.model_fields:
             raise ConfigError(f"{origin}: unknown {_unknown_table(table, values, known)}")
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{origin}: {table} must be a table [{table}]")
-        for key in values:
-            if f"{table}.{key}" not in known:
-                raise ConfigError(f"{origin}: unknown key {table}.{key}{_suggest(f'{table}.{key}', known)}")
+        several = table in REPEATED and isinstance(values, list | tuple)
+        for one in values if several else [values]:
+            if not isinstance(one, Mapping):
+                raise ConfigError(f"{origin}: {table} must be a table [{table}]")
+            for key, value in one.items():
+                if f"{table}.{key}" not in known:
+                    hint = _suggest(f"{table}.{key}", known)
+                    raise ConfigError(f"{origin}: unknown key {table}.{key}{hint}")
+                if table in REPEATED and key in LAYERS:
+                    _check_keys({key: value}, f"{origin}: in {table}")
 
 
 def _unknown_table(table: str, values: object, known: Sequence[str]) -> str:
@@ -218,9 +262,13 @@ def _suggest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
-def _describe(item: Any) -> str:
+def _describe(item: Any, merged: Raw) -> str:
     """Return one line with the invalid value of a key; the values of a whole table are omitted."""
-    where = ".".join(str(part) for part in item["loc"])
+    table, *rest = item["loc"] or ("",)
+    if table in REPEATED and rest:
+        one = merged[table][rest[0]]
+        rest[:1] = [one.get("name") or rest[0] + 1] if len(merged[table]) > 1 else []
+    where = ".".join(map(str, [table, *rest]))
     message = str(item["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if not where:

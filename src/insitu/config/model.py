@@ -9,15 +9,16 @@ from pydantic import Field
 from insitu.config.base import CountOrZero, Keys, Table, only, unless
 
 _HF = only("kind", "hf")
+_ADAPTED = only("kind", "hf", "tinker")
 _LORA = unless("lora_rank", 0)
 
 
 class PolicyKeys(Keys):
     """The trained model and its device."""
 
-    kind: Literal["builtin", "hf"] = "builtin"
+    kind: Literal["builtin", "hf", "tinker"] = "builtin"
     """builtin = the package's Qwen3; hf = any causal language model of transformers, with engine.kind vllm or
-    sglang."""
+    sglang; tinker = adapters at a training service, with engine.kind tinker."""
     device: Annotated[Literal["auto", "cpu", "cuda"], _HF] = "auto"
     """Device of the computation; auto = the GPU if there is one."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _HF] = "auto"
@@ -29,8 +30,8 @@ class PolicyKeys(Keys):
 class PolicyTable(PolicyKeys, Table):
     """The trained model."""
 
-    lora_rank: Annotated[CountOrZero, _HF] = 0
-    """Rank of the adapters that are trained instead of the weights; 0 = all weights."""
+    lora_rank: Annotated[CountOrZero, _ADAPTED] = 0
+    """Rank of the adapters that are trained instead of the weights; 0 = all weights. tinker: must be set."""
     lora_alpha: Annotated[float, Field(gt=0), _HF, _LORA] = 32.0
     """Adapters are scaled by alpha / rank."""
     lora_targets: Annotated[tuple[str, ...], Field(strict=False), _HF, _LORA] = ()

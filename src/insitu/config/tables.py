@@ -6,40 +6,43 @@ describes. No field holds a secret: secrets are read from environment variables 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
 
-from insitu import registry
 from insitu.config.base import (
     Agent,
     Count,
     CountOrZero,
-    Fraction,
     OwnPath,
     RewardName,
-    SamplerName,
     Seconds,
     Table,
-    TaskSourceName,
-    only,
+    TrackerName,
     unless,
 )
 from insitu.config.engines import EngineTable
+from insitu.config.fleet import FleetTable
 from insitu.config.model import PolicyTable
 from insitu.config.sandbox import SandboxTable
+from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
 from insitu.config.training import CollectTable, SftTable, TrainTable
+from insitu.errors import ConfigError
 from insitu.types.limits import LimitKeys
 
 _SHIM = unless("shim_tool", "")
+_TABLES = Field(strict=False, min_length=1)
 
 
 class GatewayTable(Table):
     """The server that agents use as their provider."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Loopback TCP port that serves all sessions too, for manual calls with the secret; 0 = none."""
+    """TCP port that serves all sessions too, by their secrets; 0 = none."""
+    host: Annotated[str, unless("port", 0)] = "127.0.0.1"
+    """Address of `port`; 0.0.0.0 = reachable from other machines, behind a proxy with TLS."""
     max_concurrent_calls: Annotated[int, Field(ge=1)] = 16
     """Concurrent model calls of one session; further ones wait."""
     auxiliary: Literal["exclude", "train"] = "exclude"
@@ -91,9 +94,6 @@ class AgentCommand(Table):
     """Memory limit of one process in the agent's sandbox."""
 
 
-ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
-
-_DATA_SET = unless("source", "toy")
 _FUNCTION = unless("function", "")
 
 
@@ -106,14 +106,16 @@ class _RunTable(Table):
     """Seed of all random streams of the run."""
     steps: CountOrZero = 30
     """Optimizer steps of reinforcement learning."""
-    eval_tasks: CountOrZero = 128
-    """Held-out tasks per evaluation, one rollout each; 0 = no evaluation."""
-    eval_every_steps: CountOrZero = 0
-    """Steps between evaluations during training; 0 = only before and after."""
+    checkpoint_every_steps: Count = 5
+    """Steps between checkpoints, written in the background; the last step and those before an evaluation
+    have one too. A run that is killed trains the steps after the newest one again, from their rollouts."""
     keep_checkpoints: Count = 3
-    """Newest checkpoints kept on disk."""
+    """Newest checkpoints kept on disk, beside the one with the best held-out result."""
     plain: bool = False
     """Plain lines without colour instead of the live view."""
+    hub: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$")] = ""
+    """ORG/NAME: private repository of the Hugging Face Hub that gets the newest checkpoint with all that
+    `insitu train --resume hub:ORG/NAME` needs, in the background; empty = none."""
 
 
 class _ModelTable(Table):
@@ -128,45 +130,6 @@ class _ModelTable(Table):
     keep_reasoning: Literal["all", "template"] = "all"
     """Reasoning of earlier turns: all = kept as sampled; template = dropped where the model's chat format
     drops it, so each question starts a new branch."""
-
-
-class _TasksTable(Table):
-    """What the agent works on."""
-
-    source: TaskSourceName = "toy"
-    """toy = generated bug-fix tasks; the format of the data set at `path`; or a list, an iterator or a
-    function that returns tasks, as module:attribute, file.py:attribute or entry point."""
-    path: Annotated[OwnPath, _DATA_SET] = ""
-    """File or folder of the data set."""
-    groups_per_step: Count = 12
-    """Tasks per optimizer step."""
-    kinds: Annotated[tuple[ToyKind, ...], Field(strict=False), only("source", "toy")] = ()
-    """Kinds of faults to use; empty = all."""
-    sampler: SamplerName = "epochs"
-    """Order of training tasks: epochs, or a function of the number of a draw, as entry point,
-    module:attribute or file.py:attribute."""
-    eval_share: Annotated[Fraction, _DATA_SET] = 0.25
-    """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none."""
-    on_invalid_row: Annotated[Literal["refuse", "skip"], _DATA_SET] = "refuse"
-    """A row that cannot be graded: refuse = reject the data set; skip = skip the row."""
-    assets: Annotated[OwnPath, _DATA_SET] = ""
-    """swe_pro, slime: folder with the set's run scripts."""
-    images: Annotated[OwnPath, _DATA_SET] = ""
-    """JSON file: image name or task id -> image reference (digest pins, mirrors); empty = unchanged."""
-    allowlist: Annotated[OwnPath, _DATA_SET] = ""
-    """File written by `insitu tasks validate`: only tasks that passed are used; empty = all."""
-    transform: Annotated[str, _DATA_SET] = ""
-    """Dotted path of a function row -> row or None, called first; empty = none."""
-    checker: Annotated[str, _DATA_SET] = ""
-    """Dotted path of a function (stdin, expected, printed) -> bool, for runner stdio; empty = by words."""
-    parse_answer: str = ""
-    """Dotted path of a function (reply, task) -> files, for single_turn; empty = the last code block."""
-
-    @model_validator(mode="after")
-    def _fits_source(self) -> Self:
-        if self.source in registry.BUILT_IN["tasks"] and self.source != "toy" and not self.path:
-            raise ValueError(f"source = {self.source!r} needs path: the file or folder of the data set")
-        return self
 
 
 class HarnessTable(AgentCommand):
@@ -241,24 +204,114 @@ class _RolloutTable(Table):
     """Graded rollouts per task; pass@k is reported for k up to this."""
 
 
+class _RecordTable(Table):
+    """What a run keeps besides its rollouts."""
+
+    scores: Annotated[str, Field(pattern=r"^(off|all|last:[1-9]\d*)$")] = "last:50"
+    """Trainer's log-probability, entropy and clipping of every trained token, for the viewer: off, all, or
+    last:N = those of the last N steps. About 6 bytes per token and step."""
+
+    @property
+    def steps_kept(self) -> int | None:
+        """Steps whose scores stay; None = all."""
+        return int(self.scores.removeprefix("last:")) if self.scores.startswith("last:") else None
+
+
+class _TrackTable(Table):
+    """Trackers that get the metrics of a run; each runs in a process of its own."""
+
+    to: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
+    """wandb, trackio, tensorboard, or paths of your own trackers."""
+    project: Annotated[str, unless("to", ())] = "insitu"
+    """Project of the run at wandb and trackio."""
+
+
 class Config(Table):
     """The whole file."""
 
     run: _RunTable = _RunTable()
     model: _ModelTable = _ModelTable()
-    tasks: _TasksTable = _TasksTable()
+    tasks: Annotated[tuple[TaskSetTable, ...], _TABLES] = (TaskSetTable(),)
+    eval: Annotated[tuple[EvalTable, ...], _TABLES] = (EvalTable(),)
     sandbox: SandboxTable = SandboxTable()
     harness: HarnessTable = HarnessTable()
+    fleet: FleetTable = FleetTable()
     gateway: GatewayTable = GatewayTable()
     engine: EngineTable = EngineTable()
     limits: _LimitsTable = _LimitsTable()
     grade: _GradeTable = _GradeTable()
     reward: _RewardTable = _RewardTable()
     collect: CollectTable = CollectTable()
+    record: _RecordTable = _RecordTable()
     rollout: _RolloutTable = _RolloutTable()
     train: TrainTable = TrainTable()
     sft: SftTable = SftTable()
     policy: PolicyTable = PolicyTable()
+    track: _TrackTable = _TrackTable()
+
+    @property
+    def task_set(self) -> TaskSetTable:
+        """The only one of [[tasks]]; raises ConfigError for a mix."""
+        if len(self.tasks) > 1:
+            names = ", ".join(table.name for table in self.tasks)
+            raise ConfigError(f"this takes one task set, and [[tasks]] has {len(self.tasks)}: {names}")
+        return self.tasks[0]
+
+    def of_set(self, table: TaskSetTable, context: object = None) -> Self:
+        """Return the configuration with one task set, whose own tables are laid over the run's."""
+        tables = dict(self.__dict__)
+        for name in LAYERS:
+            if own := getattr(table, name):
+                values = {**tables[name].__dict__, **own}
+                tables[name] = type(tables[name]).model_validate(values, context=context)
+        tables["tasks"] = (table.model_copy(update={key: {} for key in LAYERS}),)
+        return type(self).model_validate(tables, context=context)
+
+    def evaluated_after(self, step: int) -> bool:
+        """Return whether there is an evaluation during training after this step."""
+        return any(table.due(step) for table in self.eval)
+
+    def saved_after(self, step: int) -> bool:
+        """Return whether a checkpoint is written after this step."""
+        due = step % self.run.checkpoint_every_steps == 0 or step == self.run.steps
+        return due or self.evaluated_after(step)
+
+    @property
+    def parts(self) -> Mapping[str, Self]:
+        """The configuration of each part of the run by its name (`Task.part`)."""
+        return {table.name: self.of_set(table) for table in self.tasks}
+
+    @model_validator(mode="after")
+    def _is_a_mix(self, info: ValidationInfo) -> Self:
+        names = [table.name for table in self.tasks]
+        if len(names) > 1 and ("" in names or len({*names}) < len(names)):
+            raise ValueError("each of several [[tasks]] needs a name of its own")
+        if not sum(table.weight for table in self.tasks):
+            raise ValueError("the weights of [[tasks]] sum to 0: there is nothing to train on")
+        if len({table.name for table in self.eval}) < len(self.eval):
+            raise ValueError("each [[eval]] needs a name of its own")
+        for table in self.tasks:
+            if shared := {"workers", "mode"} & {*table.harness}:
+                raise ValueError(f"tasks.{table.name}: harness.{min(shared)} is that of the run")
+            if any(getattr(table, layer) for layer in LAYERS):
+                try:
+                    self.of_set(table, info.context)
+                except ValidationError as error:
+                    first = error.errors(include_input=False, include_url=False)[0]
+                    where = ".".join(["tasks", *filter(None, [table.name]), *map(str, first["loc"])])
+                    raise ValueError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+        return self
+
+    @property
+    def agent_names(self) -> str:
+        """Names of the agents, of each task set in use."""
+        tables = [self.of_set(table).harness for table in self.tasks]
+        return " + ".join(dict.fromkeys(one.command[0] if one.command else one.agent for one in tables))
+
+    @property
+    def longest_wall_s(self) -> float:
+        """The largest limit of a rollout's time."""
+        return max(self.of_set(table).limits.wall_s for table in self.tasks)
 
     @property
     def sandboxes_needed(self) -> int:
@@ -275,7 +328,27 @@ class Config(Table):
                 'policy.kind = "hf" needs engine.kind = "vllm" or "sglang": the embedded engine only runs the'
                 " built-in model"
             )
+        if self.policy.kind == "tinker" and self.engine.kind != "tinker":
+            return 'policy.kind = "tinker" needs engine.kind = "tinker": the service samples what it trains'
+        if self.policy.kind == "tinker" and not self.policy.lora_rank:
+            return 'policy.kind = "tinker" needs policy.lora_rank: the service trains adapters'
         return ""
+
+    def mapped(self, change: Callable[[FieldInfo, Any], Any]) -> Self:
+        """Return a copy whose values are `change(key, value)`; they are not validated."""
+        tables: dict[str, Any] = {}
+        for name, value in self:
+            several = isinstance(value, tuple)
+            found = tuple(self._mapped(table, change) for table in (value if several else (value,)))
+            tables[name] = found if several else found[0]
+        return self.model_copy(update=tables)
+
+    def _mapped(self, table: Table, change: Callable[[FieldInfo, Any], Any]) -> Table:
+        values = {key: change(info, table.__dict__[key]) for key, info in type(table).model_fields.items()}
+        for layer in LAYERS if isinstance(table, TaskSetTable) else ():
+            keys = type(self.__dict__[layer]).model_fields
+            values[layer] = {key: change(keys[key], value) for key, value in table.__dict__[layer].items()}
+        return table.model_copy(update=values)
 
     @model_validator(mode="after")
     def _policy_has_an_engine(self) -> Self:
@@ -307,6 +380,20 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
+    def _fits_a_fleet(self) -> Self:
+        if self.fleet.kind == "none":
+            return self
+        if self.engine.kind == "upstream":
+            raise ValueError("fleet.kind needs an engine: with engine.kind upstream it has to be none")
+        if self.gateway.port:
+            raise ValueError("gateway.port has no effect with fleet.kind: each node has its own gateway")
+        if self.reward.group:
+            raise ValueError(
+                "reward.group does not work with fleet.kind: a group's rollouts are on many nodes"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sharded(self) -> Self:
         if self.train.shard and self.policy.kind != "hf":
             raise ValueError("train.shard needs policy.kind = 'hf': the builtin model is not sharded")
@@ -328,8 +415,8 @@ class Config(Table):
             raise ValueError(f"harness.compact only applies to pi, not to {self.harness.agent}")
         if self.collect.group_min > self.collect.group_size:
             raise ValueError("collect.group_min is larger than collect.group_size")
-        if self.train.min_groups > self.tasks.groups_per_step:
-            raise ValueError("train.min_groups is larger than tasks.groups_per_step: no step could train")
+        if self.train.min_groups > self.collect.groups_per_step:
+            raise ValueError("train.min_groups is larger than collect.groups_per_step: no step could train")
         if self.limits.max_call_tokens >= self.model.max_context_tokens:
             raise ValueError("limits.max_call_tokens leaves no room for a prompt in model.max_context_tokens")
         return self
@@ -343,6 +430,12 @@ class Config(Table):
                 f" are no more than train.warmup_steps = {self.train.warmup_steps}"
             )
         return self
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether the engine gets adapters unmerged."""
+        by_name = self.engine.kind == "vllm" and self.engine.publish_lora == "adapter"
+        return self.policy.lora_rank > 0 and by_name and not self.sft.run
 
     @model_validator(mode="after")
     def _publishes(self) -> Self:
@@ -358,8 +451,17 @@ class Config(Table):
             raise ValueError(
                 "engine.publish must be disk with policy.lora_rank, unless engine.publish_lora is merged"
             )
-        if self.policy.lora_rank and adapters and self.engine.publish_mode != "keep":
+        if self.policy.lora_rank and adapters and self.engine.publish_mode != "recompute":
             raise ValueError(
-                "engine.publish_mode wait has no effect with adapters: running calls keep their adapter"
+                f"engine.publish_mode {self.engine.publish_mode} has no effect with adapters:"
+                " running calls keep their adapter"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_context(self) -> Self:
+        if self.engine.publish_mode == "keep" and self.engine.kind != "vllm":
+            raise ValueError(f"engine.publish_mode keep is for vllm, not for {self.engine.kind}")
+        if self.engine.publish_mode == "keep" and not self.collect.max_staleness:
+            raise ValueError("engine.publish_mode keep has no effect with collect.max_staleness = 0")
         return self

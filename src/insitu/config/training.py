@@ -60,6 +60,8 @@ class CollectKeys(Keys):
 class CollectTable(CollectKeys, Table):
     """Groups of rollouts."""
 
+    groups_per_step: Count = 12
+    """Tasks per optimizer step."""
     run: OwnPath = ""
     """Run directory of `insitu serve` whose sessions are the groups, instead of agents; the command line
     names it."""
@@ -220,8 +222,10 @@ class PlanKeys(RowRules, _ParallelKeys):
     """Least groups with a gradient; with fewer the update is skipped (exclusion `few_groups`)."""
     token_budget: Count = 16384
     """Tokens per micro-batch."""
-    layout: Literal["prefix", "tree"] = "prefix"
-    """Shared computation in a micro-batch: a prefix common to all rows, or every token that rows share."""
+    layout: Literal["prefix", "tree", "rows"] = "prefix"
+    """Shared computation in a micro-batch: a prefix common to all rows, every token that rows share, or none:
+    each row alone, through the model's own attention, which is also what happens where insitu's own attention
+    cannot compute a model."""
 
     @model_validator(mode="after")
     def _penalties_fit(self) -> Self:
@@ -245,6 +249,10 @@ class LearnerKeys(_ParallelKeys):
     """Torch threads while training."""
     max_logprob_gap: Annotated[float, Field(ge=0)] = 0.0
     """Most |sampler - trainer| logprob of a trained token; 0 = 1e-4 embedded, 1e-3 float32, else 1."""
+    on_bad_step: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is not finite, or whose tokens differ too much between sampler and
+    trainer: stop = the run ends; skip = its groups are dropped (exclusion `bad_step`), at most 3
+    times between two updates."""
     reference: Annotated[OwnPath, _KL] = ""
     """Model folder of the reference policy; empty = the initial model of the run."""
     reference_alarm: Annotated[float, Field(ge=0), _KL] = 0.0

@@ -48,7 +48,7 @@ class _Allowlist:
         return frozenset(f.task_hash for f in self.findings.values() if f.status == "passed")
 
     def settled(self, task_id: str, task_hash: str, repeats: int) -> TaskFinding | None:
-        """What is known of a task as it is now, of at least so many repeats; infra settles nothing."""
+        """Return the finding for a task with this hash and at least `repeats` repeats, else None."""
         found = self.findings.get(task_id)
         if found is None or found.task_hash != task_hash or found.status == "infra":
             return None
@@ -59,7 +59,7 @@ _FINDINGS = TypeAdapter(dict[str, TaskFinding])
 
 
 def read_allowlist(path: Path, *, missing_ok: bool = False) -> _Allowlist:
-    """Raises TaskError when the file is missing or is no such file."""
+    """Read an allowlist; raise TaskError when the file is missing or invalid."""
     if missing_ok and not path.exists():
         return _Allowlist(path=path, findings={})
     with boundary(TaskError, f"cannot read {path}"):
@@ -75,7 +75,7 @@ def read_allowlist(path: Path, *, missing_ok: bool = False) -> _Allowlist:
 
 
 def write_allowlist(path: Path, findings: Mapping[str, TaskFinding]) -> None:
-    """Raises TaskError."""
+    """Write an allowlist; raise TaskError."""
     value = {"schema": SCHEMA, "tasks": {name: asdict(found) for name, found in sorted(findings.items())}}
     fresh = path.with_name(f".{path.name}.new")
     with boundary(TaskError, f"cannot write {path}"):

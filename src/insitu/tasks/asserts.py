@@ -20,7 +20,7 @@ class NotPlain(Exception):
 
 
 def cases_of(test: str, function: str) -> tuple[Case, ...]:
-    """The cases of a test, or () when they would not say the same. `test` has a function check(candidate)."""
+    """Return the cases of a test with a function check(candidate), or () when they would differ."""
     checks = [n for n in ast.parse(test).body if isinstance(n, ast.FunctionDef) and n.name == "check"]
     others = [n for n in ast.parse(test).body if not _harmless(n) and not isinstance(n, ast.FunctionDef)]
     if len(checks) != 1 or others or len(checks[0].args.args) != 1:
@@ -34,7 +34,7 @@ def cases_of(test: str, function: str) -> tuple[Case, ...]:
 
 
 def _harmless(node: ast.stmt) -> bool:
-    """A constant assigned to a name, or a text that stands alone."""
+    """Return whether a statement is a constant assigned to a name or a bare string."""
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     try:
@@ -44,7 +44,7 @@ def _harmless(node: ast.stmt) -> bool:
 
 
 def assert_case(node: ast.stmt, candidate: str, function: str) -> Case | None:
-    """The case of an assert about a call of `candidate`; None for what asserts nothing. Raises NotPlain."""
+    """Return the case of an assert on a call of `candidate`; None without an assertion; raise NotPlain."""
     if isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         return None
     if not isinstance(node, ast.Assert):
@@ -64,7 +64,7 @@ def assert_case(node: ast.stmt, candidate: str, function: str) -> Case | None:
 
 
 def literal_value(node: ast.expr) -> object:
-    """The value of an expression of literals. Raises NotPlain."""
+    """Return the value of an expression of literals; raise NotPlain."""
     if isinstance(node, ast.Constant):
         return _scalar(node.value)
     if isinstance(node, ast.List):
@@ -85,7 +85,7 @@ def literal_value(node: ast.expr) -> object:
 
 
 def _key(node: ast.expr | None) -> object:
-    """A value that may be in a set."""
+    """Return a value that may be in a set."""
     value = literal_value(node) if node is not None else []
     try:
         hash(value)
@@ -129,8 +129,11 @@ def _small(*values: object) -> bool:
 
 
 def plain_tests(test: str) -> list[str] | None:
-    """Names of the tests of a file in which nothing but plain functions can be a test; None where only pytest
-    can tell: classes, parameters, other decorators, tests made or imported at run time."""
+    """Return the names of the tests of a file where only plain functions can be tests.
+
+    None where only pytest can list them: classes, parameters, other decorators, tests made or imported at run
+    time.
+    """
     names: list[str] = []
     for node in ast.parse(test).body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):

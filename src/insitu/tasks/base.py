@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from insitu.types import Oracle, Task
+from insitu.types import Oracle, Task, Trust
 
 Split = Literal["train", "eval"]
 UNTESTED = "none"
 """Runner of a task without hidden tests: only a reward function can score it."""
+HOST_REWARD = "host_reward"
+"""The same, for a function that runs none of the agent's files and believes nothing of its sandbox."""
+REWARD_ONLY: Mapping[str, Trust] = {UNTESTED: "weak", HOST_REWARD: "standard"}
+"""Runners of tasks that a reward function alone scores, with the trust of its reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +36,14 @@ class TaskSource(Protocol):
         """Different tasks of a split; None = no end of them."""
 
     def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
-        """Tasks `start .. start+count` of a split; the same arguments give the same tasks.
-        The splits share no content hash. Past its size the train split begins again, in another order;
-        the eval split raises TaskError."""
+        """Return tasks `start .. start+count` of a split; the same arguments give the same tasks.
+
+        The splits share no content hash. Past its size the train split begins again, in another order; the
+        eval split raises TaskError.
+        """
 
     def oracle(self, task: Task) -> Oracle:
-        """The oracle of a task. Called by the grading side only."""
+        """Return the oracle of a task; only for the grading side."""
 
     def row(self, task: Task) -> Mapping[str, Any]:
         """Return the row that the task was made from, for reward functions; empty if it comes from none."""

@@ -65,7 +65,7 @@ PYTHON3 = 3
 
 
 def json_column(value: object) -> object:
-    """A column that holds JSON as text; an empty text is null."""
+    """Parse a column that holds JSON as text; an empty text is null."""
     if not isinstance(value, str):
         return value
     try:
@@ -93,7 +93,7 @@ class Problem:
 
 
 def problem_item(problem: Problem, options: LoadOptions) -> Item:
-    """Raises TaskError."""
+    """Return the item of a problem; raise TaskError."""
     if not problem.exchanges and not problem.cases:
         raise TaskError("the row has no inputs with outputs: nothing can be graded")
     if problem.function:
@@ -127,7 +127,7 @@ def problem_item(problem: Problem, options: LoadOptions) -> Item:
 
 
 def _gold(solutions: Sequence[str]) -> str:
-    """The first solution in Python 3; empty when there is none."""
+    """Return the first solution in Python 3; empty without one."""
     return next((text for text in solutions if _is_python(text)), "")
 
 
@@ -140,7 +140,7 @@ def _is_python(text: str) -> bool:
 
 
 def _text(value: object) -> str:
-    """An input or an output: a text, or its lines."""
+    """Return an input or output as text; a list holds its lines."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -216,7 +216,7 @@ class _AppsFormat:
 
 
 def _call(function: str, args: object, expected: object) -> Case:
-    """The set compares a result with the output and, where that is a list, with its first element."""
+    """Return a case that compares with the output, or with its first element where that is a list."""
     if not isinstance(args, list):
         raise TaskError("input_output: the inputs of a function are not a list of arguments")
     if args and isinstance(args[0], dict):

@@ -140,11 +140,11 @@ class RowSource:
         return (self._load(entry) for entry in self._by_id.values())
 
     def used(self) -> Iterator[Item]:
-        """The tasks of both splits, with their oracles: for the grading side only."""
+        """Yield the tasks of both splits with their oracles; only for the grading side."""
         return (self._load(entry) for entries in self._split.values() for entry in entries)
 
     def examples(self) -> Sequence[Task]:
-        """A task of each kind that there is: with an image or without, and by runner."""
+        """Return one task of each kind: with an image or without, and by runner."""
         used = [entry for entries in self._split.values() for entry in entries]
         return [self._item(entry).task for entry in {entry.needs: entry for entry in used}.values()]
 

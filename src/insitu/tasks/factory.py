@@ -11,7 +11,7 @@ from insitu.config import Config
 from insitu.errors import ConfigError, TaskError, boundary, user_code
 from insitu.registry import find
 from insitu.tasks.allowlist import read_allowlist
-from insitu.tasks.base import UNTESTED, TaskSource
+from insitu.tasks.base import REWARD_ONLY, TaskSource
 from insitu.tasks.dataset import Format, LoadOptions, RowCheck, RowSource
 from insitu.tasks.objects import ObjectFormat, StreamSource
 from insitu.tasks.toy import ToySource
@@ -25,14 +25,14 @@ def open_source(config: Config, limits: Limits, check: RowCheck) -> TaskSource:
     A data set or list is read whole. `check` (grading.grader.runner_for) rejects tasks that their runner
     cannot grade.
     """
-    table = config.tasks
+    table = config.task_set
     found = find("tasks", table.source)
     if found is ToySource:
         return ToySource(limits, seed=config.run.seed, kinds=table.kinds)
     found = _called(found)
 
     def check_tested(task: Task, oracle: Oracle) -> object:
-        return None if task.grading.runner == UNTESTED else check(task, oracle)
+        return None if task.grading.runner in REWARD_ONLY else check(task, oracle)
 
     if isinstance(found, Format):
         if not table.path:
@@ -54,7 +54,7 @@ def open_rows(config: Config, limits: Limits, check: RowCheck) -> RowSource:
     """Open the configured data set or list; raise ConfigError for another kind of source."""
     source = open_source(config, limits, check)
     if not isinstance(source, RowSource):
-        raise ConfigError(f"tasks.source {config.tasks.source} is not a data set")
+        raise ConfigError(f"tasks.source {config.task_set.source} is not a data set")
     return source
 
 
@@ -66,7 +66,7 @@ def format_of(name: str) -> Format:
 
 def action_of(config: Config) -> UserFunction | None:
     """Return the user's function from a reply to files, if one is configured; raise ConfigError."""
-    path = config.tasks.parse_answer
+    path = config.task_set.parse_answer
     if not path:
         return None
     return UserFunction(
@@ -84,7 +84,7 @@ def _called(found: Any) -> Any:
 
 
 def _options(config: Config, limits: Limits) -> LoadOptions:
-    table = config.tasks
+    table = config.task_set
     return LoadOptions(
         limits=limits,
         assets=Path(table.assets) if table.assets else None,
@@ -95,7 +95,7 @@ def _options(config: Config, limits: Limits) -> LoadOptions:
 
 
 def _rows(config: Config, form: Format, path: Path, limits: Limits, check: RowCheck) -> RowSource:
-    table = config.tasks
+    table = config.task_set
     source = RowSource(
         table.source,
         form,

@@ -30,7 +30,7 @@ Id = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value
 
 
 def signature(code: str, function: str) -> str:
-    """The first lines of a solution up to the body of `function`, as a stub. Raises TaskError."""
+    """Return the first lines of a solution up to the body of `function`, as a stub; raise TaskError."""
     for node in parsed(code, "code").body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
             return f"def {function}({ast.unparse(node.args)}):\n    pass\n"
@@ -45,7 +45,7 @@ def parsed(code: str, what: str) -> ast.Module:
 
 
 def _pytest_file(*parts: str) -> HiddenTests:
-    """A test file that imports all of the solution; its ids are found by a run of the solution."""
+    """Return a test file that imports all of the solution; a run of the solution finds its ids."""
     text = "\n".join(["from solution import *", *parts]) + "\n"
     return HiddenTests(files=text_tree({TEST_FILE: text}, "test"), fail_to_pass=(TEST_FILE,))
 
@@ -125,7 +125,7 @@ class Mbpp:
 
 
 def _tested_function(tests: str, code: str) -> str:
-    """The function of the solution that the tests call. Raises TaskError."""
+    """Return the function of the solution that the tests call; raise TaskError."""
     called = [
         node.func.id
         for node in ast.walk(parsed(tests, "test_list"))
@@ -139,7 +139,7 @@ def _tested_function(tests: str, code: str) -> str:
 
 
 def _assert_cases(tests: str, function: str) -> tuple[Case, ...]:
-    """A case for each assert, or () where one says more than a call and a value."""
+    """Return a case for each assert, or () where an assert is more than a call and a value."""
     try:
         cases = [assert_case(node, function, function) for node in parsed(tests, "tests").body]
     except NotPlain:
@@ -203,8 +203,7 @@ class EvalPlus:
 
 
 def _plus_cases(test: str, function: str) -> tuple[Case, ...]:
-    """Cases of `inputs` and `results`, two lists of literals that a loop compares by the set's usual
-    `assertion`; () for any other test."""
+    """Return the cases of two lists of literals that a loop compares by `assertion`; () for other tests."""
     lists: dict[str, ast.expr] = {}
     meanings: dict[str, str] = {}
     loops: list[ast.For] = []
@@ -241,7 +240,7 @@ IS_FLOATS = ("fe69f80aa3d5f149", "3ff8cd6a6f8503d7")
 
 
 def _meaning(node: ast.FunctionDef) -> str:
-    """A hash of a function without its comments, docstring and messages."""
+    """Return a hash of a function without its comments, docstring and messages."""
     copied = ast.parse(ast.unparse(node)).body[0]
     for part in ast.walk(copied):
         if isinstance(part, ast.Assert):
@@ -252,7 +251,7 @@ def _meaning(node: ast.FunctionDef) -> str:
 
 
 def _loop_tolerance(loop: ast.For, called: str) -> float | None:
-    """The last argument of the one assertion of a loop over inputs and results; None for any other loop."""
+    """Return the last argument of the assertion of a loop; None unless it loops over inputs and results."""
     lines = ast.unparse(loop).split("\n")
     if len(lines) != 2 or lines[0] != "for i, (inp, exp) in enumerate(zip(inputs, results)):":
         return None

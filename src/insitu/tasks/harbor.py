@@ -114,7 +114,7 @@ def _item(
     options: LoadOptions,
     category: str,
 ) -> Item:
-    """`tests` and `solve`: by path below the folders `tests` and `solution`."""
+    """Return the item of a task folder; `tests` and `solve` are by path below `tests` and `solution`."""
     return make_item(
         id=folder.name,
         prompt=prompt,
@@ -135,7 +135,7 @@ def _item(
 
 
 def _check_supported(folder: Path, parsed: _HarborFile) -> None:
-    """Raises TaskError for what would be graded otherwise than Harbor grades it."""
+    """Raise TaskError for a task that Harbor would grade differently."""
     own, tests = parsed.environment, parsed.verifier
     separate = tests.environment or tests.environment_mode != "shared" or tests.collect
     for found, why in (
@@ -163,8 +163,10 @@ _FROM_HOST = re.compile(r"\$\{([A-Za-z_]\w*)(?::-(.*))?\}")
 
 
 def _resolved(env: Mapping[str, str], table: str) -> dict[str, str]:
-    """Variables with their values. `${NAME:-default}` is the default: nothing of the host's environment
-    enters a sandbox. Raises TaskError for one without a default."""
+    """Return variables with their values; raise TaskError for one without a default.
+
+    `${NAME:-default}` is the default: the host's environment does not enter a sandbox.
+    """
     values = {}
     for key, value in env.items():
         found = _FROM_HOST.fullmatch(value)
@@ -177,7 +179,7 @@ def _resolved(env: Mapping[str, str], table: str) -> dict[str, str]:
 
 
 def _image(folder: Path, named: str, context: Path, options: LoadOptions) -> str:
-    """The image that tasks.images or the task names, else that of its Dockerfile."""
+    """Return the image that tasks.images or the task names, else that of its Dockerfile."""
     image = options.image(named, folder.name)
     if image:
         return image
@@ -193,8 +195,10 @@ _INSTRUCTION = re.compile(r"^[ \t]*(FROM|WORKDIR)[ \t]+(.*?)[ \t\r]*$", re.IGNOR
 
 
 def _workdir(dockerfile: Path) -> str:
-    """Where the last stage of a Dockerfile works; empty = the image knows: the stage names no folder, or one
-    relative to its base's or by a variable."""
+    """Return the work folder of the last stage of a Dockerfile.
+
+    Empty = that of the image: the stage names no folder, or one by a variable or relative to its base's.
+    """
     if not dockerfile.is_file():
         return ""
     with boundary(TaskError, f"read {dockerfile}"):

@@ -188,7 +188,7 @@ class PlainFolder:
 
 
 def task_folders(path: Path, mark: str) -> Iterator[RowLocation]:
-    """The folders below `path` that hold a file `mark`, by name; `path` itself when it is one."""
+    """Yield the folders below `path` that hold a file `mark`, by name; `path` itself when it is one."""
     if not path.is_dir():
         raise TaskError(f"tasks.path: {path} is not a folder")
     if (path / mark).is_file():

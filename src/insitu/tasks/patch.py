@@ -34,7 +34,7 @@ class _FileChange:
 
 
 def _read_patch(text: str, *, reverse: bool = False) -> list[_FileChange]:
-    """The changes of a diff. Raises TaskError for what is no diff of text files inside the folder."""
+    """Return the changes of a diff; raise TaskError unless it is a diff of text files inside the folder."""
     if not text.strip():
         raise TaskError("the patch is empty")
     try:
@@ -85,7 +85,7 @@ def _change(file: PatchedFile, reverse: bool) -> _FileChange:
 
 
 def _path(name: str | None) -> str:
-    """The path of a header line, without prefix and quotes; empty for /dev/null. Raises TaskError."""
+    """Return the path of a header line, without prefix and quotes; empty for /dev/null; raise TaskError."""
     if name is None or name == NOWHERE:
         return ""
     if len(name) > 1 and name.startswith('"') and name.endswith('"'):

@@ -88,7 +88,7 @@ class PolyglotFormat:
 
 
 def _hidden(folder: Path, named: _PolyglotFiles) -> list[str]:
-    """The tests, and what lies beside them: the configuration of some exercises leaves helpers out."""
+    """Return the tests and the files beside them: the configuration of some exercises omits helpers."""
     shown = {*named.solution, *named.editor, *named.test}
     beside = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink())
     return [*named.test, *(name for name in beside if name not in shown and not name.startswith("."))]

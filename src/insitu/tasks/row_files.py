@@ -54,7 +54,7 @@ class RowLocation:
         return f"{self.path}:{self.number}" if self.number else str(self.path)
 
     def row(self) -> RawRow:
-        """The row. Raises TaskError."""
+        """Read the row; raise TaskError."""
         line = self.content
         if self.offset >= 0:
             with boundary(TaskError, f"read {self}"), self.path.open("rb") as file:
@@ -79,15 +79,14 @@ def _no_constant(text: str) -> object:
 
 
 def read_places(path: Path) -> Iterator[RowLocation]:
-    """Yield the rows of a .jsonl, .jsonl.gz, .json (a list or one row) or .parquet file, or of a folder of
-    Parquet files; raise TaskError.
+    """Yield the rows of a file or of a folder of Parquet files; raise TaskError.
+
+    Files are .jsonl, .jsonl.gz, .json (a list or one row) or .parquet.
     """
     parts = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if parts and parts[0].suffix == ".parquet" and parts[0].is_file():
-        from insitu.tasks.row_files import parquet_rows
-
         for part in parts:
-            yield from parquet_rows(part)
+            yield from _parquet_rows(part)
         return
     if not path.is_file():
         raise TaskError(f"tasks.path: {path} is not a file, nor a folder of Parquet files")
@@ -126,8 +125,7 @@ def _read_list(path: Path, content: bytes) -> Iterator[RowLocation]:
 
 
 class TaskRow(BaseModel):
-    """Base of all schemas: columns that insitu does not use are ignored, those it uses are checked
-    strictly."""
+    """Base of all schemas: unused columns are ignored, used ones are checked strictly."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -153,8 +151,10 @@ def _names(key: str, field: FieldInfo) -> list[object]:
 
 
 def _parse_ids(value: object) -> tuple[str, ...]:
-    """Test ids from a list, a JSON string or a Python literal: the data sets use all three.
-    Anything else is refused; a string is never taken apart into letters. Raises ValueError."""
+    """Return test ids from a list, a JSON string or a Python literal: the data sets use all three.
+
+    Raises ValueError for anything else; a string is never split into letters.
+    """
     if isinstance(value, str):
         value = parse_literal(value)
     if not isinstance(value, list | tuple):
@@ -212,7 +212,7 @@ def describe(error: ValidationError) -> str:
 
 
 def row_id(row: RawRow) -> str:
-    """What a row calls itself, for errors; empty where it says nothing."""
+    """Return the id of a row for error messages; empty without one."""
     for key in ("instance_id", "task_id", "id", "name"):
         value = row.get(key)
         if isinstance(value, str | int):
@@ -235,7 +235,7 @@ class _ParquetLocation(RowLocation):
         return rows[0]
 
 
-def parquet_rows(path: Path) -> Iterator[RowLocation]:
+def _parquet_rows(path: Path) -> Iterator[RowLocation]:
     """Yield the rows of a file; raise TaskError for an unreadable one, SetupError without pyarrow."""
     number = 0
     file = _open(path)

@@ -32,7 +32,7 @@ class LimitsRow(OwnRow, LimitKeys):
 
 
 def safe_path(path: str) -> str:
-    """A relative path in normal form, without .git. Raises TaskError."""
+    """Return a relative path in normal form, without .git; raise TaskError."""
     parts = path.split("/")
     if any(part in ("", ".", "..", ".git") for part in parts) or not path.isprintable():
         raise TaskError(f"{ascii(path)[:100]} is not a path inside the work folder")
@@ -50,7 +50,7 @@ def safe_tree(tree: Tree) -> Tree:
 
 
 def text_tree(texts: Mapping[str, str], what: str) -> dict[str, FileEntry]:
-    """A tree of text files. Raises TaskError."""
+    """Return a tree of text files; raise TaskError."""
     try:
         return dict(safe_tree({path: FileEntry(content=text.encode()) for path, text in texts.items()}))
     except (UnicodeEncodeError, TaskError) as error:
@@ -58,7 +58,7 @@ def text_tree(texts: Mapping[str, str], what: str) -> dict[str, FileEntry]:
 
 
 def tree_of_folder(folder: Path) -> dict[str, FileEntry]:
-    """The regular files of a folder of a data set, which links may not leave. Empty when it is not there."""
+    """Return the regular files of a data set folder, which links may not leave; empty if it is missing."""
     tree: dict[str, FileEntry] = {}
     left = MAX_TREE_BYTES
     if not folder.is_dir():
@@ -79,13 +79,13 @@ def tree_of_folder(folder: Path) -> dict[str, FileEntry]:
 
 
 def read_text(path: Path) -> str:
-    """A text file of a data set. Raises TaskError."""
+    """Read a text file of a data set; raise TaskError."""
     with boundary(TaskError, f"read {path}"):
         return path.read_text(encoding="utf-8")
 
 
 def yaml_mapping(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping. Raises TaskError."""
+    """Read a YAML file that holds a mapping; raise TaskError."""
     try:
         value = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:

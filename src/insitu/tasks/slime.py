@@ -106,8 +106,10 @@ class SlimeFormat:
 
 
 def _before(meta: _MetadataRow, remote: _RemoteRow) -> list[str]:
-    """Commands before the agent. A text of several lines may have them as backslash-n. The last line of
-    before_repo_set_cmd brings the hidden tests in, so it is left out."""
+    """Return the commands before the agent; a text may separate its lines by backslash-n.
+
+    The last line of before_repo_set_cmd writes the hidden tests, so it is left out.
+    """
     before = [text.replace("\\n", "\n") for text in meta.pre_commands or remote.pre_commands]
     if meta.swepro is None:
         return before
@@ -145,7 +147,7 @@ def _judged_by(
 
 
 def _asset(options: LoadOptions, name: str, key: str) -> str:
-    """A script below tasks.assets; a row may not name any other file of this machine."""
+    """Return a script below tasks.assets; a row may name no other file of this machine."""
     if not name:
         raise TaskError(f"swepro.{key} is missing")
     if options.assets is None:
@@ -160,7 +162,7 @@ def _asset(options: LoadOptions, name: str, key: str) -> str:
 
 
 def _said(prompt: object) -> str:
-    """The first user message of a prompt that is a text or a list of messages."""
+    """Return the first user message of a prompt that is a text or a list of messages."""
     if isinstance(prompt, str):
         return prompt
     for message in prompt if isinstance(prompt, list) else ():

@@ -111,7 +111,7 @@ class SweRow(TaskRow):
     @field_validator("install_config", mode="before")
     @classmethod
     def _maybe(cls, value: object) -> object:
-        """A mapping, which some copies of the set hold as text."""
+        """Parse a mapping, which some copies of the set hold as text."""
         return parse_literal(value) if isinstance(value, str) and value else value or {}
 
 
@@ -182,7 +182,7 @@ def swe_item(
     oracle: Oracle,
     protected: Sequence[str] = (),
 ) -> Item:
-    """The task of any set whose base is a repository in an image. Raises TaskError."""
+    """Return the task of a set whose base is a repository in an image; raise TaskError."""
     if not setup.image:
         raise TaskError("the row names no image")
     paths = patched_paths(oracle.tests.patch) if oracle.tests.patch else ()
@@ -226,8 +226,10 @@ def _script(row: SweRow, *, needs_command: bool) -> tuple[str, str]:
 
 
 def _first_rebench(row: SweRow) -> tuple[str, str]:
-    """Of version 1 of SWE-rebench: the command of install_config on the files of the test patch, and pytest's
-    log where the row names no parser."""
+    """Return the command of install_config on the files of the test patch, and the log parser.
+
+    For version 1 of SWE-rebench; pytest's parser where the row names none.
+    """
     files = [shlex.quote(path) for path in test_files(patched_paths(row.test_patch))]
     commands = [*row.install_config.test_cmd[:-1], " ".join([row.install_config.test_cmd[-1], *files])]
     parser = parser_name(row.log_parser or row.install_config.log_parser) or "pytest"
@@ -235,13 +237,15 @@ def _first_rebench(row: SweRow) -> tuple[str, str]:
 
 
 def parser_name(name: str) -> str:
-    """The sets write `parse_log_pytest` or `pytest`."""
+    """Return the parser of `parse_log_pytest` or `pytest`: the sets write both."""
     return name.strip().removeprefix("parse_log_").replace("-", "_")
 
 
 class SweFolders:
-    """Format `swe_bench_folders`: tasks/<id>/ with task.yaml, tests.json and problem_statement.md, as
-    SWE-bench 5 keeps them. Patches and scripts stand in task.yaml or in files beside it."""
+    """Format `swe_bench_folders`: tasks/<id>/ with task.yaml, tests.json and problem_statement.md.
+
+    As SWE-bench 5 stores them; patches and scripts are in task.yaml or in files beside it.
+    """
 
     beside: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "problem_statement": ("problem_statement.md",),
@@ -270,7 +274,7 @@ HEX = re.compile(r"^[0-9a-f]{7,40}$")
 
 
 def commit(value: str, what: str) -> str:
-    """A commit id that is safe in a command. Raises TaskError."""
+    """Return a commit id that is safe in a command; raise TaskError."""
     if not HEX.match(value):
         raise TaskError(f"{what} is not a commit id: {ascii(value)[:60]}")
     return value

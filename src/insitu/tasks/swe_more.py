@@ -38,7 +38,7 @@ RUN_SCRIPT, PARSER = ".insitu/run_script.sh", ".insitu/parser.py"
 
 
 def pro_script(selected: tuple[str, ...]) -> str:
-    """Runs a set's own run script and parser; what the parser wrote goes between the markers as JSON."""
+    """Return a script that runs the set's run script and parser; its JSON goes between the markers."""
     files = shlex.quote(",".join(selected))
     return "\n".join(
         [
@@ -113,7 +113,7 @@ class ProFormat:
 
 
 def _pro_image(row: _ProRow) -> str:
-    """The tag in the row, else <owner>.<repo>-<id without instance_>, cut at what a registry takes."""
+    """Return the tag of a row, else <owner>.<repo>-<id without instance_>, cut to a registry's limit."""
     tag = row.dockerhub_tag
     if not tag:
         owner, _, name = row.repo.lower().partition("/")
@@ -297,7 +297,7 @@ def _r2e_tests(content: Mapping[str, Any]) -> Tree:
 
 
 def _r2e_gold(content: Mapping[str, Any]) -> Tree:
-    """The new content of every file that the commit changed and that is no test."""
+    """Return the new content of every file that the commit changed and that is no test."""
     gold: dict[str, FileEntry] = {}
     for entry in content.get("file_diffs") or ():
         try:

@@ -1,7 +1,6 @@
-"""The shell scripts that run a repository's own tests in a grading sandbox, with markers around what is
-parsed.
+"""Shell scripts that run the tests of a repository in a grading sandbox and mark the output to parse.
 
-The hidden tests are laid out by the grader before such a script runs, so no script applies a patch. The table
+The hidden tests are written by the grader before such a script runs, so no script applies a patch. The table
 of commands covers the repositories of SWE-bench and SWE-Gym, whose rows carry no command; rows of other
 repositories must bring their own.
 """
@@ -76,7 +75,7 @@ REPOSITORIES: Mapping[str, _TestCommand] = {
 
 
 def framed(commands: Sequence[str], *, before: Sequence[str] = ()) -> str:
-    """A script that prints the markers around the output of `commands`, and the last one's exit code."""
+    """Return a script that prints markers around the output of `commands`, and the last one's exit code."""
     return "\n".join(
         [
             "#!/bin/bash",
@@ -98,7 +97,7 @@ def test_files(paths: Sequence[str]) -> list[str]:
 
 
 def repository_script(known: _TestCommand, paths: Sequence[str], ids: Sequence[str]) -> str:
-    """The script for a repository of the table; `paths`: those of its test patch."""
+    """Return the script for a repository of the table; `paths`: those of its test patch."""
     files = test_files(paths)
     if known.style == "labels":
         words = [_label(path) for path in files]
@@ -120,8 +119,10 @@ _CHECKOUT = re.compile(r"^\s*git checkout\s+[0-9a-f]{7,40}\b")
 
 
 def without_patching(script: str) -> str:
-    """A set's own script without its `git checkout BASE files` and `git apply <<EOF` steps: the grader has
-    laid the hidden tests out already, over whatever the candidate left at their paths."""
+    """Return a set's own script without its `git checkout BASE files` and `git apply <<EOF` steps.
+
+    The grader has already written the hidden tests over the candidate's files.
+    """
     kept: list[str] = []
     end = ""
     for line in script.splitlines():
@@ -137,7 +138,7 @@ def without_patching(script: str) -> str:
 
 
 def scrubbed(*commands: str) -> tuple[str, ...]:
-    """Set-up commands, then the history gone: no later commit, branch or reflog to read the fix from."""
+    """Return set-up commands that then delete the history: no later commit, branch or reflog has the fix."""
     fresh = (
         "rm -rf .git && git init -q && git add -A && "
         "git -c user.name=task -c user.email=task@localhost commit -q -m base --allow-empty"

@@ -157,8 +157,10 @@ def _function(rng: random.Random, category: str) -> tuple[Function, _Fault]:
 
 
 def make_problem(seed: int, kinds: Sequence[str] = ()) -> ToyProblem:
-    """The problem of a seed. The text to replace occurs exactly once in the module.
-    A family that stands in `families` twice is twice as likely."""
+    """Return the problem of a seed; the text to replace occurs exactly once in the module.
+
+    A kind that is in `kinds` twice is twice as likely.
+    """
     # The text is part of the seed: with another one the warm start would have been recorded on other tasks.
     rng = random.Random(f"whet-toy-{seed}")
     pool = sorted(kinds or FAMILIES)
@@ -174,8 +176,7 @@ def make_problem(seed: int, kinds: Sequence[str] = ()) -> ToyProblem:
 
 
 def call_function(text: str, function: str, args: Sequence[object]) -> object:
-    """Run generated module text (never an agent's) and call one of its functions.
-    All generated arguments are positive, so nothing divides by zero."""
+    """Run generated module text (never an agent's) and call one of its functions."""
     scope: dict[str, object] = {}
     exec(compile(text, "<toy>", "exec"), scope)  # generated arithmetic
     target = scope[function]
@@ -195,7 +196,7 @@ def _inputs(problem: ToyProblem, count: int) -> list[tuple[int, ...]]:
 
 
 def visible_inputs(problem: ToyProblem) -> tuple[int, ...]:
-    """The arguments check.py shows. Small numbers: hidden cases use 11 and up."""
+    """Return the arguments that check.py shows: small numbers, since hidden cases use 11 and up."""
     rng = random.Random(f"whet-toy-visible-{problem.seed}")
     return tuple(rng.sample(range(2, 10), len(problem.faulty.params)))
 
@@ -221,7 +222,7 @@ def _check_script(problem: ToyProblem) -> str:
 
 
 def check_output(problem: ToyProblem, text: str) -> str:
-    """What check.py prints when the module's text is `text`."""
+    """Return the output of check.py when the module's text is `text`."""
     args = visible_inputs(problem)
     want = call_function(problem.text(solved=True), problem.faulty.name, args)
     if call_function(text, problem.faulty.name, args) == want:
@@ -300,7 +301,7 @@ class ToySource:
         return {}
 
     def problem(self, task: Task) -> ToyProblem:
-        """The generated problem behind a task, for the oracle and for scripted demonstrators."""
+        """Return the generated problem of a task, for the oracle and for scripted demonstrators."""
         problem = make_problem(int(task.id.removeprefix("toy-")), self._kinds)
         if _to_task(problem, self._limits).content_hash != task.content_hash:
             raise TaskError(f"{task.id} does not come from this source")

@@ -75,7 +75,7 @@ class HumanEval:
 
 
 def _checked_by(row: _HumanEvalRow) -> HiddenTests:
-    """The set's own test, run in the namespace of the module."""
+    """Return the set's own test, run in the namespace of the module."""
     text = (
         "from solution import *\n"
         f"from solution import {row.entry_point}\n\n"

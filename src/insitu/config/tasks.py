@@ -1,0 +1,96 @@
+"""The tables [[tasks]] and [[eval]]: task sets, their shares of a run, and evaluations on them.
+
+Both may hold tables of the run, e.g. `limits = { wall_s = 60 }`, whose keys replace the run's for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from insitu import registry
+from insitu.config.base import (
+    CountOrZero,
+    Fraction,
+    OwnPath,
+    SamplerName,
+    Table,
+    TaskSourceName,
+    only,
+    unless,
+)
+
+ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
+LAYERS = ("harness", "limits", "sandbox", "grade", "reward")
+"""Tables of the run that one of [[tasks]] or [[eval]] may hold keys of."""
+
+_DATA_SET = unless("source", "toy")
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")]
+
+
+class TaskSetTable(Table):
+    """What the agent works on: one task set, or one of a mix."""
+
+    name: _Name = ""
+    """Name in metrics and the viewer; needed with several sets."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Share of the groups that work on this set, relative to the other sets; 0 = only evaluated."""
+    source: TaskSourceName = "toy"
+    """toy = generated bug-fix tasks; the format of the data set at `path`; or a list, an iterator or a
+    function that returns tasks, as module:attribute, file.py:attribute or entry point."""
+    path: Annotated[OwnPath, _DATA_SET] = ""
+    """File or folder of the data set."""
+    kinds: Annotated[tuple[ToyKind, ...], Field(strict=False), only("source", "toy")] = ()
+    """Kinds of faults to use; empty = all."""
+    sampler: SamplerName = "epochs"
+    """Order of training tasks: epochs, or a function of the number of a draw, as entry point,
+    module:attribute or file.py:attribute."""
+    eval_share: Annotated[Fraction, _DATA_SET] = 0.25
+    """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none."""
+    on_invalid_row: Annotated[Literal["refuse", "skip"], _DATA_SET] = "refuse"
+    """A row that cannot be graded: refuse = reject the data set; skip = skip the row."""
+    assets: Annotated[OwnPath, _DATA_SET] = ""
+    """swe_pro, slime: folder with the set's run scripts."""
+    images: Annotated[OwnPath, _DATA_SET] = ""
+    """JSON file: image name or task id -> image reference (digest pins, mirrors); empty = unchanged."""
+    allowlist: Annotated[OwnPath, _DATA_SET] = ""
+    """File written by `insitu tasks validate`: only tasks that passed are used; empty = all."""
+    transform: Annotated[str, _DATA_SET] = ""
+    """Dotted path of a function row -> row or None, called first; empty = none."""
+    checker: Annotated[str, _DATA_SET] = ""
+    """Dotted path of a function (stdin, expected, printed) -> bool, for runner stdio; empty = by words."""
+    parse_answer: str = ""
+    """Dotted path of a function (reply, task) -> files, for single_turn; empty = the last code block."""
+    harness: Mapping[str, Any] = {}
+    """Keys of [harness] for this set, e.g. { agent = "mini_swe" }."""
+    limits: Mapping[str, Any] = {}
+    """Keys of [limits] for this set."""
+    sandbox: Mapping[str, Any] = {}
+    """Keys of [sandbox] for this set, which then has a pool of its own."""
+    grade: Mapping[str, Any] = {}
+    """Keys of [grade] for this set."""
+    reward: Mapping[str, Any] = {}
+    """Keys of [reward] for this set."""
+
+    @model_validator(mode="after")
+    def _fits_source(self) -> Self:
+        if self.source in registry.BUILT_IN["tasks"] and self.source != "toy" and not self.path:
+            raise ValueError(f"source = {self.source!r} needs path: the file or folder of the data set")
+        return self
+
+
+class EvalTable(Table):
+    """An evaluation, before and after training and in between; the first one is the run's held-out score."""
+
+    name: _Name = "heldout"
+    """Name in metrics and the viewer; another one for each evaluation."""
+    count: CountOrZero = 128
+    """Tasks of the evaluation, at most all; 0 = no evaluation."""
+    every_steps: CountOrZero = 0
+    """Steps between evaluations during training; 0 = only before and after."""
+
+    def due(self, step: int) -> bool:
+        """Return whether it takes place during training after this step."""
+        return self.every_steps > 0 and step > 0 and step % self.every_steps == 0

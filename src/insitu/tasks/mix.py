@@ -1,0 +1,108 @@
+"""Task sets of a run as one source, and which of them each draw of training belongs to.
+
+Every task carries the name of its set (`Task.part`), by which its agent, limits and reward are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from insitu.config import Config
+from insitu.errors import TaskError
+from insitu.tasks.base import Split, TaskSource
+from insitu.tasks.dataset import RowSource
+from insitu.types import Oracle, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSet:
+    """An open source of tasks."""
+
+    config: Config
+    """The run's configuration with this set alone, and the set's own tables in place of the run's."""
+    source: TaskSource
+
+    @property
+    def name(self) -> str:
+        return self.config.task_set.name
+
+    def size(self, split: Split) -> int | None:
+        return self.source.size(split)
+
+    def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
+        return self._marked(self.source.tasks(split, start, count))
+
+    def examples(self) -> Sequence[Task]:
+        """Return tasks that represent all others in what they need of a sandbox."""
+        source = self.source
+        return self._marked(
+            source.examples() if isinstance(source, RowSource) else source.tasks("train", 0, 1)
+        )
+
+    def _marked(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        return [replace(task, part=self.name) for task in tasks]
+
+
+class TaskMix:
+    """Implements TaskSource over all task sets of a run, one after the other."""
+
+    def __init__(self, sets: Sequence[TaskSet]) -> None:
+        self.sets = sets
+        self._by_name = {one.name: one for one in sets}
+
+    @property
+    def name(self) -> str:
+        return " + ".join(one.source.name for one in self.sets)
+
+    def size(self, split: Split) -> int | None:
+        """Return the tasks of all sets; None if one has no end."""
+        sizes = [one.source.size(split) for one in self.sets]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
+        """Return tasks of the sets in order; the last one may go on past its size."""
+        found: list[Task] = []
+        for one in self.sets:
+            size = None if one is self.sets[-1] else one.source.size(split)
+            here = count - len(found) if size is None else max(0, min(count - len(found), size - start))
+            found += one.tasks(split, start, here)
+            start = max(0, start - (size or 0))
+        return found
+
+    def oracle(self, task: Task) -> Oracle:
+        return self.of(task).source.oracle(task)
+
+    def row(self, task: Task) -> Mapping[str, Any]:
+        return self.of(task).source.row(task)
+
+    def examples(self) -> Sequence[Task]:
+        """Return tasks that represent all others in what they need of a sandbox."""
+        return [task for one in self.sets for task in one.examples()]
+
+    def of(self, task: Task) -> TaskSet:
+        """Return the set of a task; raise TaskError."""
+        if task.part not in self._by_name:
+            raise TaskError(f"task {task.id} does not come from this source: no task set {task.part!r}")
+        return self._by_name[task.part]
+
+
+def schedule(weights: Sequence[float]) -> Callable[[int], tuple[int, int]]:
+    """Return a function from the number of a draw to its set, and the number of the draw within that set.
+
+    After n draws each set has had its share of n by weight, give or take one: a pure function of the weights.
+    """
+    total, drawn, places = sum(weights), [0] * len(weights), list[tuple[int, int]]()
+
+    def place(draw: int) -> tuple[int, int]:
+        while len(places) <= draw:
+            owed = [
+                weight / total * (len(places) + 1) - had for weight, had in zip(weights, drawn, strict=True)
+            ]
+            chosen = max(range(len(weights)), key=lambda number: (weights[number] > 0, owed[number]))
+            places.append((chosen, drawn[chosen]))
+            drawn[chosen] += 1
+        return places[draw]
+
+    return place

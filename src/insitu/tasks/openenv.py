@@ -1,0 +1,133 @@
+"""Format and reward `openenv`: the tasks of an OpenEnv server, scored by the rewards of its steps.
+
+`tasks.path` is the URL of a server with the Task API, or a TOML file with `url` and either `split` or
+`resets`, the arguments of `reset` of each task. The prompt has the first observation and the schema of an
+action. The answer is one action or a list of them; the reward is the sum over the steps. The server makes it
+where the action runs, so it is weak.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from insitu.errors import ConfigError, TaskError, boundary, user_code
+from insitu.install_hints import install_package
+from insitu.tasks.answers import answer_of, answer_task, named_or_file
+from insitu.tasks.base import UNTESTED, Item
+from insitu.tasks.dataset import LoadOptions
+from insitu.tasks.objects import location
+from insitu.tasks.row_files import RawRow, RowLocation
+from insitu.types import FinishedRollout
+
+_TIMEOUT_S = 60.0
+_MCP = ("Action", "CallToolAction", "ListToolsAction")
+_INVALID = "VALIDATION_ERROR"
+
+
+class OpenEnv:
+    """Format `openenv`."""
+
+    def places(self, path: Path) -> Iterator[RowLocation]:
+        keys = named_or_file(str(path), "url")
+        url = str(keys["url"]).rstrip("/")
+        resets = keys.get("resets") or _task_resets(url, keys.get("split", "train"))
+        schema = _action_schema(url)
+        with _client(url).sync() as client:
+            for number, reset in enumerate(resets, 1):
+                with user_code(TaskError, f"{url}: reset {reset}"):
+                    seen = client.reset(**reset).observation
+                row = {"url": url, "reset": reset, "observation": seen, "action_schema": schema}
+                yield location({"id": _name(reset, number), **row}, number)
+
+    def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
+        # The id sets apart tasks that look the same, as those of a game do.
+        shown = {name: row[name] for name in ("id", "observation", "action_schema")}
+        prompt = row.get("prompt") or json.dumps(shown, ensure_ascii=False)
+        return answer_task(str(row["id"]), prompt, UNTESTED, options)
+
+
+async def reward(rollout: FinishedRollout) -> float | None:
+    """Return the sum of the rewards of the answer's steps; None if the server gave none."""
+    row, rewards = rollout.row, list[float | None]()
+    async with _client(row["url"]) as client:
+        await client.reset(**row["reset"])
+        for action in _actions(answer_of(rollout), row["action_schema"]):
+            try:
+                result = await client.step(action)
+            except RuntimeError as error:
+                if _INVALID not in str(error):
+                    raise
+                break  # not an action: the model's fault
+            rewards.append(result.reward)
+            if result.done:
+                break
+    given = [one for one in rewards if one is not None]
+    return None if rewards and not given else sum(given)
+
+
+def _client(url: str) -> Any:
+    try:
+        return import_module("openenv").GenericEnvClient(base_url=url)
+    except ImportError as error:
+        raise ConfigError(f"openenv is not installed: {install_package('openenv')}") from error
+
+
+def _actions(answer: str, schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the actions of an answer: JSON, or the value of the one field that an action needs."""
+    if answer.startswith("```") and answer.endswith("```"):
+        answer = "\n".join(answer.splitlines()[1:-1]).strip()
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        found = answer
+    if isinstance(found, dict):
+        return [found]
+    if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
+        return found
+    required = schema.get("required", [])
+    return [{required[0]: found}] if answer and len(required) == 1 else []
+
+
+def _name(reset: Mapping[str, Any], number: int) -> str:
+    return f"{reset['split']}-{reset['index']}" if {"split", "index"} <= set(reset) else f"reset-{number}"
+
+
+def _task_resets(url: str, split: str) -> list[dict[str, Any]]:
+    """Return the arguments of `reset` of all tasks of a split, by the server's Task API."""
+    try:
+        [name] = _http(f"{url}/list_environments")
+        splits = [one["name"] for one in _http(f"{url}/{name}/splits")]
+        count = 0
+        if split in splits:
+            count = _http(f"{url}/{name}/num_tasks", {"split": split})["num_tasks"]
+    except TaskError as error:
+        raise TaskError(
+            f"{error}; a server without the Task API needs a TOML file with url and resets"
+        ) from None
+    if not count:
+        raise TaskError(
+            f"{url} has no task in split {split!r}, of {', '.join(splits)}: set split in a TOML file"
+        )
+    return [{"split": split, "index": index} for index in range(count)]
+
+
+@lru_cache(maxsize=4)
+def _action_schema(url: str) -> Mapping[str, Any]:
+    schema: Mapping[str, Any] = _http(f"{url}/schema")["action"]
+    if schema.get("title") in _MCP:
+        raise TaskError(f"{url} is an environment of MCP tools, which are not offered to the agent")
+    return schema
+
+
+def _http(url: str, body: Mapping[str, Any] | None = None) -> Any:
+    """Return the JSON that a server answers; raise TaskError."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with boundary(TaskError, f"read {url}"), urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+        return json.load(reply)

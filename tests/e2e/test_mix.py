@@ -1,0 +1,67 @@
+"""A run of two task sets and two agents through the command line."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from insitu.storage.metrics import read_metrics
+from insitu.storage.run_dir import read_store
+from tests.e2e.test_runs import _wait_for, command, finish, plans
+
+pytestmark = pytest.mark.slow
+
+SMALL = [
+    "run.steps=2", "eval.count=6", "collect.groups_per_step=3", "collect.group_size=4", "harness.workers=4",
+    "train.threads=1", "train.min_groups=1", "engine.max_rows=8",
+]  # fmt: skip
+
+
+def train(run_dir: Path) -> list[str]:
+    return command("train", "examples/mix.toml", "--plain", "--json", f"run.dir={run_dir}", *SMALL)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """One undisturbed run."""
+    run_dir = tmp_path_factory.mktemp("mix") / "reference"
+    return run_dir, finish(train(run_dir))
+
+
+def test_each_group_has_the_agent_and_the_limits_of_its_set(reference: tuple[Path, dict[str, Any]]) -> None:
+    run_dir, summary = reference
+    assert summary["agent"] == "script + single_turn"
+    with read_store(run_dir) as store:
+        assert store.check_balance().pending == 0
+        groups = [store.rollouts("train", step) for step in (1, 2)]
+    parts = [[rollout.part for rollout in rollouts[::4]] for rollouts in groups]
+    assert [sorted(names) for names in parts] == [["operators", "operators", "swaps"]] * 2
+    for rollout in (one for rollouts in groups for one in rollouts):
+        assert rollout.category in (("swapped",) if rollout.part == "swaps" else ("operator", "comparison"))
+        assert len(rollout.turns) == 1 or rollout.part == "operators"
+
+
+def test_every_metric_of_a_step_is_there_by_name(reference: tuple[Path, dict[str, Any]]) -> None:
+    steps = [line for line in read_metrics(reference[0] / "metrics.jsonl") if line["event"] == "step"]
+    for line in steps:
+        assert (line["operators/rollouts"], line["swaps/rollouts"]) == (8, 4)
+        assert line["swaps/calls_mean"] <= 1.0
+        graded = 8 * line["operators/solve_rate"] + 4 * line["swaps/solve_rate"]
+        assert graded == pytest.approx(12 * line["solve_rate"])
+
+
+def test_a_killed_mix_resumes_to_the_same_bits(
+    reference: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "killed"
+    child = subprocess.Popen(train(run_dir), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _wait_for(run_dir, child, ("train", 1), 3)
+    child.send_signal(signal.SIGKILL)
+    child.wait(10)
+    summary = finish(command("train", "--plain", "--json", "--resume", run_dir))
+    assert summary["weights"] == reference[1]["weights"]
+    assert plans(run_dir) == plans(reference[0])

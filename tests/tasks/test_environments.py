@@ -1,0 +1,57 @@
+"""Tasks and rewards of verifiers and OpenEnv, with stand-ins; tests/bridges has the real packages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from environments import check_openenv, check_verifiers, rows, taskset
+
+from insitu.errors import ConfigError, TaskError
+from insitu.grading.trust import trust_of
+from tests.fakes.environments_sdk import ROUTES, openenv_sdk, serve_guess, verifiers_sdk
+
+
+@pytest.fixture
+def sdks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in {**verifiers_sdk(), **openenv_sdk()}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("sdks")
+def test_a_taskset_of_verifiers_is_a_source_with_its_own_rewards(tmp_path: Path) -> None:
+    check_verifiers(tmp_path)
+
+
+@pytest.mark.usefixtures("sdks")
+def test_a_server_of_openenv_is_a_source_with_its_own_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_guess() as url:
+        check_openenv(url, tmp_path)
+        monkeypatch.delitem(ROUTES, "/guess/splits")
+        with pytest.raises(
+            TaskError, match="501.*without the Task API needs a TOML file with url and resets"
+        ):
+            rows("openenv", url)
+        monkeypatch.setitem(ROUTES, "/schema", {"action": {"title": "CallToolAction"}})
+        (tmp_path / "tools.toml").write_text(f'url = "{url}"\nresets = [{{}}]\n')
+        with pytest.raises(TaskError, match="MCP tools, which are not offered"):
+            rows("openenv", str(tmp_path / "tools.toml"))
+
+
+@pytest.mark.usefixtures("sdks")
+def test_the_trust_of_a_reward_depends_on_where_it_is_made(tmp_path: Path) -> None:
+    with taskset(tmp_path, "trusted_of_a_test") as name, serve_guess() as url:
+        for source, path, trust in (("verifiers", name, "standard"), ("openenv", url, "weak")):
+            item = next(rows(source, path).every())
+            assert trust_of(item.task, item.oracle) == (trust, "the reward function decides")
+
+
+@pytest.mark.parametrize("source", ["verifiers", "openenv"])
+def test_a_missing_package_is_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("verifiers", "verifiers.v1", "openenv"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with serve_guess() as url, pytest.raises(ConfigError, match=f"{source} is not installed: "):
+        rows(source, url)

@@ -1,0 +1,114 @@
+"""Several task sets in one run: their configuration, their shares of the draws, and tasks by set."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from insitu.config import dump_toml, load_config
+from insitu.errors import ConfigError, TaskError
+from insitu.runtime.preflight import open_mix, prepare
+from insitu.storage.run_dir import name_run
+from insitu.tasks.mix import schedule
+from insitu.tasks.samplers import task_sampler
+
+ROW = {
+    "entry": "m.py",
+    "files": {"m.py": "def f():\n    return 1\n"},
+    "cases": [{"function": "f", "args": [], "expected": 2}],
+}
+
+
+def rows(folder: Path, count: int, **more: Any) -> str:
+    path = folder / "rows.jsonl"
+    lines = [{**ROW, "id": f"row-{n}", "prompt": f"Fix number {n}.", **more} for n in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def mixed(path: str, **second: Any) -> dict[str, Any]:
+    own = {"name": "own", "source": "jsonl", "path": path, "eval_share": 0.0, **second}
+    return {"tasks": [{"name": "toy", "source": "toy", "weight": 3.0}, own]}
+
+
+def test_each_set_has_its_share_of_every_prefix_of_the_draws() -> None:
+    weights = (3.0, 1.0, 0.5, 0.0)
+    place = schedule(weights)
+    drawn = Counter[int]()
+    for draw in range(900):
+        number, within = place(draw)
+        assert within == drawn[number]
+        drawn[number] += 1
+        assert all(abs(drawn[i] - w / 4.5 * (draw + 1)) < 1.5 for i, w in enumerate(weights))
+    assert [drawn[i] for i in range(4)] == [600, 200, 100, 0]
+    assert [schedule(weights)(draw) for draw in (899, 0)] == [place(899), place(0)]
+
+
+def test_tasks_are_drawn_without_replacement_and_carry_their_set(tmp_path: Path) -> None:
+    mix = open_mix(load_config(None, (), mixed(rows(tmp_path, 4))))
+    draw = task_sampler(mix)
+    tasks = [draw(number) for number in range(32)]
+    assert Counter(task.part for task in tasks) == {"toy": 24, "own": 8}
+    own = [task.id for task in tasks if task.part == "own"]
+    assert sorted(own[:4]) == sorted(own[4:]) == ["row-0", "row-1", "row-2", "row-3"]
+    assert [task_sampler(mix)(number) for number in (31, 7)] == [tasks[31], tasks[7]]
+    assert mix.oracle(tasks[0]) != mix.oracle(next(task for task in tasks if task.part == "own"))
+    assert (mix.size("train"), mix.name) == (None, "toy + jsonl")
+
+
+def test_a_set_has_its_own_tables(tmp_path: Path) -> None:
+    second = {"limits": {"wall_s": 7.0}, "harness": {"agent": "script"}, "grade": {"timeout_s": 9.0}}
+    config = load_config(None, ["limits.max_calls=3"], mixed(rows(tmp_path, 1), **second))
+    own = config.of_set(config.tasks[1])
+    assert (own.limits.wall_s, own.limits.max_calls, own.harness.agent) == (7.0, 3, "script")
+    assert config.of_set(config.tasks[0]).harness.agent == "pi"
+    assert (own.task_set.name, config.agent_names, config.longest_wall_s) == ("own", "pi + script", 120.0)
+    (task,) = open_mix(config).sets[1].tasks("train", 0, 1)
+    assert (task.limits.wall_s, task.part) == (7.0, "own")
+    stored = name_run(config)
+    assert load_config(base=tomllib.loads(dump_toml(stored))) == stored
+
+
+def test_an_override_holds_for_every_set(tmp_path: Path) -> None:
+    config = load_config(None, ["tasks.sampler=epochs", "tasks.weight=2"], mixed(rows(tmp_path, 1)))
+    assert [table.weight for table in config.tasks] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ({"name": "toy"}, "each of several .* needs a name of its own"),
+        ({"name": ""}, "each of several .* needs a name of its own"),
+        ({"name": "a/b"}, "tasks.a/b.name: string should match"),
+        ({"weight": -1.0}, "tasks.own.weight: input should be greater than or equal to 0"),
+        ({"limits": {"wal_s": 1}}, r"in tasks: unknown key limits.wal_s; did you mean limits.wall_s"),
+        ({"limits": {"wall_s": -1.0}}, "tasks.own.wall_s: Input should be greater than 0"),
+        ({"harness": {"agent": "script", "compact": True}}, "tasks.own: harness.compact only applies to pi"),
+        ({"harness": {"workers": 2}}, "tasks.own: harness.workers is that of the run"),
+        ({"sampler": "epoch"}, "tasks.own.sampler: unknown name 'epoch'"),
+    ],
+)
+def test_a_wrong_set_is_named(tmp_path: Path, second: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_config(None, (), mixed(rows(tmp_path, 1), **second))
+
+
+def test_weights_that_sum_to_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weights of .* sum to 0"):
+        load_config(None, ["tasks.weight=0"], mixed(rows(tmp_path, 1)))
+
+
+def test_a_set_without_its_sandbox_or_rows_is_refused_by_name(tmp_path: Path) -> None:
+    def choose(config: Any, mix: Any) -> Any:
+        return mix.examples()
+
+    images = mixed(rows(tmp_path, 1, image="python:3.12"), harness={"agent": "script"})
+    with pytest.raises(ConfigError, match=r"tasks\.own: task row-0 cannot run with sandbox.backend = local"):
+        prepare(load_config(None, ["harness.agent=script"], images), lambda line: None, choose)
+    with pytest.raises(TaskError, match=r"tasks\.own: .*no-such.jsonl"):
+        open_mix(load_config(None, (), mixed(str(tmp_path / "no-such.jsonl"))))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from insitu.config import Config, load_config
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import template_renderer
+from insitu.config import WARM_START, Config, load_config
 from insitu.engines import factory as opening
-from insitu.engines.factory import open_engine
-from insitu.errors import EngineError, EngineUnavailable
+from insitu.engines.factory import http_options, open_engine, open_server
+from insitu.engines.replicas import EngineSet
+from insitu.errors import ConfigError, EngineError, EngineUnavailable
 from tests.fakes.sglang import FakeSglang
 from tests.fakes.vllm import FakeVllm, listening
 
@@ -32,7 +35,7 @@ def free_port() -> int:
 
 
 def config(kind: str, port: int, start_s: float) -> Config:
-    at = f"engine.url=http://127.0.0.1:{port}"
+    at = f"engine.urls=http://127.0.0.1:{port}"
     return load_config(
         None, [f"engine.kind={kind}", at, "engine.retries=0", f"engine.start_timeout_s={start_s}"]
     )
@@ -85,3 +88,70 @@ async def test_one_that_is_there_and_refuses_is_not_waited_for() -> None:
             async with open_engine(config("vllm", port, 30), None, probe=False, announce=said.append):  # type: ignore[arg-type]
                 pass
     assert said == []
+
+
+@asynccontextmanager
+async def fakes(*models: FakeVllm) -> AsyncIterator[Config]:
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(listening(fake.app())) for fake in models]
+        yield load_config(None, ["engine.kind=vllm", f"engine.urls={','.join(urls)}", "engine.retries=0"])
+
+
+async def test_several_servers_of_one_model_are_one_engine() -> None:
+    async with (
+        fakes(FakeVllm(448), FakeVllm(448)) as several,
+        open_engine(several, template_renderer(read_folder(WARM_START))) as engine,
+    ):
+        assert isinstance(engine, EngineSet)
+        assert len(engine._members) == 2
+
+
+def other_weights() -> FakeVllm:
+    fake = FakeVllm(448)
+    fake.sums = {name: "0" * 64 for name in fake.sums}
+    return fake
+
+
+def data_parallel() -> FakeVllm:
+    fake = FakeVllm(448)
+    fake.data_parallel = 2
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("second", "line"),
+    [
+        (lambda: FakeVllm(448, max_model_len=8192), r"are not alike: policy with 8192 tokens .* 4096 tokens"),
+        (lambda: FakeVllm(448, scale_out=False), "are not alike: .* a version per reply"),
+        (other_weights, r"hold different weights as version 0 \([0-9a-f]{12}, [0-9a-f]{12}\)"),
+        (
+            data_parallel,
+            r"has 2 workers where one engine has 1 \(--data-parallel-size\): start a server of its",
+        ),
+    ],
+)
+async def test_servers_that_are_not_alike_are_refused_in_one_line(
+    second: Callable[[], FakeVllm], line: str
+) -> None:
+    async with fakes(FakeVllm(448), second()) as several:
+        with pytest.raises(EngineError, match=line) as caught:
+            async with open_engine(several, None, probe=False):  # type: ignore[arg-type]
+                pass
+    assert "\n" not in str(caught.value)
+
+
+async def test_servers_at_different_versions_are_refused_unless_they_get_weights() -> None:
+    ahead = FakeVllm(448)
+    ahead.sampler.label = "3"
+    async with fakes(FakeVllm(448), ahead) as several:
+        with pytest.raises(EngineError, match=r"holds other weights \(version 3, .* start both on one model"):
+            async with open_engine(several, None, probe=False):  # type: ignore[arg-type]
+                pass
+        async with open_server(several, None, probe=False) as engines:  # type: ignore[arg-type]
+            assert engines.receipt.version == 0
+
+
+def test_an_address_twice_is_refused() -> None:
+    twice = load_config(None, ["engine.kind=vllm", "engine.urls=http://x,http://x/v1"])
+    with pytest.raises(ConfigError, match="engine.urls names http://x twice"):
+        http_options(twice)

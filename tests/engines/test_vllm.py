@@ -292,7 +292,7 @@ async def test_a_server_that_is_not_there() -> None:
     "url", ["127.0.0.1:8000", "ftp://x", "http://u:p@x", "http://x?key=1", "", "http://", "http://x:99999"]
 )
 async def test_a_url_that_is_none(url: str) -> None:
-    with pytest.raises(ConfigError, match="engine.url"):
+    with pytest.raises(ConfigError, match="engine.urls"):
         async with open_vllm(HttpOptions(url=url)):
             pass
 

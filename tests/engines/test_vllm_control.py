@@ -192,6 +192,40 @@ async def test_a_call_that_comes_during_an_update_waits_for_the_new_weights(tmp_
         assert (await late).version_runs == ((0, receipt.version),)
 
 
+async def test_context_is_kept_over_updates_until_it_is_too_old(tmp_path: Path) -> None:
+    """Tokens bear the oldest weights that their context was computed with."""
+    folders = [published(tmp_path / f"v{version}", f"v{version}", version) for version in range(5)]
+    async with serve_vllm(VOCAB, token_delay_s=0.005) as fake:
+        async with open_vllm(options(fake, context_versions=1)) as engine:
+            await engine.load(folders[0], 0, mode="keep")
+            flushed = fake.sampler.flushes
+            assert flushed == 1, "what was computed before the first update has no name of its own"
+            assert (await ask(engine, 4)).version_runs == ((0, 0),)
+            long = asyncio.create_task(ask(engine, 120, turn=1))
+            await until(lambda: fake.sampler.jobs and len(fake.sampler.jobs[0].ids) > 3)
+            await engine.load(folders[1], 1, mode="keep")
+            assert fake.sampler.flushes == flushed
+            other = RequestKey(seed=3, rollout_id="other", turn=0)
+            params = SamplingParams(max_tokens=4)
+            assert (await engine.generate(PROMPT, params, other)).version_runs == ((0, 1),)
+            sampled = len(fake.sampler.jobs[0].ids)
+            await engine.load(folders[2], 2, mode="keep")
+            assert fake.sampler.flushes == flushed + 1, "the running call's context is two versions old"
+            reply = await long
+            assert [version for _, version in reply.version_runs] == [0, 2]
+            assert reply.version_runs[1][0] >= sampled
+            assert (await engine.generate(PROMPT, params, other)).version_runs == ((0, 2),)
+            await engine.load(folders[3], 3, mode="keep")
+            assert (await engine.generate(PROMPT, params, other)).version_runs == ((0, 2),)
+            await engine.load(folders[4], 4, mode="keep")
+            assert (await engine.generate(PROMPT, params, other)).version_runs == ((0, 4),)
+            assert fake.sampler.flushes == flushed + 1, (
+                "a session without a running call begins its context again"
+            )
+        assert fake.salts[-4:] == ["insitu-1", "insitu-2", "insitu-2", "insitu-4"]
+        assert fake.cleared == 0
+
+
 async def test_sleep_drains_first_and_wake_lets_waiting_calls_go_on() -> None:
     async with serve_vllm(VOCAB, token_delay_s=0.005) as fake, open_vllm(options(fake)) as engine:
         running = asyncio.create_task(ask(engine, 30))

@@ -55,6 +55,7 @@ class FakeSglang:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/model_info", self._model_info)
+        app.router.add_get("/health", self._health)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/pause_generation", self._pause)
@@ -68,6 +69,9 @@ class FakeSglang:
 
     async def _models(self, http: web.Request) -> web.Response:
         return _json({"object": "list", "data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return web.Response()
 
     async def _model_info(self, http: web.Request) -> web.Response:
         return _json({"model_path": "policy", "is_generation": True, "weight_version": self.sampler.label})

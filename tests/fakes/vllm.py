@@ -47,6 +47,10 @@ class FakeVllm:
         self.max_model_len, self.corrupt = max_model_len, corrupt
         self.sampler = FakeSampler(vocab_size, label="default", token_delay_s=token_delay_s)
         self.url = ""
+        self.cleared = 0
+        """Pauses that cleared its caches, as they do without clear_cache=false."""
+        self.salts: list[str | None] = []
+        """`cache_salt` of every generation on the generate route."""
         self.headers: list[Mapping[str, str]] = []
         """Of every generation, in order of arrival."""
         self.busy = 0
@@ -72,7 +76,9 @@ class FakeVllm:
         """Routes that never answer."""
         self.sleeping = False
         self.workers = 1
-        """GPUs that it says it computes on."""
+        """GPUs that one engine says it computes on."""
+        self.data_parallel = 1
+        """Engines behind its address."""
         self.adapters: dict[str, ChanceModel] = {}
         self.memory: dict[str, Mapping[str, StoredTensor]] = {}
         """What handles of shared memory stand for."""
@@ -99,6 +105,7 @@ class FakeVllm:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/inference/v1/abort_requests", self._abort)
         app.router.add_get("/version", self._version)
+        app.router.add_get("/health", self._health)
         if self.dev_mode and not self._old:
             app.router.add_get("/weight_info", self._weight_info)
             app.router.add_post("/update_weight_version", self._update_version)
@@ -125,6 +132,9 @@ class FakeVllm:
     @property
     def _old(self) -> bool:
         return self.release.startswith("0.26")
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return web.Response()
 
     async def _version(self, http: web.Request) -> web.Response:
         return _json({"version": self.release})
@@ -196,6 +206,7 @@ class FakeVllm:
             return _error(403, "start the server with --enable-scale-out")
         body = await http.json()
         params = body["sampling_params"]
+        self.salts.append(body.get("cache_salt"))
         name = "generate-tokens-" + http.headers.get("X-Request-Id", "none")
         job = await self._run(http, name, body["token_ids"], params, body["model"])
         if job is None:
@@ -249,6 +260,7 @@ class FakeVllm:
 
     async def _pause(self, http: web.Request) -> web.Response:
         await self.sampler.pause(http.query.get("mode", "abort"))
+        self.cleared += http.query.get("clear_cache") != "false"
         return _json({"status": "paused"})
 
     async def _resume(self, http: web.Request) -> web.Response:
@@ -308,7 +320,8 @@ class FakeVllm:
         self.sums = served_sums(tensors) | kept | spoiled
 
     async def _world_size(self, http: web.Request) -> web.Response:
-        return _json({"world_size": self.workers})
+        engines = 1 if http.query.get("include_dp") == "false" else self.data_parallel
+        return _json({"world_size": self.workers * engines})
 
     async def _transfer_init(self, http: web.Request) -> web.Response:
         self.transfers.append(await http.json())

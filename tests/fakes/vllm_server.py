@@ -68,7 +68,7 @@ def start_vllm(
     arguments += ["--logprobs-mode", "processed_logprobs" if processed else "raw_logprobs"]
     # On a CPU, vLLM 0.32 dies when it cuts the prompt of a request with a seed: it cannot rewind the stream.
     arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(2 * max_model_len)]
-    arguments += ["--enforce-eager", *extra]
+    arguments += ["--enforce-eager", "--enable-prompt-tokens-details", *extra]
     # vLLM 0.26 wants ray for it
     arguments += [] if extension else ["--weight-transfer-config", '{"backend":"ipc"}']
     arguments += ["--enable-scale-out"] if scale_out else []
@@ -158,9 +158,9 @@ def untied_copy(model: Path, folder: Path) -> Path:
     start, end = head["model.embed_tokens.weight"]["data_offsets"]
     offsets = [len(body), len(body) + end - start]
     head["lm_head.weight"] = {**head["model.embed_tokens.weight"], "data_offsets": offsets}
-    told = orjson.dumps(head)
-    told += b" " * (-len(told) % 8)
-    written = len(told).to_bytes(8, "little") + told + body + body[start:end]
+    header = orjson.dumps(head)
+    header += b" " * (-len(header) % 8)
+    written = len(header).to_bytes(8, "little") + header + body + body[start:end]
     (folder / "model.safetensors").write_bytes(written)
     return folder
 

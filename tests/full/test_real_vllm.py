@@ -125,7 +125,7 @@ async def test_the_probe_accepts_it(engine: VllmEngine) -> None:
 
 
 async def test_the_configuration_opens_it(real_vllm: RealVllm, engine: VllmEngine) -> None:
-    config = load_config(overrides=["engine.kind=vllm", f"engine.url={real_vllm.url}"])
+    config = load_config(overrides=["engine.kind=vllm", f"engine.urls={real_vllm.url}"])
     async with open_engine(config, FAMILY) as opened:
         assert opened.receipt.version == engine.receipt.version
         assert (await ask(opened, 1, 8)).ids.tolist() == (await ask(engine, 1, 8)).ids.tolist()
@@ -211,6 +211,32 @@ async def test_a_request_frozen_over_a_reload_has_two_versions(
     new = our_logprobs(load_model(folder), PROMPT, said.ids, 1.0)
     assert np.abs(old - said.logprobs)[:change].max() < CLOSE
     assert np.abs(new - said.logprobs)[change:].max() < CLOSE
+
+
+async def test_context_that_is_kept_over_an_update_is_used_and_named(
+    restored: VllmEngine, real_vllm: RealVllm, tmp_path: Path
+) -> None:
+    """Keys and values of the old weights below tokens of the new ones: neither model's logprobs alone."""
+    held = restored.receipt.version
+    folder = await asyncio.to_thread(changed_copy, real_vllm.model, tmp_path / "two", 2)
+    prompt = np.tile(PROMPT, 1 + 1500 // len(PROMPT))[:1500].astype(np.int32)
+    options = HttpOptions(url=real_vllm.url, call_deadline_s=120.0, context_versions=1)
+    async with open_vllm(options) as keeping:
+        await keeping.load(real_vllm.model, held + 1, mode="keep")
+        first = await ask(keeping, 50, 8, prompt=prompt)
+        assert first.version_runs == ((0, held + 1),)
+        await keeping.load(folder, held + 2, mode="keep")
+        kept = await ask(keeping, 51, 8, prompt=prompt)
+        assert kept.version_runs == ((0, held + 1),)
+        assert (kept.times.cached or 0) > 1000
+        await keeping.load(folder, held + 3, mode="keep")
+        fresh = await ask(keeping, 52, 8, prompt=prompt)
+        assert fresh.version_runs == ((0, held + 3),)
+        assert (fresh.times.cached or 0) == 0
+    assert gap(load_model(folder), fresh, 1.0, prompt) < CLOSE
+    new, old = (gap(load_model(one), kept, 1.0, prompt) for one in (folder, WARM_START))
+    print(f"kept context: {new:.2g} from the new weights alone, {old:.2g} from the old ones")
+    assert min(new, old) > CLOSE
 
 
 async def test_weights_that_a_cpu_server_would_mix_are_refused(raw_vllm: RealVllm) -> None:

@@ -36,14 +36,15 @@ def test_a_server_that_is_killed_9_in_a_run_samples_on_with_the_runs_weights(tmp
     venv, steps = installed_vllm(SETUP), 5
     found: dict[str, Any] = {}
     tables = {
-        "run": {"steps": steps, "eval_tasks": 8},
+        "run": {"steps": steps},
+        "eval": {"count": 8},
         "train": {"lr": 1e-3},
         "collect": {"max_staleness": 1},
         "engine": {"publish_dtype": "float32", "reconnect_timeout_s": 600.0},
     }
     with contextlib.ExitStack() as lives:
         server = lives.enter_context(start_vllm(venv, model, tmp_path / "first.log"))
-        work = threading.Thread(target=lambda: found.update(told=train(tmp_path / "t", server.url, tables)))
+        work = threading.Thread(target=lambda: found.update(run=train(tmp_path / "t", server.url, tables)))
         work.start()
         while steps_done(tmp_path / "t" / "run") < 1 and work.is_alive():
             time.sleep(0.05)
@@ -55,7 +56,7 @@ def test_a_server_that_is_killed_9_in_a_run_samples_on_with_the_runs_weights(tmp
         assert not work.is_alive()
         assert 1 <= before < steps
         assert again.pid != server.pid
-    run, summary = found["told"]
+    run, summary = found["run"]
     assert summary["rl_steps"] == steps
     assert summary["max_logprob_gap"] < 1e-3
     with read_store(run) as store:
@@ -70,7 +71,8 @@ def test_a_server_that_is_killed_9_in_a_run_samples_on_with_the_runs_weights(tmp
 def test_deltas_reach_a_server_in_bfloat16(tmp_path: Path) -> None:
     model = untied_copy(WARM_START, tmp_path / "model")
     tables = {
-        "run": {"steps": 3, "eval_tasks": 8},
+        "run": {"steps": 3},
+        "eval": {"count": 8},
         "train": {"lr": 1e-3},
         "collect": {"max_staleness": 1},
         "engine": {"publish": "delta", "publish_dtype": "bfloat16"},

@@ -29,14 +29,16 @@ CLOSE = 1e-3
 
 
 def train(folder: Path, url: str, tables: Mapping[str, Mapping[str, object]]) -> tuple[Path, dict[str, Any]]:
-    """Write a configuration, run it with the scripted agent on toy tasks: (run directory, summary)."""
+    """Write a configuration, run it with the scripted agent on toy tasks: (run directory, summary).
+
+    url: "" = the run starts its servers."""
     run = folder / "run"
     basis: dict[str, dict[str, object]] = {
         "run": {"dir": str(run)},
         "model": {"max_context_tokens": 2048},
-        "tasks": {"source": "toy", "groups_per_step": 8},
+        "tasks": {"source": "toy"},
         "harness": {"agent": "script", "mode": "warm", "workers": 8},
-        "engine": {"kind": "vllm", "url": url, "publish_dtype": "float32"},
+        "engine": {"kind": "vllm", "publish_dtype": "float32", **({"urls": [url]} if url else {})},
         "train": {"min_groups": 1},
     }
     for name, keys in tables.items():
@@ -47,7 +49,7 @@ def train(folder: Path, url: str, tables: Mapping[str, Mapping[str, object]]) ->
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "run.toml"
     file.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "insitu.cli", "train", str(file), "--plain", "--json"]
+    command = [sys.executable, "-m", "insitu", "train", str(file), "--plain", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.splitlines()[-1])

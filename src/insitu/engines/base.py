@@ -22,6 +22,10 @@ class EngineInfo:
     name: str
     max_context_tokens: int
     """Prompt plus sampled tokens of one request."""
+    model: str = ""
+    """Name of the model at a server."""
+    versions: Literal["", "token", "reply"] = ""
+    """What a server names a weight version for: each token, or a whole reply."""
     kind: str = "sampled"
     """`sampled`, or `demonstrated` for a scripted policy (no logprobs, never trained by RL)."""
 
@@ -87,6 +91,14 @@ class LoadingEngine(Engine, Protocol):
 
     async def wake(self) -> None:
         """Reclaim the GPU memory, with the same weights and version."""
+
+
+@runtime_checkable
+class TracksSessions(Protocol):
+    """An engine that keeps something for each session."""
+
+    def release(self, session: str) -> None:
+        """Forget a session (the rollout id of its requests) that has ended."""
 
 
 class EngineWrapper:

@@ -39,6 +39,11 @@ def on_downtime(waiter: Waiter) -> Iterator[None]:
         _waiter.reset(token)
 
 
+def current_waiter() -> Waiter | None:
+    """Return the waiter of this task's call, for an engine whose downtime another process reports."""
+    return _waiter.get()
+
+
 @contextmanager
 def engine_down() -> Iterator[None]:
     """Mark the engine as down inside the context; nested uses count once."""

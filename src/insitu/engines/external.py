@@ -107,7 +107,7 @@ class _ExternalHttp:
         return {"ok": True}
 
 
-def _described(request: ExternalRequest) -> Mapping[str, Any]:
+def _described(request: _ExternalRequest) -> Mapping[str, Any]:
     return {
         "name": request.name,
         "ids": request.ids,
@@ -188,7 +188,7 @@ class DeliveryRejected(EngineError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExternalRequest:
+class _ExternalRequest:
     """A sampling request for the trainer."""
 
     name: str
@@ -205,7 +205,7 @@ class ExternalRequest:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Waiting:
-    request: ExternalRequest
+    request: _ExternalRequest
     answer: asyncio.Future[Generation]
     version: int = -1
     """Published when the trainer took it."""
@@ -235,7 +235,7 @@ class ExternalEngine:
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         """Wait for the trainer's answer. Raises EngineError; after a cancellation its answer is refused."""
-        request = ExternalRequest(
+        request = _ExternalRequest(
             name=request_name(key, next(self._numbers)), ids=ids.copy(), params=params, key=key
         )
         waiting = _Waiting(request=request, answer=asyncio.get_running_loop().create_future())
@@ -278,7 +278,7 @@ class ExternalEngine:
 
     # ----------------------------------------------------------------------- the trainer's side
 
-    async def take(self, limit: int = 1, *, wait_s: float = 0.0) -> list[ExternalRequest]:
+    async def take(self, limit: int = 1, *, wait_s: float = 0.0) -> list[_ExternalRequest]:
         """Up to `limit` requests, oldest first; waits up to `wait_s` for the first, then may be empty."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + wait_s

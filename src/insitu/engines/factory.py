@@ -11,18 +11,22 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol, cast
 
 import numpy as np
 
+from insitu.concurrency import run_all
 from insitu.config import Config
 from insitu.engines.base import Engine, LoadingEngine
 from insitu.engines.external import ExternalEngine, serve_external, split_address
 from insitu.engines.guarded import GuardedEngine
 from insitu.engines.http import HttpOptions, checked_url
+from insitu.engines.launch import launched
 from insitu.engines.probe import probe_engine
+from insitu.engines.replicas import EngineSet
+from insitu.engines.server_command import SERVERS
 from insitu.errors import ConfigError, EngineError, EngineUnavailable, user_code
 from insitu.registry import find
 from insitu.types import IntArray, Message, ToolSpec
@@ -46,17 +50,24 @@ class ProbeRenderer(Protocol):
     def generation_prompt(self) -> IntArray: ...
 
 
-def http_options(config: Config) -> HttpOptions:
-    """Return the connection options of the configured server; raise ConfigError if invalid."""
+def http_options(config: Config, launched: Sequence[str] = ()) -> list[HttpOptions]:
+    """Return the connection options of the configured or launched servers; raise ConfigError if invalid."""
     table = config.engine
-    checked_url(table.url, "engine.url")
-    return HttpOptions(
-        url=table.url,
-        key=secret_from_environment(table.key_env),
-        call_deadline_s=table.call_timeout_s,
-        control_deadline_s=table.control_timeout_s,
-        retries=table.retries,
-    )
+    urls = [checked_url(url, "engine.urls") for url in launched or table.urls]
+    if twice := next((url for url in urls if urls.count(url) > 1), ""):
+        raise ConfigError(f"engine.urls names {twice} twice")
+    key = secret_from_environment(table.key_env)
+    return [
+        HttpOptions(
+            url=url,
+            key=key,
+            call_deadline_s=table.call_timeout_s,
+            control_deadline_s=table.control_timeout_s,
+            retries=table.retries,
+            context_versions=config.collect.max_staleness if table.publish_mode == "keep" else 0,
+        )
+        for url in urls
+    ]
 
 
 def secret_from_environment(name: str) -> str:
@@ -90,6 +101,11 @@ async def open_engine(
     engine must connect, or which server is awaited. Raises ConfigError for kinds that are not opened here,
     EngineError when the probe fails, EngineUnavailable when the engine does not come up.
     """
+    if config.engine.kind in SERVERS:
+        async with open_server(config, renderer, announce, probe=probe) as engines:
+            engines.check_same_weights()
+            yield engines
+        return
     async with _attach(config, announce) as engine:
         await _check_engine(engine, config, renderer, probe=probe)
         yield engine
@@ -97,12 +113,51 @@ async def open_engine(
 
 @asynccontextmanager
 async def open_server(
-    config: Config, renderer: ProbeRenderer, announce: Callable[[str], None] = log.warning
-) -> AsyncIterator[LoadingEngine]:
-    """Attach to a server that takes weights (vllm, sglang) and probe it; ConfigError for other kinds."""
-    async with _attach_server(config, announce) as engine:
-        await _check_engine(engine, config, renderer, probe=True)
-        yield engine
+    config: Config,
+    renderer: ProbeRenderer,
+    announce: Callable[[str], None] = log.warning,
+    *,
+    probe: bool = True,
+) -> AsyncIterator[EngineSet]:
+    """Attach to the servers that take weights (vllm, sglang, an own one) and probe each.
+
+    Raises ConfigError for other kinds, EngineError when they are not alike.
+    """
+    table = config.engine
+    async with AsyncExitStack() as stack:
+        servers = await _attach_servers(stack, config, announce)
+        await run_all(*(_check_engine(one, config, renderer, probe=probe) for one in servers.values()))
+        _check_alike(servers)
+        engines = EngineSet(
+            servers,
+            max_wait_s=table.reconnect_timeout_s,
+            restarts=config.train.restarts,
+            share_gpu=table.share_gpu,
+            say=announce,
+        )
+        yield await stack.enter_async_context(engines)
+
+
+def _check_alike(servers: Mapping[str, LoadingEngine]) -> None:
+    """Raise EngineError for servers that differ in model, context or how they report versions.
+
+    Those that name the same version must hold the same weights; others get theirs by the first publication.
+    """
+    (first, engine), *others = servers.items()
+    for name, other in others:
+        if other.info != engine.info:
+            raise EngineError(f"{name} and {first} are not alike: {_described(other)}, {_described(engine)}")
+        held, seen = engine.receipt, other.receipt
+        if held.version == seen.version and held.checksum != seen.checksum:
+            raise EngineError(
+                f"{name} and {first} hold different weights as version {held.version}"
+                f" ({seen.checksum[:12]}, {held.checksum[:12]}): start both on the same model"
+            )
+
+
+def _described(engine: Engine) -> str:
+    info = engine.info
+    return f"{info.model} with {info.max_context_tokens} tokens of context and a version per {info.versions}"
 
 
 async def _check_engine(engine: Engine, config: Config, renderer: ProbeRenderer, *, probe: bool) -> None:
@@ -130,10 +185,7 @@ async def _check_engine(engine: Engine, config: Config, renderer: ProbeRenderer,
 
 @asynccontextmanager
 async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
-    if config.engine.kind in ("vllm", "sglang"):
-        async with _attach_server(config, announce) as server:
-            yield server
-    elif config.engine.kind == "external":
+    if config.engine.kind == "external":
         async with _open_external(config, announce) as external:
             yield external
     elif config.engine.kind in _NOT_OPENED:
@@ -146,30 +198,49 @@ async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncItera
             yield GuardedEngine(own, config.engine.kind)
 
 
-@asynccontextmanager
-async def _attach_server(config: Config, announce: Callable[[str], None]) -> AsyncIterator[LoadingEngine]:
-    """Attach to a server, waiting up to `engine.start_timeout_s` for it to come up."""
-    kind, most_s = config.engine.kind, config.engine.start_timeout_s
+async def _attach_servers(
+    stack: AsyncExitStack, config: Config, announce: Callable[[str], None]
+) -> Mapping[str, LoadingEngine]:
+    """Attach to the servers, by address, waiting up to `engine.start_timeout_s` for them to come up."""
+    kind = config.engine.kind
     if kind in (*_NOT_OPENED, "external"):
         raise ConfigError(f"engine.kind {kind} cannot load weights from the insitu trainer")
-    options = http_options(config) if kind in ("vllm", "sglang") else None
-    began, announced = time.monotonic(), False
-    async with AsyncExitStack() as stack:
-        while True:
-            try:
-                engine = await _enter(stack, kind, options or config)
-                break
-            except EngineUnavailable as error:
-                if time.monotonic() - began >= most_s:
-                    late = f"; waited {most_s:g} s for it (engine.start_timeout_s)" if most_s else ""
-                    raise EngineUnavailable(f"{error}{late}") from error
-                if not announced:
-                    announce(f"waiting for {kind} at {config.engine.url} ({most_s:g} s): {error}")
-                    announced = True
-            await asyncio.sleep(min(POLL_S, max(0.0, began + most_s - time.monotonic())))
-        if not isinstance(engine, LoadingEngine):
-            raise ConfigError(f"engine.kind {kind} cannot load weights: it is not a LoadingEngine")
-        yield engine if options else cast("LoadingEngine", GuardedEngine(engine, kind))
+    ends = time.monotonic() + config.engine.start_timeout_s
+    if kind not in SERVERS:
+        engine = await _attach_in_time(stack, config, config, "", ends, announce)
+        return {kind: cast("LoadingEngine", GuardedEngine(engine, kind))}
+    urls = await stack.enter_async_context(launched(config, announce)) if config.engine.launch else ()
+    return {
+        options.url: await _attach_in_time(stack, config, options, options.url, ends, announce)
+        for options in http_options(config, urls)
+    }
+
+
+async def _attach_in_time(
+    stack: AsyncExitStack,
+    config: Config,
+    options: object,
+    url: str,
+    ends: float,
+    announce: Callable[[str], None],
+) -> LoadingEngine:
+    kind, most_s = config.engine.kind, config.engine.start_timeout_s
+    announced = False
+    while True:
+        try:
+            engine = await _enter(stack, kind, options)
+            break
+        except EngineUnavailable as error:
+            if time.monotonic() >= ends:
+                late = f"; waited {most_s:g} s for it (engine.start_timeout_s)" if most_s else ""
+                raise EngineUnavailable(f"{error}{late}") from error
+            if not announced:
+                announce(f"waiting for {kind} at {url or config.engine.url} ({most_s:g} s): {error}")
+                announced = True
+        await asyncio.sleep(min(POLL_S, max(0.0, ends - time.monotonic())))
+    if not isinstance(engine, LoadingEngine):
+        raise ConfigError(f"engine.kind {kind} cannot load weights: it is not a LoadingEngine")
+    return engine
 
 
 async def _enter(stack: AsyncExitStack, kind: str, options: object) -> object:
@@ -180,6 +251,7 @@ async def _enter(stack: AsyncExitStack, kind: str, options: object) -> object:
 
 _NOT_OPENED = {
     "embedded": "it runs in the learner; only servers are opened separately",
+    "tinker": "the learner's process samples from the service",
     "upstream": "it takes no token ids, so nothing is sampled from it; `insitu serve` passes requests on",
 }
 

@@ -49,6 +49,8 @@ class HttpOptions:
     retries: int = 3
     """Retries of a request that the server has not started."""
     max_connections: int = 1024
+    context_versions: int = 0
+    """Most versions that a call's context may be older than the weights; 0 = updates compute it again."""
 
 
 def checked_url(text: str, key: str) -> str:
@@ -78,7 +80,7 @@ class EngineHttp:
     def __init__(self, session: aiohttp.ClientSession, options: HttpOptions, name: str) -> None:
         self.name, self.options = name, options
         self._session = session
-        self._base = checked_url(options.url, "engine.url")
+        self._base = checked_url(options.url, "engine.urls")
 
     async def get(self, path: str, *, deadline_s: float | None = None) -> Body:
         return await self._call("GET", path, None, {}, {}, deadline_s)

@@ -3,7 +3,8 @@
 A frame is `magic, header length, body length`, a JSON header and the raw little-endian bytes of the arrays
 named in it. Every call carries an id and gets exactly one reply with that id, in any order, so a long call
 never blocks a short one. Invariant: whatever happens to the peer, each waiting call ends (reply, EngineError
-or its deadline). The client half is `RpcClient`, the server half `RpcServer`.
+or its deadline). In asyncio both ends are a `RpcPeer`, the one that connects a `RpcClient`; a process that
+owns its main loop serves with `RpcServer`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ import numpy.typing as npt
 import orjson
 
 from insitu import errors
-from insitu.errors import EngineError, InsituError, boundary
+from insitu.errors import EngineError, InsituError, boundary, describe_raised
+
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 Meta = dict[str, Any]
@@ -96,53 +100,57 @@ def _decode(header: bytes, body: bytes) -> Frame:
 
 def error_meta(error: InsituError) -> Meta:
     """Return the serialised error: its class name and message."""
-    return {"error": str(error), "kind": type(error).__name__}
+    return {"error": str(error), "kind": type(error).__name__, "infra": error.infra}
 
 
 def _as_error(meta: Meta) -> InsituError:
-    """Return the error that `error_meta` described; an unknown class becomes EngineError."""
+    """Return the error that `error_meta` described; an unknown class becomes EngineError or InsituError."""
     kind = vars(errors).get(str(meta.get("kind")))
     if not (isinstance(kind, type) and issubclass(kind, InsituError)):
-        kind = EngineError
+        kind = EngineError if meta.get("infra", True) else InsituError
     return kind(str(meta["error"]))
 
 
-class RpcClient(asyncio.Protocol):
-    """Client half: many calls may be outstanding at once. Make one with `Channel.connect`.
+Handler = Callable[[Frame], Awaitable[Frame]]
+NOTHING = Frame(meta={})
 
-    After the peer is gone every call, waiting or new, raises EngineError with the same line.
+
+class RpcPeer:
+    """One end of a connection: calls the other end, and answers its calls by `handlers`.
+
+    Many calls may be outstanding at once. After the other end is gone every call, waiting or new, raises
+    EngineError with the same line.
     """
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, handlers: Mapping[str, Handler] | None = None) -> None:
         self.peer = peer
         """Name of the other side, for error lines."""
+        self.handlers = dict(handlers or {})
+        self.late = 0
+        """Replies to calls that were given up."""
+        self.ended = asyncio.Event()
+        self.heard_s = 0.0
+        """Loop time of the last received bytes."""
+        self._send: Callable[[bytes], object] | None = None
         self._decoder = Decoder()
-        self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
+        self._answering: dict[int, asyncio.Task[None]] = {}
         self._ids = itertools.count(1)
         self._gone = f"{peer} is not connected"
-        self._closed = asyncio.Event()
-
-    @classmethod
-    async def connect(cls, path: Path, *, deadline_s: float = 30.0, peer: str = "learner") -> RpcClient:
-        """Connect to the server at `path`, waiting until it listens. Raises EngineError at the deadline."""
-        loop = asyncio.get_running_loop()
-        last = "it did not start listening"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                while True:
-                    try:
-                        _, channel = await loop.create_unix_connection(lambda: cls(peer), str(path))
-                    except OSError as error:
-                        last = error.strerror or str(error)
-                        await asyncio.sleep(0.02)
-                    else:
-                        return channel
-        raise EngineError(f"{peer} is not reachable at {path} after {deadline_s:g} s: {last}")
 
     @property
     def alive(self) -> bool:
         return not self._gone
+
+    @property
+    def gone(self) -> EngineError:
+        """What every call raises after the end."""
+        return EngineError(self._gone)
+
+    def attach(self, send: Callable[[bytes], object]) -> None:
+        """Begin: `send` takes the bytes for the other end."""
+        self._send, self._gone = send, ""
+        self.heard_s = asyncio.get_running_loop().time()
 
     async def call(
         self,
@@ -154,15 +162,15 @@ class RpcClient(asyncio.Protocol):
     ) -> Frame:
         """Send one call and wait for its reply.
 
-        Cancelling the coroutine, or the deadline, cancels the call at the server. Raises the error the
-        server answered with, or EngineError when it is gone or late.
+        Cancelling the coroutine, or the deadline, cancels the call at the other end. Raises the error that it
+        answered with, or EngineError when it is gone or late.
         """
-        if self._gone or self._transport is None:
+        if self._gone or self._send is None:
             raise EngineError(self._gone)
         number = next(self._ids)
         reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
-        self._transport.write(encode({**(meta or {}), "op": op, "id": number}, arrays))
+        self._send(encode({**(meta or {}), "op": op, "id": number}, arrays))
         try:
             async with asyncio.timeout(deadline_s):
                 return await reply
@@ -170,13 +178,120 @@ class RpcClient(asyncio.Protocol):
             raise EngineError(f"{self.peer} did not answer {op} within {deadline_s:g} s") from error
         finally:
             if self._waiting.pop(number, None) is not None and not self._gone:
-                self._transport.write(encode({"op": "cancel", "id": number}))
+                self._send(encode({"op": "cancel", "id": number}))
+
+    def notify(self, op: str, meta: Meta) -> None:
+        """Send a call that gets no reply; does nothing when the other end is gone."""
+        if self._send is not None and not self._gone:
+            self._send(encode({**meta, "op": op, "id": 0}))
+
+    def feed(self, data: bytes) -> None:
+        """Handle received bytes. Raises EngineError on nonsense."""
+        self.heard_s = asyncio.get_running_loop().time()
+        for frame in self._decoder.feed(data):
+            if "op" in frame.meta:
+                self._take(frame)
+            else:
+                self._settle(frame)
+
+    def end(self, line: str) -> None:
+        """End every call: waiting ones raise EngineError with `line`, running answers are cancelled."""
+        self._gone = self._gone or line
+        self.ended.set()
+        waiting, self._waiting = self._waiting, {}
+        for reply in waiting.values():
+            if not reply.done():
+                reply.set_exception(EngineError(self._gone))
+        for task in self._answering.values():
+            task.cancel()
+
+    async def answered(self) -> None:
+        """Wait for the end of all running answers."""
+        await asyncio.gather(*self._answering.values(), return_exceptions=True)
+
+    def _settle(self, frame: Frame) -> None:
+        reply = self._waiting.pop(int(frame.meta["id"]), None)
+        if reply is None or reply.done():
+            self.late += 1
+        elif "error" in frame.meta:
+            reply.set_exception(_as_error(frame.meta))
+        else:
+            reply.set_result(frame)
+
+    def _take(self, frame: Frame) -> None:
+        number = int(frame.meta["id"])
+        if frame.meta["op"] == "cancel":
+            if number in self._answering:
+                self._answering[number].cancel()
+        elif not self._gone:
+            task = asyncio.create_task(self._answer(number, frame))
+            self._answering[number] = task
+            task.add_done_callback(lambda _: self._answering.pop(number, None))
+
+    async def _answer(self, number: int, frame: Frame) -> None:
+        op = str(frame.meta["op"])
+        try:
+            if op not in self.handlers:
+                raise EngineError(f"channel: no command {op!r}")
+            answer = await self.handlers[op](frame)
+            data = encode({**answer.meta, "id": number}, answer.arrays)
+        except InsituError as error:
+            data = encode({**error_meta(error), "id": number})
+        except Exception as error:  # the boundary: the other end must not wait for a defect
+            log.exception("call failed op=%s", op)
+            line = f"{op} {describe_raised(error)}"
+            data = encode({"error": line, "kind": "InsituError", "infra": False, "id": number})
+        if number and self._send is not None and not self._gone:
+            self._send(data)
+
+
+async def serve_peer(peer: RpcPeer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Connect a peer to a stream until that ends; its running answers have ended afterwards."""
+    peer.attach(writer.write)
+    try:
+        with contextlib.suppress(OSError, EngineError):
+            while data := await reader.read(1 << 18):
+                peer.feed(data)
+    finally:
+        peer.end(f"{peer.peer} is gone: the connection ended")
+        await peer.answered()
+        writer.close()
+
+
+class RpcClient(asyncio.Protocol, RpcPeer):
+    """A peer that connects to a unix socket; make one with `connect`."""
+
+    _transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        path: Path,
+        *,
+        deadline_s: float = 30.0,
+        peer: str = "learner",
+        handlers: Mapping[str, Handler] | None = None,
+    ) -> RpcClient:
+        """Connect to the server at `path`, waiting until it listens. Raises EngineError at the deadline."""
+        loop = asyncio.get_running_loop()
+        last = "it did not start listening"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    try:
+                        _, channel = await loop.create_unix_connection(lambda: cls(peer, handlers), str(path))
+                    except OSError as error:
+                        last = error.strerror or str(error)
+                        await asyncio.sleep(0.02)
+                    else:
+                        return channel
+        raise EngineError(f"{peer} is not reachable at {path} after {deadline_s:g} s: {last}")
 
     async def close(self, deadline_s: float = 5.0) -> None:
         """Close the connection; waiting calls end with EngineError. May be called twice."""
         if self._transport is None:
             return
-        self._end(f"the connection to {self.peer} was closed")
+        self.end(f"the connection to {self.peer} was closed")
         self._transport.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -186,34 +301,17 @@ class RpcClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if isinstance(transport, asyncio.Transport):
-            self._transport = transport
-            self._gone = ""
+            self._transport, self._closed = transport, asyncio.Event()
+            self.attach(transport.write)
 
     def data_received(self, data: bytes) -> None:
         try:
-            for frame in self._decoder.feed(data):
-                self._settle(frame)
+            self.feed(data)
         except EngineError as error:
-            self._end(f"{self.peer}: {error}")
+            self.end(f"{self.peer}: {error}")
             if self._transport is not None:
                 self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(f"{self.peer} is gone: the connection ended")
+        self.end(f"{self.peer} is gone: the connection ended")
         self._closed.set()
-
-    def _settle(self, frame: Frame) -> None:
-        reply = self._waiting.pop(int(frame.meta["id"]), None)
-        if reply is None or reply.done():
-            return
-        if "error" in frame.meta:
-            reply.set_exception(_as_error(frame.meta))
-        else:
-            reply.set_result(frame)
-
-    def _end(self, line: str) -> None:
-        self._gone = self._gone or line
-        waiting, self._waiting = self._waiting, {}
-        for reply in waiting.values():
-            if not reply.done():
-                reply.set_exception(EngineError(self._gone))

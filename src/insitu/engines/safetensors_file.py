@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -109,26 +110,51 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Type, shape and size of a tensor to be written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, StoredTensor], notes: Mapping[str, str] | None = None
 ) -> int:
     """Write one file, tensors in name order; its size in bytes. Raises EngineError."""
+    specs = {
+        name: TensorSpec(dtype=tensor.dtype, shape=tensor.shape, nbytes=len(tensor.data))
+        for name, tensor in tensors.items()
+    }
+    with boundary(EngineError, f"write weights {path}"):
+        return write_stream(path, specs, lambda name: tensors[name].data, notes)
+
+
+def write_stream(
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    data_of: Callable[[str], Bytes],
+    notes: Mapping[str, str] | None = None,
+    written: Callable[[Any], None] = lambda data: None,
+) -> int:
+    """Write one file, asking for one tensor's bytes at a time, in name order; return its size in bytes.
+
+    written: called with every piece of the file in order. Raises OSError.
+    """
     head: dict[str, object] = {_NOTES: {"format": "pt", **(notes or {})}}
     at = 0
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        head[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + len(tensor.data)],
-        }
-        at += len(tensor.data)
+    for name, spec in sorted(specs.items()):
+        offsets = [at, at + spec.nbytes]
+        head[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+        at += spec.nbytes
     header = orjson.dumps(head)
     header += b" " * (-len(header) % 8)
-    with boundary(EngineError, f"write weights {path}"), path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for name in sorted(tensors):
-            file.write(tensors[name].data.data)
+    with path.open("wb") as file:
+        pieces: Iterable[Any] = (data_of(name).data for name in sorted(specs))
+        for piece in chain([len(header).to_bytes(8, "little") + header], pieces):
+            file.write(piece)
+            written(piece)
     return 8 + len(header) + at
 
 
@@ -182,3 +208,16 @@ def check_manifest(folder: Path, manifest: Manifest, sums: Mapping[str, str]) ->
         if manifest.tensors.get(name) != sums.get(name):
             why = "is missing" if name not in sums else "has not the checksum it was published with"
             raise EngineError(f"{folder}: {name} {why if name in manifest.tensors else 'was not published'}")
+
+
+ASSETS = (
+    "tokenizer*", "special_tokens_map*", "added_tokens*", "vocab*", "merges*", "*.model", "*.tiktoken",
+    "tekken.json", "chat_template*", "*.jinja", "generation_config*", "*processor_config*",
+    "insitu_renderer.json", "*.py", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""Files of a model folder besides config.json and weights."""
+
+
+def model_assets(folder: Path) -> list[Path]:
+    """Return the files of a model folder that are copied when its weights are replaced."""
+    return sorted({path for pattern in ASSETS for path in folder.glob(pattern) if path.is_file()})

@@ -44,8 +44,8 @@ _ABORT_S = 1.0
 class _SglangEngine:
     """Implements `engines.base.LoadingEngine`. Make one with `open_sglang`."""
 
-    def __init__(self, http: EngineHttp, max_context_tokens: int, receipt: Receipt) -> None:
-        self._http, self._max_context, self._receipt = http, max_context_tokens, receipt
+    def __init__(self, http: EngineHttp, model: str, max_context_tokens: int, receipt: Receipt) -> None:
+        self._http, self._model, self._max_context, self._receipt = http, model, max_context_tokens, receipt
         self._numbers = itertools.count()
         self._broken = ""
         self._in_flight = 0
@@ -58,7 +58,9 @@ class _SglangEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo(name="sglang", max_context_tokens=self._max_context)
+        return EngineInfo(
+            name="sglang", max_context_tokens=self._max_context, model=self._model, versions="reply"
+        )
 
     @property
     def receipt(self) -> Receipt:
@@ -329,13 +331,14 @@ async def _label(http: EngineHttp) -> object:
     return (await http.get("/model_info")).get("weight_version")
 
 
-async def _max_context(http: EngineHttp) -> int:
+async def _served_model(http: EngineHttp) -> tuple[str, int]:
+    """Return the name of the model and the tokens that it takes per call."""
     models = (await http.get("/v1/models")).get("data")
     model = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
     length = model.get("max_model_len")
     if type(length) is not int:
         raise EngineError("sglang /v1/models names no model with its max_model_len")
-    return length
+    return str(model.get("id")), length
 
 
 async def _check_echo(http: EngineHttp) -> None:
@@ -362,11 +365,11 @@ async def open_sglang(options: HttpOptions) -> AsyncIterator[_SglangEngine]:
     Raises EngineError when it is not reachable or does not see the ids it is sent. Does not probe.
     """
     async with open_http(options, f"sglang at {options.url}") as http:
-        max_context = await _max_context(http)
+        model, max_context = await _served_model(http)
         await _check_echo(http)
         label = await _label(http)
         if label == FRESH:
             await http.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
             label = await _label(http)
         version = version_number(label, None, "sglang /model_info")
-        yield _SglangEngine(http, max_context, Receipt(version=version, checksum="unknown"))
+        yield _SglangEngine(http, model, max_context, Receipt(version=version, checksum="unknown"))

@@ -56,7 +56,12 @@ class VllmEngine(VllmControl):
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo(name="vllm", max_context_tokens=self.server.max_context_tokens)
+        return EngineInfo(
+            name="vllm",
+            max_context_tokens=self.server.max_context_tokens,
+            model=self.server.model,
+            versions="token" if self.server.route == "generate" else "reply",
+        )
 
     async def close(self) -> None:
         """Nothing to do: the context of `open_vllm` owns the connections."""
@@ -69,7 +74,8 @@ class VllmEngine(VllmControl):
         done = False
         try:
             if self.server.route == "generate":
-                generation = await self._by_generate(ids, params, key, headers)
+                with self._context.call(key.rollout_id, self._receipt.version) as began:
+                    generation = await self._by_generate(ids, params, key, headers, began)
             else:
                 generation = await self._by_completions(ids, params, key, headers)
             done = True
@@ -79,16 +85,23 @@ class VllmEngine(VllmControl):
                 await self._abort(f"generate-tokens-{name}")
 
     async def _by_generate(
-        self, ids: IntArray, params: SamplingParams, key: RequestKey, headers: Mapping[str, str]
+        self,
+        ids: IntArray,
+        params: SamplingParams,
+        key: RequestKey,
+        headers: Mapping[str, str],
+        began: int,
     ) -> Generation:
         path = "/inference/v1/generate"
         model, adapter = self.asked
-        body = {
+        body: dict[str, Any] = {
             "model": model,
             "token_ids": ids,
             "return_token_ids": True,
             "sampling_params": {**neutral(params, key), "logprobs": 0, "detokenize": False},
         }
+        if self._context.most:
+            body["cache_salt"] = f"insitu-{began}"
         answer = await self._post(path, body, headers)
         choice = first(answer.get("choices"), f"vllm {path}")
         new = choice.get("token_ids")
@@ -96,11 +109,12 @@ class VllmEngine(VllmControl):
         count = len(new) if isinstance(new, list) else 0
         logprobs = _paired(choice.get("logprobs"), new)
         runs = runs_of_spans(choice.get("weight_versions"), self._labels, count, f"vllm {path}")
+        runs = self._checked_runs(runs) if adapter is None else self._under(runs, adapter)
         raw = RawReply(
             ids=new,
             logprobs=logprobs,
             finish=choice.get("finish_reason"),
-            version_runs=self._checked_runs(runs) if adapter is None else self._under(runs, adapter),
+            version_runs=self._context.stamped(runs, began) if self._context.most else runs,
             prompt=_prompt(answer),
             cached=_cached(answer),
         )
@@ -209,6 +223,8 @@ async def _describe(http: EngineHttp) -> VllmServer:
     if not isinstance(name, str) or not isinstance(length, int):
         raise EngineError("vllm /v1/models names no model with its max_model_len")
     weights = await find_weights(http)
+    if weights is not None:
+        await _check_single(http)
     # A server whose replies name no weights names no ids beside their logprobs either, on that route.
     generates = (weights is None or weights.spans) and await _offers_generate(http, name, length)
     return VllmServer(
@@ -217,6 +233,21 @@ async def _describe(http: EngineHttp) -> VllmServer:
         route="generate" if generates else "completions",
         weights=weights,
     )
+
+
+async def _check_single(http: EngineHttp) -> None:
+    """Raise EngineError for several data-parallel engines behind one address.
+
+    A label, a checksum or a cached prefix would be that of any of them.
+    """
+    with contextlib.suppress(NotOffered):
+        workers = (await http.get("/get_world_size")).get("world_size")
+        of_one = (await http.get("/get_world_size?include_dp=false")).get("world_size")
+        if workers != of_one:
+            raise EngineError(
+                f"{http.name} has {workers} workers where one engine has {of_one} (--data-parallel-size):"
+                " start a server of its own for each, and name all in engine.urls"
+            )
 
 
 async def _offers_generate(http: EngineHttp, model: str, length: int) -> bool:
@@ -243,6 +274,10 @@ async def open_vllm(options: HttpOptions) -> AsyncIterator[VllmEngine]:
             raise EngineError(
                 f"vllm {await version_of(http)} at {options.url} cannot say which weights sampled a reply:"
                 f" start it with --enable-scale-out or with VLLM_SERVER_DEV_MODE=1; {SUPPORTED}"
+            )
+        if options.context_versions and server.route != "generate":
+            raise EngineError(
+                f"vllm at {options.url}: engine.publish_mode keep needs vLLM 0.32 with --enable-scale-out"
             )
         receipt = Receipt(version=0, checksum="unknown")
         if (weights := server.weights) is not None:

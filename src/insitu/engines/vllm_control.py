@@ -20,6 +20,7 @@ import orjson
 
 from insitu.engines.base import PauseMode, Receipt
 from insitu.engines.http import EngineHttp, NotOffered, RequestGate
+from insitu.engines.kept_context import KeptContext
 from insitu.engines.response_checks import version_number
 from insitu.engines.safetensors_file import total
 from insitu.engines.vllm_weights import FRESH, ServedWeights, TensorSums
@@ -104,6 +105,7 @@ class VllmControl:
         self._adapters: list[str] = []
         """Names of those at the server, oldest first."""
         self._gate = RequestGate()
+        self._context = KeptContext(http.options.context_versions)
 
     @property
     def http(self) -> EngineHttp:
@@ -152,7 +154,9 @@ class VllmControl:
         """Stop starting new work. `wait` lets what runs finish, `abort` ends it, `keep` freezes it."""
         self._need_control("pause")
         limit = self._http.options.call_deadline_s
-        await self._http.post("/pause", query={"mode": mode}, deadline_s=limit)
+        # vLLM 0.32 clears its caches at every pause, also with mode keep, unless clear_cache is false
+        query = {"mode": mode, "clear_cache": "false" if self._context.most else "true"}
+        await self._http.post("/pause", query=query, deadline_s=limit)
         if (await self._http.get("/is_paused")).get("is_paused") is not True:
             raise EngineError("vllm did not pause")
 
@@ -260,7 +264,8 @@ class VllmControl:
 
     async def settle(self, proof: Proof, version: int, before: TensorSums, mode: PauseMode) -> Receipt:
         """Finish an update: clear the cache, compare, set the version, return the receipt, resume."""
-        await self.flush(running=mode == "keep")
+        if not self._context.most or self._context.update(version):
+            await self.flush(running=mode == "keep")
         after = await self.weights.sums()
         changed = None if self._sums is None else proof.changed_since(self._sums)
         sums = ParamChecksums(before=before.by_name, after=after.by_name, exact=self._exact)

@@ -66,15 +66,29 @@ _SHARD = re.compile(r"^(?:[a-z]+\d+:)+")
 _FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 _EXPERTS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2_weight": (("down_proj",), ("w2",)),
 }
 """Parts of one expert in the fused tensor, by the names that architectures use."""
+_ONE_TENSOR: Mapping[str, str] = {
+    "w13_weight": "gate_up_proj",
+    "w13_bias": "gate_up_proj_bias",
+    "w2_weight": "down_proj",
+    "w2_bias": "down_proj_bias",
+}
+"""Tensors of all experts, where a checkpoint has them as one too (gpt-oss)."""
+_RENAMED = ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens."))
+"""vLLM's names for gpt-oss, and those of its checkpoint."""
 _WRAPPERS = (".base_layer.", ".routed_experts.")
 """Modules of a server that a checkpoint does not have: around adapted layers, and between experts and their
 tensors (vLLM 0.32)."""
+_TEXT = "language_model."
+"""Module of a multimodal model that holds its text part; servers and checkpoints place it differently."""
 _NUMBER = re.compile(r"\d+")
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 EMPTY = digest([])
@@ -82,11 +96,11 @@ EMPTY = digest([])
 
 
 def plain(name: str) -> str:
-    """Return the parameter's own name, without shard and wrappers."""
+    """Return the parameter's own name, without shard, wrappers and text module."""
     found = _SHARD.sub("", name)
     for wrapper in _WRAPPERS:
         found = found.replace(wrapper, ".")
-    return found
+    return found.replace(_TEXT, "")
 
 
 def _sources(name: str, published: Mapping[str, object]) -> tuple[str, ...]:
@@ -100,9 +114,16 @@ def _sources(name: str, published: Mapping[str, object]) -> tuple[str, ...]:
     wanted: tuple[str, ...] = ()
     if module in _FUSED:
         wanted = tuple(f"{parent}.{part}.{leaf}" for part in _FUSED[module])
+    elif f"{path}.{_ONE_TENSOR.get(leaf)}" in published:
+        wanted = (f"{path}.{_ONE_TENSOR[leaf]}",)
     elif leaf in _EXPERTS:
         wanted = _of_experts(path, _EXPERTS[leaf], published)
-    return wanted if all(part in published for part in wanted) else ()
+    if wanted and all(part in published for part in wanted):
+        return wanted
+    renamed = name
+    for theirs, ours in _RENAMED:
+        renamed = renamed.replace(theirs, ours)
+    return _sources(renamed, published) if renamed != name else ()
 
 
 def _of_experts(
@@ -146,8 +167,9 @@ def map_weights(engine_names: Iterable[str], published: Mapping[str, Sequence[in
     """
     sources: dict[str, tuple[str, ...]] = {}
     alike: dict[str, str] = {}
+    names = {name.replace(_TEXT, ""): name for name in published}
     for name in sorted(engine_names):
-        found = _sources(plain(name), published)
+        found = tuple(names[part] for part in _sources(plain(name), names))
         if not found:
             raise EngineError(f"the engine's parameter {name} would receive none of the published tensors")
         sources[name] = found

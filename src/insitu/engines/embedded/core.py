@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +24,11 @@ from insitu.engines.base import Receipt
 from insitu.engines.embedded.attention import BLOCK
 from insitu.engines.embedded.batch_invariance import verify_batch_invariance
 from insitu.engines.embedded.forward import ROWS, CachedForward, DecodeSpan, PrefillTile
-from insitu.engines.embedded.model import Qwen3
+from insitu.engines.embedded.model import Qwen3, load_model
 from insitu.engines.embedded.prefix_cache import TILE, PrefixCache, tile_names
 from insitu.engines.embedded.slots import DecodeSlots, stream
 from insitu.engines.embedded.weights import SamplerWeights, checksum
-from insitu.errors import EngineError
+from insitu.errors import EngineError, boundary
 from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
 
 _WORTH = 3
@@ -171,6 +172,15 @@ class EmbeddedCore:
         self._cache.clear()
         self._receipt = Receipt(version=version, checksum=checksum(self._model))
         return self._receipt
+
+    def load(self, folder: Path, version: int) -> Receipt:
+        """Replace the model's weights by those of a folder and refresh. Raises EngineError."""
+        with boundary(EngineError, f"load {folder}"):
+            try:
+                self._model.load_state_dict(load_model(folder).state_dict())
+            except RuntimeError as error:  # other shapes
+                raise ValueError(str(error)) from error
+        return self.refresh(version)
 
     # ------------------------------------------------------------------ requests
 

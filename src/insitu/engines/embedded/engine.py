@@ -6,9 +6,10 @@ The sampler itself (torch) is core.py, in the learner's process; this side never
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
-from insitu.engines.base import EngineInfo, Receipt
+from insitu.engines.base import EngineInfo, PauseMode, Receipt
 from insitu.engines.rpc import Meta, RpcClient
 from insitu.errors import EngineError, boundary
 from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
@@ -44,14 +45,7 @@ class EmbeddedEngine:
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         """Sample a continuation of `ids`. Raises EngineError; cancellation aborts at the learner."""
-        meta: Meta = {
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "stop_ids": sorted(params.stop_ids),
-            "seed": key.seed,
-            "rollout_id": key.rollout_id,
-            "turn": key.turn,
-        }
+        meta = params_meta(params, key)
         frame = await self._channel.call("engine.generate", meta, {"ids": ids}, deadline_s=self._deadline_s)
         if frame.meta["finish"] not in ("stop", "length", "abort"):
             raise EngineError(f"the learner answered finish={frame.meta['finish']!r}")
@@ -72,6 +66,16 @@ class EmbeddedEngine:
         frame = await self._channel.call("engine.resume", deadline_s=self._deadline_s)
         self._receipt = _receipt(frame.meta)
 
+    async def load(self, folder: Path, version: int, *, mode: PauseMode = "wait") -> Receipt:
+        """Sample with the weights of a folder (absolute path); running requests finish first.
+
+        Raises EngineError.
+        """
+        meta: Meta = {"folder": str(folder), "version": version}
+        frame = await self._channel.call("engine.load", meta, deadline_s=self._deadline_s)
+        self._receipt = _receipt(frame.meta)
+        return self._receipt
+
     async def refresh(self) -> Receipt:
         """Fetch the receipt of the current weights after a publication."""
         frame = await self._channel.call("engine.info", deadline_s=self._deadline_s)
@@ -81,6 +85,31 @@ class EmbeddedEngine:
     async def close(self) -> None:
         """Close the channel. May be called twice."""
         await self._channel.close()
+
+
+def params_meta(params: SamplingParams, key: RequestKey) -> Meta:
+    """Return a request without its ids; `request_of` reads it."""
+    return {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "stop_ids": sorted(params.stop_ids),
+        "seed": key.seed,
+        "rollout_id": key.rollout_id,
+        "turn": key.turn,
+    }
+
+
+def request_of(meta: Meta) -> tuple[SamplingParams, RequestKey]:
+    """Return what `params_meta` was made of; raise EngineError."""
+    with boundary(EngineError, "read engine.generate"):
+        params = SamplingParams(
+            max_tokens=int(meta["max_tokens"]),
+            temperature=float(meta["temperature"]),
+            stop_ids=frozenset(int(i) for i in meta["stop_ids"]),
+        )
+        return params, RequestKey(
+            seed=int(meta["seed"]), rollout_id=meta["rollout_id"], turn=int(meta["turn"])
+        )
 
 
 def _receipt(meta: Meta) -> Receipt:

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from insitu.engines.embedded.model_files import model_files
+from insitu.engines.embedded.model_files import StoredModel, model_files
 from insitu.errors import EngineError
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -159,6 +159,10 @@ class Qwen3(nn.Module):
         return self.lm_head.weight.dtype
 
     @property
+    def soft_cap(self) -> float:
+        return 0.0
+
+    @property
     def head_dim(self) -> int:
         return self.config.head_dim
 
@@ -166,13 +170,24 @@ class Qwen3(nn.Module):
     def device(self) -> torch.device:
         return self.cos.device
 
-    def save(self, folder: Path) -> None:
-        """Write the model with `save_model`."""
-        save_model(self, folder)
-
-    def save_whole(self, folder: Path) -> None:
-        """Write the model with `save_model`."""
-        save_model(self, folder)
+    def stored(self, *, whole: bool = False) -> StoredModel:
+        """Return the files that `load_model` reads, also loadable by `Qwen3ForCausalLM.from_pretrained`."""
+        tensors = {n: t.detach() for n, t in self.state_dict().items()}
+        if self.config.tie_word_embeddings:
+            tensors.pop("lm_head.weight")
+        described = {
+            **asdict(self.config),
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "torch_dtype": "float32",
+            # transformers 5 reads rope_theta from here, older versions and vLLM from the top level
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.config.rope_theta},
+            "use_cache": True,
+        }
+        config = json.dumps(described, indent=2, sort_keys=True) + "\n"
+        return StoredModel(name="model.safetensors", tensors=tensors, texts={"config.json": config})
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:
         """Return the parameters that `save` wrote, by name. Raises EngineError for another model."""
@@ -269,23 +284,7 @@ def initialise(config: ModelConfig, seed: int) -> Qwen3:
 
 def save_model(model: Qwen3, folder: Path) -> None:
     """Write config.json and model.safetensors, loadable by `Qwen3ForCausalLM.from_pretrained`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {n: t.detach().contiguous() for n, t in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    described = {
-        **asdict(model.config),
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "torch_dtype": "float32",
-        # transformers 5 reads rope_theta from here, older versions and vLLM from the top level
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.config.rope_theta},
-        "use_cache": True,
-    }
-    (folder / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+    model.stored().write(folder)
 
 
 def load_model(folder: Path) -> Qwen3:

@@ -12,15 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
+from insitu.engines.embedded.engine import request_of
 from insitu.engines.embedded.model import load_model
 from insitu.engines.rpc import Meta
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
-from insitu.errors import EngineError, boundary
-from insitu.types import Generation, RequestKey, SamplingParams
+from insitu.errors import EngineError
+from insitu.types import Generation
 
 
 class EngineService:
-    """Handles `engine.info`, `.generate`, `.pause` (replies when nothing runs) and `.resume`."""
+    """Handles `engine.info`, `.generate`, `.pause` (replies when nothing runs), `.resume` and `.load`."""
 
     def __init__(self, core: EmbeddedCore) -> None:
         self.core = core
@@ -33,6 +34,7 @@ class EngineService:
             "engine.generate": self._generate,
             "engine.pause": self._pause,
             "engine.resume": self._resume,
+            "engine.load": self._load,
         }
 
     @property
@@ -55,14 +57,7 @@ class EngineService:
         )
 
     def _generate(self, call: RpcCall) -> None:
-        with boundary(EngineError, "read engine.generate"):
-            meta = call.meta
-            params = SamplingParams(
-                max_tokens=int(meta["max_tokens"]),
-                temperature=float(meta["temperature"]),
-                stop_ids=frozenset(int(i) for i in meta["stop_ids"]),
-            )
-            key = RequestKey(seed=int(meta["seed"]), rollout_id=meta["rollout_id"], turn=int(meta["turn"]))
+        params, key = request_of(call.meta)
 
         def done(result: Generation | EngineError) -> None:
             if isinstance(result, EngineError):
@@ -88,6 +83,13 @@ class EngineService:
 
     def _resume(self, call: RpcCall) -> None:
         self.core.resume()
+        call.reply(_receipt_meta(self.core))
+
+    def _load(self, call: RpcCall) -> None:
+        """Sample with the weights of a folder once all requests have ended; read nothing new meanwhile."""
+        while self.core.busy:
+            self.step()
+        self.core.load(Path(call.meta["folder"]), int(call.meta["version"]))
         call.reply(_receipt_meta(self.core))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from insitu.engines.embedded.model import Layer, Qwen3, RMSNorm
+from insitu.engines.embedded.model_files import digests
 
 _IDLE = 129
 """Positions after the last one, for idle rows."""
@@ -29,17 +30,15 @@ class _NamedParameters(Protocol):
 
 
 def checksum(model: _NamedParameters) -> str:
-    """Return the hex SHA-256 over name, shape and fp32 bytes of all parameters in name order."""
+    """Return the hex SHA-256 over name, shape and digest of the fp32 bytes of all parameters."""
     return checksum_of(dict(model.named_parameters()))
 
 
 def checksum_of(tensors: Mapping[str, Tensor]) -> str:
     """Return the `checksum` of parameters by name."""
     h = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        flat = tensor.detach().to("cpu", torch.float32).contiguous()
-        h.update(f"{name}{tuple(flat.shape)}".encode())
-        h.update(flat.numpy().data)
+    for name, found in digests(tensors, lambda tensor: tensor.to(torch.float32)).items():
+        h.update(f"{name}{tuple(tensors[name].shape)}{found}".encode())
     return h.hexdigest()
 
 

@@ -143,7 +143,7 @@ def adapted(ranks: Ranks | None, folder: Path, plan: StepPlan, dtype: torch.dtyp
     found["steps"] = two_steps(trainer, plan, folder / name)
     with trainer.whole():
         if trainer.ranks.rank == 0:
-            trainer.model.save_whole(folder / f"{name}-merged")
+            trainer.model.stored(whole=True).write(folder / f"{name}-merged")
     return found
 
 

@@ -16,18 +16,19 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError, RecordError
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
+from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tasks.toy import ToySource
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.batch_source import Batches, StoreSink, collect_options, open_batches, resume_state
-from insitu.training.loop import check_steps
 from insitu.training.plan.step import PlanConfig, plan_step, use_of
+from insitu.training.recovery import check_steps
 from insitu.training.step_metrics import ahead_summary
 from insitu.types import Group, Limits, Status
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.simulated_attempts import Chances, SimulatedAttempts, with_tokens
 from tests.fakes.virtual_time import run_virtual
 
-SOURCE = ToySource(Limits())
+SOURCE = TaskMix([TaskSet(config=load_config(None), source=ToySource(Limits()))])
 STEPS = 6
 
 
@@ -42,7 +43,7 @@ async def fine() -> None: ...
 
 def config(*changes: str) -> Config:
     settings = [
-        f"run.steps={STEPS}", "tasks.groups_per_step=3", "collect.group_size=3", "collect.max_staleness=1",
+        f"run.steps={STEPS}", "collect.groups_per_step=3", "collect.group_size=3", "collect.max_staleness=1",
         "collect.group_deadline_s=8", "train.min_groups=1",
     ]  # fmt: skip
     return load_config(None, [*settings, *changes])
@@ -53,7 +54,7 @@ class Run:
 
     def __init__(self, c: Config, path: Path, seed: int = 3) -> None:
         self.c, self.path, self.seed = c, path, seed
-        self.told: list[Mapping[str, Any]] = []
+        self.reported: list[Mapping[str, Any]] = []
         self.dies: tuple[int, float] | None = None
         """Step, and how many seconds into it the process is gone."""
 
@@ -76,8 +77,8 @@ class Run:
                         await self._step(step, batches, store)
 
     async def _step(self, step: int, batches: Batches, store: Store) -> None:
-        groups, told = await batches.next()
-        self.told.append(told)
+        groups, reported = await batches.next()
+        self.reported.append(reported)
         plan = plan_step(groups, PlanConfig.of(self.c))
         store.assign(step, [r.id for g in groups for r in g.rollouts if r.reward is not None])
         await asyncio.sleep(2.0)
@@ -100,9 +101,9 @@ def test_a_run_balances_and_its_steps_are_no_staler_than_the_bound(tmp_path: Pat
         assert balance.pending == 0
         assert {state for state, n in balance.states.items() if n} <= {"trained", "discarded"}
         assert store.ledger().balanced
-        assert max(told["staleness_max"] for told in run.told) == 1
-        drawn = sum(told["groups_drawn"] for told in run.told)
-        dropped = sum(n for told in run.told for k, n in told.items() if k in DROPS)
+        assert max(reported["staleness_max"] for reported in run.reported) == 1
+        drawn = sum(reported["groups_drawn"] for reported in run.reported)
+        dropped = sum(n for reported in run.reported for k, n in reported.items() if k in DROPS)
         assert (drawn, dropped) == (3 * STEPS + dropped, dropped)
         assert dropped > 0, "the seed was chosen so that groups without a gradient come up"
 
@@ -181,15 +182,15 @@ def test_of_a_group_thinned_by_its_time_nobody_is_said_to_have_failed() -> None:
 
 
 def test_idle_is_a_share_of_all_the_time_publishing_and_evaluations_included() -> None:
-    told = {"staleness_max": 1, "wasted_s": 0.0, "rollout_s": 9.0, "waited_s": 3.0, "step_s": 10.0}
-    assert ahead_summary([{**told, "cycle_s": 10.0}, {**told, "cycle_s": 20.0}])["trainer_idle"] == 0.2
+    reported = {"staleness_max": 1, "wasted_s": 0.0, "rollout_s": 9.0, "waited_s": 3.0, "step_s": 10.0}
+    assert (
+        ahead_summary([{**reported, "cycle_s": 10.0}, {**reported, "cycle_s": 20.0}])["trainer_idle"] == 0.2
+    )
 
 
 def test_a_store_that_knows_less_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
     """Somebody put another run.sqlite there: going on would train from the start under old names."""
     with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])) as run, run.store() as store:
-        (run.checkpoints / "step-00001").mkdir(parents=True)
-        check_steps(run, store)  # a kill came between checkpoint and commit
-        (run.checkpoints / "step-00002").mkdir()
+        (run.checkpoints / "step-00002").mkdir(parents=True)
         with pytest.raises(RecordError, match="has 0 steps, but checkpoints reach step 2"):
             check_steps(run, store)

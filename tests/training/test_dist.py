@@ -21,6 +21,7 @@ from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import save_model
 from insitu.errors import TrainError
 from insitu.shutdown import descendants
+from insitu.storage.scores import read_row, score_file
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.options import OptimConfig, StepResult, TrainConfig
@@ -121,10 +122,12 @@ def test_a_ratio_of_whole_rollouts_is_gathered_from_all_ranks(tmp_path: Path) ->
         assert gap(grad, other_grad) < 1e-5 * max(float(g.abs().max()) for g in grad.values())
 
 
-def trained(ranks: Together | None, plan: StepPlan, epochs: int = 2) -> tuple[StepResult, Named]:
+def trained(
+    ranks: Together | None, plan: StepPlan, epochs: int = 2, scores: Path | None = None
+) -> tuple[StepResult, Named]:
     model = small_model(0)
     trainer = Trainer(model, CONFIG.changed(epochs=epochs), ranks=ranks)
-    result = trainer.step(plan)
+    result = trainer.step(plan, scores)
     return result, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
@@ -142,6 +145,16 @@ def test_a_step_of_two_ranks_is_that_of_one_and_the_same_bits_again(tmp_path: Pa
         assert result.entropy == pytest.approx(one.entropy, rel=1e-5)
         assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
         assert 0 < result.max_logprob_gap < 1e-5
+
+
+def test_each_rank_writes_the_scores_of_its_rows(tmp_path: Path) -> None:
+    plan, folder = made_plan(2), tmp_path / "scores"
+    on_ranks(2, tmp_path, lambda ranks: trained(ranks, plan, scores=score_file(folder, 1)))
+    assert len(list(folder.iterdir())) == 2
+    trained(None, plan, scores=score_file(folder, 2))
+    for row in plan.rows:
+        one, two = (read_row(folder, step, plan.digest, row.rollout_id, row.segment) for step in (1, 2))
+        assert one.gap == pytest.approx(two.gap, abs=1e-5)
 
 
 def test_what_one_rank_refuses_all_refuse_and_nothing_changes(tmp_path: Path) -> None:
@@ -208,7 +221,9 @@ async def test_a_learner_of_two_processes_trains_resumes_and_says_when_one_dies(
     plan = made_plan(2)
     async with Learner.start(spec) as learner:
         await learner.save(tmp_path / "start")
-        result = await learner.step(plan)
+        assert not await learner.written()
+        result = await learner.step(plan, score_file(tmp_path / "scores", 1))
+        assert len(list((tmp_path / "scores").iterdir())) == 2
         once = learner.weights
         assert result.tokens == plan.tokens
         await learner.load(tmp_path / "start")

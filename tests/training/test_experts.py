@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_architectures import BASE, MOE, SHARED, opened, saved
+from model_zoo import BASE, MOE, SHARED, TWO, ZOO, saved
+from test_architectures import opened
 
 from insitu.engines.safetensors_file import read_folder
 from insitu.engines.weight_mapping import map_weights
@@ -81,3 +82,22 @@ def test_what_is_sent_is_what_the_files_hold(tmp_path: Path) -> None:
         assert torch.equal(
             tensor, torch.from_numpy(files[name].data.view("float32").copy()).view(tensor.shape)
         )
+
+
+def test_one_tensor_of_all_experts_feeds_a_server(tmp_path: Path) -> None:
+    tried = ZOO["gpt-oss"]
+    policy = opened(saved(tmp_path, tried.kind, **{**TWO, **tried.changed}))
+    sent = {name: tuple(tensor.shape) for name, tensor in published(policy).items()}
+    parts = (
+        "attn.qkv_proj.weight", "attn.qkv_proj.bias", "attn.o_proj.weight", "attn.o_proj.bias", "attn.sinks",
+        "mlp.router.weight", "mlp.router.bias", "mlp.experts.routed_experts.w13_weight",
+        "mlp.experts.routed_experts.w13_bias", "mlp.experts.routed_experts.w2_weight",
+        "mlp.experts.routed_experts.w2_bias", "input_layernorm.weight", "post_attention_layernorm.weight",
+    )  # fmt: skip
+    names = [f"model.layers.{layer}.{part}" for layer in range(2) for part in parts]
+    names += ["model.embedding.weight", "model.norm.weight", "lm_head.weight"]
+    found = map_weights(names, sent).sources
+    assert found["model.layers.1.mlp.experts.routed_experts.w13_bias"] == (
+        "model.layers.1.mlp.experts.gate_up_proj_bias",
+    )
+    assert len(found["model.layers.0.attn.qkv_proj.bias"]) == 3

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 # --------------------------------------------------------------------------- choices
 
 
-class Told:
+class FixedCost:
     """A model whose predictions are given, in GiB, per rung of LADDER."""
 
     peaks = (900, 150, 140, 110, 88, 79, 49, 45)
@@ -48,7 +48,7 @@ class Told:
 def test_a_step_fits_where_only_the_last_technique_lacks_host_memory(tmp_path: Path) -> None:
     policy, plan = opened(a_folder("wide", tmp_path / "model")), long_plan(800)
     fit = MemoryPlanner(policy.model.config, policy, limit=130 * GIB, host=48 * GIB)
-    fit._model, fit._ladder = Told(), list(LADDER)  # type: ignore[assignment]
+    fit._model, fit._ladder = FixedCost(), list(LADDER)  # type: ignore[assignment]
     load = load_of(plan, plan.batches[0])
     assert fit.choose(load) == LADDER[3]
     fit.limit = 48 * GIB
@@ -93,7 +93,7 @@ def test_moments_come_back_when_there_is_room(tmp_path: Path, monkeypatch: pytes
 
 
 class Two(Ranks):
-    """The first of two ranks, whose tries are told to the other."""
+    """The first of two ranks, whose attempts are sent to the other."""
 
     world = 2
 

@@ -69,7 +69,7 @@ def test_without_a_driver_nothing_is_chosen(tmp_path: Path, monkeypatch: pytest.
 def test_only_a_trainer_with_a_gpu_of_its_own_keeps_clear(
     tmp_path: Path, lines: dict[str, str], beside: bool, shares: bool
 ) -> None:
-    given = {"engine.url": "http://127.0.0.1:1", "policy.kind": "hf", **lines}
+    given = {"engine.urls": "http://127.0.0.1:1", "policy.kind": "hf", **lines}
     spec = LearnerSpec.of(load_config(None, [f"{k}={v}" for k, v in given.items()]), model=tmp_path)
     assert (spec.beside_server, spec.shares_tensors) == (beside, shares)
 

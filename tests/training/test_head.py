@@ -35,10 +35,12 @@ def token_loss(logp: Tensor, factor: Tensor) -> Tensor:
     return factor * logp + 0.1 * logp.square()
 
 
-def reference(given: Case, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def reference(given: Case, temperature: float, cap: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logp, entropy and both gradients from whole float64 logits."""
     hidden, weight = (t.double().requires_grad_() for t in given[:2])
-    logp = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    logits = hidden @ weight.T
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    logp = torch.log_softmax(logits / temperature, -1)
     chosen = logp[torch.arange(len(given[2])), given[2]]
     loss = token_loss(chosen, given[3].double()).sum()
     grads = torch.autograd.grad(loss, [hidden, weight])
@@ -50,30 +52,35 @@ def far(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
-def fused(given: Case, temperature: float) -> tuple[objective.FusedLoss, Tensor, Tensor]:
+def fused(given: Case, temperature: float, cap: float = 0.0) -> tuple[objective.FusedLoss, Tensor, Tensor]:
     hidden, weight = (t.clone().requires_grad_() for t in given[:2])
     out = objective.objective(
-        hidden, weight, given[2], temperature, lambda logp, part: token_loss(logp, given[3][part])
+        hidden,
+        weight,
+        given[2],
+        temperature,
+        lambda logp, part: token_loss(logp, given[3][part]),
+        soft_cap=cap,
     )
     return out, *torch.autograd.grad(out.total, [hidden, weight])
 
 
-def scored(given: Case, temperature: float) -> tuple[objective.Scores, Tensor, Tensor]:
+def scored(given: Case, temperature: float, cap: float = 0.0) -> tuple[objective.Scores, Tensor, Tensor]:
     hidden, weight = (t.clone().requires_grad_() for t in given[:2])
-    out = objective.scores(hidden, weight, given[2], temperature)
+    out = objective.scores(hidden, weight, given[2], temperature, soft_cap=cap)
     return out, *torch.autograd.grad(token_loss(out.logp, given[3]).sum(), [hidden, weight])
 
 
 @pytest.mark.parametrize("cut", [(3, 16), (2, VOCAB), (512, 512)])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("temperature", "cap"), [(1.0, 0.0), (0.7, 0.0), (0.7, 1.5)])
 @pytest.mark.parametrize("way", [fused, scored])
 def test_scores_and_gradients_equal_whole_logits(
-    cut: tuple[int, int], temperature: float, way: Callable, monkeypatch: pytest.MonkeyPatch
+    cut: tuple[int, int], temperature: float, cap: float, way: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "CPU_TILE", cut)
     given = case()
-    logp, entropy, d_hidden, d_weight = reference(given, temperature)
-    out, found_hidden, found_weight = way(given, temperature)
+    logp, entropy, d_hidden, d_weight = reference(given, temperature, cap)
+    out, found_hidden, found_weight = way(given, temperature, cap)
     scores = out if isinstance(out, objective.Scores) else out.scores
     assert far(scores.logp.detach(), logp) < 1e-6
     assert far(scores.entropy, entropy) < 1e-6

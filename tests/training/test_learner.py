@@ -23,6 +23,7 @@ from insitu.engines.base import Engine
 from insitu.engines.embedded.model import load_model, save_model
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import EngineError, RecordError, TrainError
+from insitu.storage.scores import read_row, score_file
 from insitu.storage.store import Store
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
@@ -84,7 +85,9 @@ async def test_sample_train_publish_and_resume_with_the_same_bits(learner: Learn
     sums = [learner.engine.receipt.checksum]
     for step in range(3):
         plan = plan_step(await collect(learner.engine, step), PlanConfig())
-        result = await learner.step(plan)
+        scores = score_file(tmp_path / "scores", step)
+        result = await learner.step(plan, scores)
+        assert read_row(scores.parent, step, plan.digest, plan.rows[-1].rollout_id, 0).entropy.all()
         assert (result.version, result.skipped) == (base + step + 1, "")
         assert 0 < result.max_logprob_gap < 1e-4  # the engine's own code against the trainer's
         assert learner.engine.receipt.version == base + step
@@ -95,6 +98,7 @@ async def test_sample_train_publish_and_resume_with_the_same_bits(learner: Learn
         sums.append(learner.engine.receipt.checksum)
         if step == 0:
             await learner.save(tmp_path / "one")
+            assert not await learner.written()
     assert len(set(sums)) == 4
     async with Learner.start(spec_of(tmp_path / "one")) as other:
         assert other.engine.receipt.checksum == sums[1]  # a checkpoint is a model folder
@@ -102,6 +106,7 @@ async def test_sample_train_publish_and_resume_with_the_same_bits(learner: Learn
         await other.publish(other.version)
         assert (other.engine.receipt.version, other.engine.receipt.checksum) == (base + 1, sums[1])
         for step in (1, 2):
+            # without scores
             result = await other.step(plan_step(await collect(other.engine, step), PlanConfig()))
             await other.publish(result.version)
         assert other.engine.receipt.checksum == sums[3]
@@ -352,6 +357,7 @@ async def test_a_learner_without_an_engine_trains_and_publishes_nowhere(
         with pytest.raises(TrainError, match="no engine to publish to"):
             await learner.publish(1)
         await learner.save(tmp_path / "one")
+        assert not await learner.written()
         trained = learner.weights
         with pytest.raises(TrainError, match="version 0 is not the trainer's"):
             await learner.export(ExportRequest(folder=tmp_path / "v0", version=0))

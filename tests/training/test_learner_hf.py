@@ -59,6 +59,7 @@ async def test_it_trains_exports_what_engines_load_and_resumes(
         assert (await learner.step(plan)).version == 1
         await learner.export(ExportRequest(folder=tmp_path / "v1", version=1))
         await learner.save(tmp_path / "checkpoint")
+        assert not await learner.written()
         second = await learner.step(plan)
         ends = learner.weights
     async with Learner.start(spec(folder, lora=lora)) as again:
@@ -86,7 +87,7 @@ async def test_too_little_memory_is_said_and_the_learner_lives(folder: Path) -> 
 
 def test_the_configuration_reaches_the_learner(folder: Path) -> None:
     overrides = [
-        *(f"model.path={folder}", "engine.kind=vllm", "engine.url=http://127.0.0.1:1"),
+        *(f"model.path={folder}", "engine.kind=vllm", "engine.urls=http://127.0.0.1:1"),
         *("policy.kind=hf", "policy.lora_rank=3", "policy.memory_gib=2.5", "policy.device=cpu"),
     ]
     made = LearnerSpec.of(load_config(None, overrides), model=folder)
@@ -109,7 +110,7 @@ async def test_a_lora_policy_brings_its_adapters_to_vllm(folder: Path, tmp_path:
     """From the learner's process over files to a server's adapters, each version under a name of its own."""
     there = tmp_path / "there"
     overrides = [
-        *("engine.kind=vllm", "engine.url=http://x", f"engine.publish_dir={there}"),
+        *("engine.kind=vllm", "engine.urls=http://x", f"engine.publish_dir={there}"),
         *("policy.kind=hf", "policy.lora_rank=3", "collect.max_staleness=1"),
     ]
     chosen = PublishOptions.of(load_config(None, overrides), tmp_path)
@@ -124,6 +125,7 @@ async def test_a_lora_policy_brings_its_adapters_to_vllm(folder: Path, tmp_path:
                 if version < 5:
                     assert (await learner.step(a_plan())).version == version + 1
             await learner.save(tmp_path / "checkpoint")
+            assert not await learner.written()
         assert [name.split("-")[1] for name in fake.adapters] == ["v4", "v5"]
         assert fake.sampler.label == "0", "its own weights stay"
     files = {path.name for path in (there / "v000005").iterdir()}
@@ -186,7 +188,7 @@ def test_a_step_leaves_a_shared_gpu_to_the_engine(
 ) -> None:
     emptied: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    overrides = [f"engine.share_gpu={str(shared).lower()}", "engine.kind=vllm", "engine.url=http://x"]
+    overrides = [f"engine.share_gpu={str(shared).lower()}", "engine.kind=vllm", "engine.urls=http://x"]
     made = TrainConfig.of(load_config(None, [*overrides, "policy.kind=hf"]))
     config = parse_config(dump_config(made.changed(max_logprob_gap=100.0)))
     trainer = Trainer(opened(folder), config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,10 @@ from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, TrainError
 from insitu.gateway.deadlines import CallDeadline, SessionClock
 from insitu.gateway.session_spec import SessionStats
-from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine
+from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine, Trained
+from insitu.training.options import StepResult
 from insitu.training.plan.step import StepPlan
+from insitu.training.recovery import Committed, CommittedStep
 from insitu.types import Ledger, RequestKey, SamplingParams
 from tests.fakes.learner import FakeLearner
 
@@ -22,19 +25,39 @@ STEPS = 3
 REQUESTS = 4
 
 
-class Run:
-    """Samples, trains and commits like the loop; a commit is a line in a list."""
+def _same(plan: StepPlan) -> StepPlan:
+    return plan
 
-    def __init__(self, folder: Path, dies_at: Collection[tuple[str, int]], restarts: int = 2) -> None:
-        self.learner, self.folder, self.steps = FakeLearner(dies_at), folder, list[str]()
+
+class Run:
+    """Samples, trains and commits like the loop; a commit is an entry of a list."""
+
+    def __init__(
+        self, folder: Path, dies_at: Collection[tuple[str, int]], restarts: int = 2, every: int = 2
+    ) -> None:
+        self.every, self.checkpoint = every, 0
+        self.learner, self.folder = FakeLearner(dies_at), folder
+        self.steps = list[tuple[StepPlan, str]]()
         self.said = list[str]()
         self.supervisor = LearnerSupervisor(
             self.learner, self.learner, self.committed, restarts=restarts, say=self.said.append
         )
         self.engine = RetryingEngine(self.learner, self.supervisor)
 
-    def committed(self) -> Path | None:
-        return self.folder / f"step{len(self.steps)}" if self.steps else None
+    def committed(self) -> Committed:
+        after = [
+            CommittedStep(step=step, plan=partial(_same, plan), version=step, weights=weights)
+            for step, (plan, weights) in enumerate(self.steps, 1)
+            if step > self.checkpoint
+        ]
+        return self.folder / f"step{self.checkpoint}" if self.checkpoint else None, after
+
+    async def commit(self, plan: StepPlan, trained: Trained) -> None:
+        self.steps.append((plan, trained.weights))
+        await self.supervisor.publish(trained)
+        if len(self.steps) % self.every == 0:
+            await self.supervisor.save(self.folder / f"step{len(self.steps)}")
+            self.checkpoint = len(self.steps)
 
     async def generate(self, step: int, slot: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
         key = RequestKey(seed=0, rollout_id=f"{step}/{slot}", turn=0)
@@ -47,9 +70,8 @@ class Run:
         for step in range(1, STEPS + 1):
             sampled = await asyncio.gather(*(self.generate(step, slot) for slot in range(REQUESTS)))
             plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest=str(sampled))
-            trained = await self.supervisor.train(plan, self.folder / f"step{step}")
-            self.steps.append(trained.weights)
-            await self.supervisor.publish(trained)
+            trained = await self.supervisor.train(plan)
+            await self.commit(plan, trained)
             happened += [*sampled, trained.weights, trained.result.version]
         happened.append((self.engine.receipt, self.learner.version, self.learner.weights))
         return happened
@@ -57,7 +79,9 @@ class Run:
 
 PLACES = [
     *[("generate", n) for n in (1, 2, 6, 12)],
-    *[(name, n) for name in ("step", "save", "saved") for n in (1, 2, 3)],
+    *[("step", n) for n in (1, 2, 3)],
+    ("save", 1),
+    ("saved", 1),
     *[("publish", n) for n in (1, 3)],
 ]
 
@@ -78,23 +102,22 @@ async def test_one_that_dies_while_it_is_brought_back_is_brought_back_again(tmp_
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     undisturbed = await Run(tmp_path / "a", ()).whole()
-    run = Run(tmp_path / "b", [("step", 2), ("load", 1)])
+    run = Run(tmp_path / "b", [("step", 3), ("load", 1)])
     assert await run.whole() == undisturbed
     assert run.learner.lives == 3
 
 
-async def test_a_death_between_checkpoint_and_commit_is_found_when_the_step_is_published(
+async def test_a_death_before_the_commit_is_found_when_the_step_is_published(
     tmp_path: Path,
 ) -> None:
-    """Somebody else finds it dead and brings it back at the step before; the step is loaded then."""
+    """A request finds it dead and restarts it at the step before; the step is trained again then."""
     run = Run(tmp_path, [])
     plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
-    trained = await run.supervisor.train(plan, tmp_path / "step1")
+    trained = await run.supervisor.train(plan)
     run.learner.alive = False
     await run.generate(1, 0)
     assert run.learner.weights == "start"
-    run.steps.append(trained.weights)
-    await run.supervisor.publish(trained)
+    await run.commit(plan, trained)
     assert (run.learner.weights, run.engine.receipt.checksum) == (trained.weights, trained.weights)
     assert run.engine.receipt.version == trained.result.version == 1
 
@@ -104,7 +127,7 @@ async def test_deaths_without_a_step_in_between_end_the_run(tmp_path: Path) -> N
     with pytest.raises(EngineError, match=r"^the learner died \(killed by signal 9\)$"):
         await run.whole()
     assert len(run.said) == 2
-    run = Run(tmp_path, [("step", 1), ("step", 3), ("step", 5)], restarts=1)
+    run = Run(tmp_path, [("step", 1), ("step", 3), ("step", 5)], restarts=1, every=1)
     await run.whole()
     assert run.supervisor.restarts == 3, "a committed step resets the count"
     run = Run(tmp_path, [("generate", 1)], restarts=0)
@@ -114,17 +137,16 @@ async def test_deaths_without_a_step_in_between_end_the_run(tmp_path: Path) -> N
 
 async def test_who_waits_for_a_new_one_may_go_away(tmp_path: Path) -> None:
     """At whatever moment the request that found it dead is cancelled, the next one gets the right weights."""
-    undisturbed = Run(tmp_path, [])
-    undisturbed.steps.append("x")
     plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
-    await undisturbed.supervisor.train(plan, tmp_path / "step1")
-    await undisturbed.learner.publish(1)
-    wanted = await undisturbed.generate(1, 1)
-    for moment in range(8):
-        run = Run(tmp_path, [], restarts=1)
-        await run.supervisor.train(plan, tmp_path / "step1")
-        run.steps.append("x")
-        await run.learner.publish(1)
+
+    async def three_steps(run: Run) -> Run:
+        for _ in range(3):
+            await run.commit(plan, await run.supervisor.train(plan))
+        return run
+
+    wanted = await (await three_steps(Run(tmp_path, []))).generate(1, 1)
+    for moment, every in [(n, every) for n in range(14) for every in (2, 9)]:
+        run = await three_steps(Run(tmp_path, [], restarts=1, every=every))
         run.learner.alive = False
         waiting = asyncio.create_task(run.generate(1, 0))
         for _ in range(moment):
@@ -157,16 +179,14 @@ async def test_what_the_learner_does_beside_sampling_is_not_the_agents_time(
     tmp_path: Path, slow: str, dies_at: list[tuple[str, int]]
 ) -> None:
     """A call of a session with less wall time than a step takes, and an engine's deadline as short."""
-    run = Run(tmp_path, ())
+    run = Run(tmp_path, (), every=1)
     run.learner = learner = Slow(slow, dies_at)
     run.supervisor = LearnerSupervisor(learner, learner, run.committed, restarts=2)
     run.engine = RetryingEngine(learner, run.supervisor)
 
     async def work() -> None:
         plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
-        trained = await run.supervisor.train(plan, tmp_path / "step1")
-        run.steps.append(trained.weights)
-        await run.supervisor.publish(trained)
+        await run.commit(plan, await run.supervisor.train(plan))
 
     working = asyncio.create_task(work())
     await learner.began.wait()
@@ -183,13 +203,13 @@ async def test_what_the_learner_does_beside_sampling_is_not_the_agents_time(
 
 async def test_what_a_living_learner_refuses_is_refused(tmp_path: Path) -> None:
     class Refusing(FakeLearner):
-        async def save(self, folder: Path) -> None:
-            raise TrainError("no space left")
+        async def step(self, plan: StepPlan, scores: Path | None = None) -> StepResult:
+            raise TrainError("no update")
 
     run = Run(tmp_path, ())
     learner = Refusing()
     supervisor = LearnerSupervisor(learner, learner, run.committed, restarts=3)
     plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0)
-    with pytest.raises(TrainError, match="no space left"):
-        await supervisor.train(plan, tmp_path / "step1")
+    with pytest.raises(TrainError, match="no update"):
+        await supervisor.train(plan)
     assert learner.lives == 1

@@ -22,7 +22,7 @@ log, exp = math.log, math.exp
 
 
 @dataclasses.dataclass
-class Told:
+class RolloutCase:
     """One rollout: what is known of its tokens, and its advantage."""
 
     live: list[float]
@@ -32,7 +32,7 @@ class Told:
     a: float
 
 
-def rollouts() -> list[Told]:
+def rollouts() -> list[RolloutCase]:
     """Three tokens each, with ratios on both sides of every bound and both signs of advantage."""
     p = (0.02, 0.15, 0.3, 0.55, 0.95)
     chances = list(product(p, p))
@@ -40,7 +40,7 @@ def rollouts() -> list[Told]:
     for i, a in enumerate((-1.5, -0.25, 0.5, 2.0) * 12):
         picked = [chances[(7 * i + 11 * k) % len(chances)] for k in range(3)]
         made.append(
-            Told(
+            RolloutCase(
                 live=[log(x) for x, _ in picked],
                 mu=[log(y) for _, y in picked],
                 prox=[log((2 * x + y) / 3 + 0.04 * (k - 1) * x) for k, (x, y) in enumerate(picked)],
@@ -52,10 +52,12 @@ def rollouts() -> list[Told]:
     for d in (-6e-4, -1e-4, 2e-4, 7e-4):
         live = [log(0.2), log(0.5), log(0.7)]
         old = [x - d for x in live]
-        made += [Told(live=live, mu=old, prox=[x - d / 2 for x in live], ref=old, a=a) for a in (-1.0, 1.0)]
+        made += [
+            RolloutCase(live=live, mu=old, prox=[x - d / 2 for x in live], ref=old, a=a) for a in (-1.0, 1.0)
+        ]
     for q, a in ((0.02, 1.0), (0.9, -1.0)):
         prox = [log(0.2), log(0.3), log(0.4)]
-        made.append(Told(live=[x + 0.1 for x in prox], mu=[log(q)] * 3, prox=prox, ref=prox, a=a))
+        made.append(RolloutCase(live=[x + 0.1 for x in prox], mu=[log(q)] * 3, prox=prox, ref=prox, a=a))
     return made
 
 
@@ -63,16 +65,16 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def terms(told: Sequence[Told], config: LossConfig) -> tuple[torch.Tensor, LossInputs]:
+def terms(cases: Sequence[RolloutCase], config: LossConfig) -> tuple[torch.Tensor, LossInputs]:
     """All tokens in one row, with what holds for a whole rollout given to each of them."""
 
     def flat(name: str) -> torch.Tensor:
-        return torch.tensor([x for t in told for x in getattr(t, name)], dtype=torch.float64)
+        return torch.tensor([x for t in cases for x in getattr(t, name)], dtype=torch.float64)
 
-    def spread(value: Callable[[Told], float]) -> torch.Tensor:
-        return torch.tensor([value(t) for t in told for _ in t.live], dtype=torch.float64)
+    def spread(value: Callable[[RolloutCase], float]) -> torch.Tensor:
+        return torch.tensor([value(t) for t in cases for _ in t.live], dtype=torch.float64)
 
-    def apart(t: Told) -> float:
+    def apart(t: RolloutCase) -> float:
         d = [x - y for x, y in zip(t.prox, t.mu, strict=True)]
         return sum(d) if config.correction_level == "rollout" else mean(d)
 
@@ -87,9 +89,9 @@ def terms(told: Sequence[Told], config: LossConfig) -> tuple[torch.Tensor, LossI
     )
 
 
-def run(told: Sequence[Told], config: LossConfig) -> tuple[list[float], list[float], TokenLoss]:
+def run(cases: Sequence[RolloutCase], config: LossConfig) -> tuple[list[float], list[float], TokenLoss]:
     """Loss and slope of every token, and all that was said of them."""
-    logp, given = terms(told, config)
+    logp, given = terms(cases, config)
     out = token_loss(logp, given, config)
     out.loss.sum().backward()
     assert logp.grad is not None
@@ -108,42 +110,42 @@ def clipped(ratio: float, a: float, low: float, high: float, dual: float = 0.0) 
     return -value, -slope
 
 
-def dppo(t: Told, k: int) -> Pair:
+def dppo(t: RolloutCase, k: int) -> Pair:
     rho, p, q = exp(t.live[k] - t.mu[k]), exp(t.live[k]), exp(t.mu[k])
     kept = not ((t.a > 0 and p - q > 0.2) or (t.a < 0 and p - q < -0.2))
     return (-rho * t.a, -rho * t.a) if kept else (0.0, 0.0)
 
 
-def old_of(t: Told, ratio: str) -> list[float]:
+def old_of(t: RolloutCase, ratio: str) -> list[float]:
     return t.mu if ratio == "sampler" else t.prox
 
 
-def ppo(t: Told, k: int, ratio: str, dual: float = 0.0) -> Pair:
+def ppo(t: RolloutCase, k: int, ratio: str, dual: float = 0.0) -> Pair:
     return clipped(exp(t.live[k] - old_of(t, ratio)[k]), t.a, 0.2, 0.28, dual)
 
 
-def cispo(t: Told, k: int, ratio: str) -> Pair:
+def cispo(t: RolloutCase, k: int, ratio: str) -> Pair:
     factor = -min(exp(t.live[k] - old_of(t, ratio)[k]), 5.0) * t.a
     return factor * t.live[k], factor
 
 
-def gspo(t: Told, k: int, ratio: str) -> Pair:
+def gspo(t: RolloutCase, k: int, ratio: str) -> Pair:
     s = exp(mean([x - y for x, y in zip(t.live, old_of(t, ratio), strict=True)]))
     return clipped(s, t.a, 3e-4, 4e-4)
 
 
-def decoupled(t: Told, k: int) -> Pair:
+def decoupled(t: RolloutCase, k: int) -> Pair:
     w = exp(t.prox[k] - t.mu[k])
     value, slope = clipped(exp(t.live[k] - t.prox[k]), t.a, 0.2, 0.28)
     return w * value, w * slope
 
 
-def pulled(pair: Pair, t: Told, k: int) -> Pair:
+def pulled(pair: Pair, t: RolloutCase, k: int) -> Pair:
     d = t.live[k] - t.mu[k]
     return pair[0] + 1e-3 * d * d, pair[1] + 2e-3 * d
 
 
-LOSSES: dict[str, tuple[LossConfig, Callable[[Told, int], Pair]]] = {
+LOSSES: dict[str, tuple[LossConfig, Callable[[RolloutCase, int], Pair]]] = {
     "dppo": (LossConfig(), lambda t, k: pulled(dppo(t, k), t, k)),
     "ppo_clip": (LossConfig(loss="ppo_clip"), lambda t, k: ppo(t, k, "sampler")),
     "ppo_clip_trainer": (LossConfig(loss="ppo_clip", ratio="trainer"), lambda t, k: ppo(t, k, "trainer")),
@@ -159,9 +161,9 @@ LOSSES: dict[str, tuple[LossConfig, Callable[[Told, int], Pair]]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_slope_equal_the_formula(name: str) -> None:
     config, formula = LOSSES[name]
-    told = rollouts()
-    expected = [formula(t, k) for t in told for k in range(3)]
-    loss, slope, out = run(told, config)
+    cases = rollouts()
+    expected = [formula(t, k) for t in cases for k in range(3)]
+    loss, slope, out = run(cases, config)
     assert loss == pytest.approx([v for v, _ in expected], rel=1e-9, abs=1e-12)
     assert slope == pytest.approx([s for _, s in expected], rel=1e-9, abs=1e-12)
     if not name.startswith("cispo_t"):
@@ -181,7 +183,7 @@ def test_the_gradient_of_gspo_is_that_of_the_rollouts_own_ratio() -> None:
         assert [x / 3 for x in slope] == pytest.approx(expected.tolist())
 
 
-def weigh(t: Told, k: int, kind: str, level: str) -> float:
+def weigh(t: RolloutCase, k: int, kind: str, level: str) -> float:
     d = [x - y for x, y in zip(t.prox, t.mu, strict=True)]
     w = exp({"token": d[k], "rollout": sum(d), "rollout_mean": mean(d)}[level])
     high = {"tis": 2.0, "mask": 3.0, "icepop": 5.0}[kind]
@@ -196,14 +198,14 @@ def weigh(t: Told, k: int, kind: str, level: str) -> float:
 def test_a_correction_multiplies_the_policy_term(name: str, kind: str, level: str) -> None:
     config = LossConfig(loss=name, ratio="trainer", correction=kind, correction_level=level)  # type: ignore[arg-type]
     formulas = {"ppo_clip": ppo, "cispo": cispo, "gspo": gspo, "decoupled": ppo}
-    told = rollouts()
+    cases = rollouts()
     expected = []
-    for t in told:
+    for t in cases:
         for k in range(3):
             value, slope = formulas[name](t, k, "trainer")
             w = weigh(t, k, kind, level)
             expected.append((w * value, w * slope))
-    loss, slope, out = run(told, config)
+    loss, slope, out = run(cases, config)
     assert loss == pytest.approx([v for v, _ in expected], rel=1e-9, abs=1e-12)
     assert slope == pytest.approx([s for _, s in expected], rel=1e-9, abs=1e-12)
     assert out.corrected is not None
@@ -211,7 +213,7 @@ def test_a_correction_multiplies_the_policy_term(name: str, kind: str, level: st
 
 
 def test_bounds_of_a_correction_are_the_ones_asked_for() -> None:
-    t = Told(
+    t = RolloutCase(
         live=[0.0] * 3, mu=[-1.0] * 3, prox=[log(0.3) - 1, log(0.9) - 1, log(1.4) - 1], ref=[0.0] * 3, a=1.0
     )
     config = LossConfig(
@@ -226,20 +228,20 @@ def test_bounds_of_a_correction_are_the_ones_asked_for() -> None:
 def test_opsm_leaves_out_what_moved_away_with_a_negative_advantage(name: str) -> None:
     plain = LossConfig(loss=name)  # type: ignore[arg-type]
     masked = plain.changed(off_policy_mask=0.1)
-    told = rollouts()
+    cases = rollouts()
     formula = {
         "dppo": dppo,
         "ppo_clip": lambda t, k: ppo(t, k, "sampler"),
         "gspo": lambda t, k: gspo(t, k, "sampler"),
     }
     expected, left = [], 0
-    for t in told:
+    for t in cases:
         gone = t.a < 0 and mean([m - x for x, m in zip(t.live, t.mu, strict=True)]) > 0.1
         left += 3 * gone
         for k in range(3):
             pair = (0.0, 0.0) if gone else formula[name](t, k)
             expected.append(pulled(pair, t, k) if name == "dppo" else pair)
-    loss, slope, out = run(told, masked)
+    loss, slope, out = run(cases, masked)
     assert loss == pytest.approx([v for v, _ in expected], rel=1e-9, abs=1e-12)
     assert slope == pytest.approx([s for _, s in expected], rel=1e-9, abs=1e-12)
     assert out.corrected is not None
@@ -256,9 +258,9 @@ def test_the_pull_to_a_reference(name: str, kind: str, unbiased: bool) -> None:
             LossConfig(kl="k1", kl_unbiased=False)
         return
     config = base.changed(kl=kind, kl_weight=0.3, kl_unbiased=unbiased)  # type: ignore[arg-type]
-    told = rollouts()
+    cases = rollouts()
     expected, kls = [], []
-    for t in told:
+    for t in cases:
         for k in range(3):
             d = t.live[k] - t.ref[k]
             value, rise = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (exp(-d) - 1 + d, 1 - exp(-d))}[kind]
@@ -268,7 +270,7 @@ def test_the_pull_to_a_reference(name: str, kind: str, unbiased: bool) -> None:
             pair = formula(t, k)
             expected.append((pair[0] + 0.3 * r * value, pair[1] + 0.3 * slope))
             kls.append(value)
-    loss, slope, out = run(told, config)
+    loss, slope, out = run(cases, config)
     assert loss == pytest.approx([v for v, _ in expected], rel=1e-9, abs=1e-12)
     assert slope == pytest.approx([s for _, s in expected], rel=1e-9, abs=1e-12)
     assert out.kl is not None
@@ -298,10 +300,10 @@ def test_with_the_ratio_the_expected_gradient_is_that_of_the_divergence(kind: st
 
 def test_before_the_first_update_the_trainers_ratio_is_one() -> None:
     """Nothing was recomputed yet, so the live log-probabilities are those from before the step."""
-    told = rollouts()
+    cases = rollouts()
     for name in ("ppo_clip", "gspo", "decoupled"):
         config = LossConfig(loss=name, ratio="trainer")  # type: ignore[arg-type]
-        logp, given = terms(told, config)
+        logp, given = terms(cases, config)
         out = token_loss(logp, dataclasses.replace(given, prox=None, live_prox=None), config)
         w = (logp.detach() - given.mu).exp() if name == "decoupled" else torch.ones_like(given.mu)
         assert torch.allclose(out.loss, -given.advantage * w)

@@ -25,13 +25,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from benchmarks._memory import peak_bytes
 from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import TrainError
 from insitu.training.loss.fused_head import score
 from insitu.training.memory.meta_run import BatchShape
+from insitu.training.memory.peak import peak_bytes
 from insitu.training.memory.plan import KEPT_FREE, LADDER, MemoryPlanner, load_of
 from insitu.training.memory.predict import GIB, BuiltinMemory, MemoryModel
 from insitu.training.model.base import PLAIN, MemoryOptions

@@ -56,7 +56,7 @@ def test_the_trained_policy_is_the_merged_one(folder: Path, tmp_path: Path, step
     trainer = Trainer(policy, SMALL)
     for _ in range(steps):
         trainer.step(a_plan())
-    policy.save_whole(tmp_path / "served")
+    policy.stored(whole=True).write(tmp_path / "served")
     served = logprobs(opened(tmp_path / "served", None))
     assert torch.equal(logprobs(policy), served)
     # adapters beside their matrix are another policy than the one that was served
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_adapters(folder: Path) -> None:
 def test_the_configuration_says_what_the_engine_gets(
     folder: Path, lines: dict[str, str], merged: str
 ) -> None:
-    given = {"engine.url": "http://127.0.0.1:1", "policy.kind": "hf", "policy.lora_rank": "2", **lines}
+    given = {"engine.urls": "http://127.0.0.1:1", "policy.kind": "hf", "policy.lora_rank": "2", **lines}
     config = load_config(None, [f"{key}={value}" for key, value in given.items()])
     policy = PolicyConfig.of(config)
     assert policy.lora is not None

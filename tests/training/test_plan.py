@@ -195,6 +195,19 @@ def test_refusals_name_the_place() -> None:
         PlanConfig(advantage="maxrl", overlong_tokens=10, overlong_margin_tokens=5)
 
 
+@pytest.mark.parametrize("reason", ["infra", "evaluation"])
+def test_tokens_excluded_before_planning_make_no_row(reason: str) -> None:
+    """Failures of the infrastructure after sampling keep their segments."""
+    lost = rollout(
+        "g/2", None, [segment("g/2", 0, [1, 2], [False, True], [0, -1.0])], status=Status.INFRA_FAILED
+    )
+    ledger = Ledger(captured=1, trained=0, excluded={reason: 1})
+    lost = dataclasses.replace(lost, trajectory=dataclasses.replace(lost.trajectory, ledger=ledger))
+    others = [rollout(f"g/{k}", k, [segment(f"g/{k}", 0, [1, 2], [False, True], [0, -1.0])]) for k in (0, 1)]
+    plan = plan_step([group("g", [*others, lost])], PlanConfig())
+    assert plan.ledger == Ledger(captured=3, trained=2, excluded={reason: 1})
+
+
 def test_a_rollout_without_tokens_makes_no_row() -> None:
     empty = rollout("g/0/0", 1.0, [])
     plan = plan_step([group("g/0", [empty, simple("g/0/1", 0.0)])], PlanConfig())
@@ -241,6 +254,11 @@ def test_trees_and_ranks_are_a_partition_under_the_budget(
     for b in pack(ids, first, budget, layout="tree"):
         prefixes = {tuple(ids[i][:n].tolist()) for i in b.rows for n in range(1, len(ids[i]) + 1)}
         assert (b.tokens, b.prefix, b.layout) == (len(prefixes), 0, "tree")
+    alone = pack(ids, first, budget, layout="rows", ranks=ranks)
+    assert sorted((b.rows[0], b.tokens, b.prefix) for b in alone) == [
+        (i, len(r), 0) for i, r in enumerate(ids)
+    ]
+    assert all(len(b.rows) == 1 and b.layout == "rows" and b.rank < ranks for b in alone)
 
 
 def test_ranks_have_about_as_much_to_do() -> None:

@@ -43,7 +43,7 @@ SCHEDULE = (
 
 
 class Watcher:
-    """Keeps what it is told; stops the run at a step when asked to."""
+    """Keeps its events; stops the run at a step when asked to."""
 
     def __init__(self, stop_at: int = 0) -> None:
         self.notes: list[str] = []
@@ -84,8 +84,8 @@ def finished(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ma
     config, watcher = sft_config(source, tmp_path_factory.mktemp("target") / "run", *SCHEDULE), Watcher()
     with pytest.raises(RecordError, match="the test stops here"):
         sft(config, Watcher(stop_at=6))
-    told = Path(config.run.dir) / "metrics.jsonl"  # as if it had been killed at the commit of step 4
-    told.write_bytes(b"".join(told.read_bytes().splitlines(keepends=True)[:3]))
+    reported = Path(config.run.dir) / "metrics.jsonl"  # as if it had been killed at the commit of step 4
+    reported.write_bytes(b"".join(reported.read_bytes().splitlines(keepends=True)[:3]))
     return sft(config, watcher, TrainOptions(resume=Path(config.run.dir))), watcher
 
 

@@ -172,10 +172,12 @@ async def test_a_learner_of_two_shards_trains_exports_and_goes_on_alone(tmp_path
     async with Learner.start(spec) as learner:
         start = learner.weights
         await learner.save(tmp_path / "start")
+        assert not await learner.written()
         await learner.step(made_plan(2))
         once = learner.weights
         await learner.export(ExportRequest(folder=tmp_path / "v1", version=1))
         await learner.save(tmp_path / "checkpoint")
+        assert not await learner.written()
         with pytest.raises(TrainError, match="as files only"):
             await learner.transfer("describe")
         await learner.load(tmp_path / "start")
@@ -209,7 +211,7 @@ def test_all_ranks_run_equally_many_passes_and_each_counts_once() -> None:
 
 
 def test_what_cannot_be_sharded_is_refused_with_its_key() -> None:
-    hf = ["policy.kind=hf", "engine.kind=vllm", "engine.url=http://x"]
+    hf = ["policy.kind=hf", "engine.kind=vllm", "engine.urls=http://x"]
     assert TrainConfig.of(load_config(None, [*hf, "train.ranks=2", "train.shard=true"])).shard
     for overrides, match in [
         ([*hf, "train.shard=true"], "shard has no effect with ranks = 1"),
@@ -251,7 +253,7 @@ def test_sharded_weights_are_not_read_in_part(tmp_path: Path) -> None:
     save_model(small_model(1), tmp_path / "model")
     policy: HfPolicy = opened(tmp_path / "model")
     policy.shards = 2
-    for read in (lambda: policy.save(tmp_path / "out"), lambda: dict(policy.published())):
+    for read in (policy.stored, lambda: dict(policy.published())):
         with pytest.raises(TrainError, match="must be gathered"):
             read()
     assert shard_lab.weights(policy).keys() == dict(policy.named_parameters()).keys()

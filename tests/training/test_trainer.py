@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 from insitu.config.training import LossConfig, LossName
 from insitu.engines.embedded.model import Qwen3, save_model
-from insitu.errors import TrainError
+from insitu.errors import BadStepError, TrainError
 from insitu.training.options import OptimConfig, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.trainer import Trainer
@@ -215,9 +215,7 @@ def test_a_token_apart_by_rounding_is_not_trained(loss: LossName, epochs: int) -
     assert (found.mismatched, asked.mismatched) == (1, 0)
     assert found.tokens == asked.tokens == plan.ledger.trained - 1
     assert found.max_logprob_gap < 1e-5
-    assert found.max_logprob_gap_seen == pytest.approx(3e-4, abs=1e-5), (
-        "what is left out is told all the same"
-    )
+    assert found.max_logprob_gap_seen == pytest.approx(3e-4, abs=1e-5), "excluded tokens are reported too"
     assert asked.max_logprob_gap_seen == asked.max_logprob_gap
     for name, tensor in ends[0].items():
         assert torch.allclose(tensor, ends[1][name], atol=1e-7, rtol=1e-5), name
@@ -253,10 +251,24 @@ def test_a_loss_that_is_not_finite_changes_nothing(epochs: int) -> None:
     # an older version than the trainer's: no gap check
     trainer = Trainer(model, TrainConfig(epochs=epochs, max_staleness=1), version=1)
     start = weights(model)
-    with pytest.raises(TrainError, match=r"step 0: loss -?(nan|inf), gradient norm nan: no update"):
+    with pytest.raises(BadStepError, match=r"step 0: loss -?(nan|inf), gradient norm nan: no update"):
         trainer.step(wrong(plan, -1e9))
     assert same(start, weights(model))
     assert trainer.optimiser.tensors() == {}
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_bad_step_is_skipped_where_that_is_configured(version: int) -> None:
+    """Version 0: the gap over the limit; 1: an older token, whose loss is not finite."""
+    model = small_model()
+    plan = plan_step(sampled_groups(model), PlanConfig())
+    trainer = Trainer(model, TrainConfig(max_staleness=1, on_bad_step="skip"), version=version)
+    start = weights(model)
+    result = trainer.step(wrong(plan, -1e9))
+    assert (result.bad, result.version, result.optimizer_steps) == (True, version, 0)
+    assert "no update" in result.skipped
+    assert same(start, weights(model))
+    assert not trainer.step(plan).bad
 
 
 def test_a_failure_after_the_first_of_two_updates_takes_that_one_back() -> None:

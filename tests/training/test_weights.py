@@ -13,6 +13,7 @@ import pytest
 from insitu.config import load_config
 from insitu.engines.base import PauseMode, Receipt
 from insitu.engines.http import HttpOptions
+from insitu.engines.replicas import EngineSet
 from insitu.engines.safetensors_file import read_folder, read_manifest, sums_of
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
@@ -186,11 +187,15 @@ async def test_a_restarted_server_gets_its_weights_back(tmp_path: Path) -> None:
 def test_adapters_go_to_vllm_as_they_are_unless_they_are_to_be_merged(
     more: str, adapters: bool, tmp_path: Path
 ) -> None:
-    config = load_config(overrides=["policy.kind=hf", "engine.url=http://x", *more.split()])
+    config = load_config(overrides=["policy.kind=hf", "engine.urls=http://x", *more.split()])
     assert PublishOptions.of(config, tmp_path).adapter == adapters
 
 
 # --------------------------------------------------------------------------- without files
+
+
+def alone(engine: VllmEngine) -> EngineSet:
+    return EngineSet({"server": engine}, max_wait_s=1.0)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
@@ -198,7 +203,7 @@ async def test_tensors_reach_a_server_without_files(transport: Transport, tmp_pa
     async with server() as (fake, engine):
         fake.workers = 2 if transport == "nccl" else 1
         learner = FakeTransfers(fake)
-        publisher = TransferPublisher(learner, engine, to(tmp_path), transport)
+        publisher = TransferPublisher(learner, alone(engine), to(tmp_path), transport)
         for version, seed in enumerate(["start", "one", "two"]):
             learner.tensors = chance_tensors(seed)
             receipt = await publisher.publish(version)
@@ -217,15 +222,13 @@ async def test_tensors_reach_a_server_without_files(transport: Transport, tmp_pa
 
 
 async def test_a_restarted_server_gets_what_crossed_a_gpu_again(tmp_path: Path) -> None:
-    async with server() as (fake, engine):
-        learner = FakeTransfers(fake)
-        publisher = TransferPublisher(learner, engine, to(tmp_path), "ipc")
-        with pytest.raises(EngineError, match="nothing was published yet"):
-            await publisher.restore()
-        await publisher.publish(4)
+    async with server() as (fake, engine), alone(engine) as engines:
+        await TransferPublisher(FakeTransfers(fake), engines, to(tmp_path), "ipc").publish(4)
         fake.restart()
-        assert (await publisher.restore()).version == 4
-        assert await sampled_by(engine) == 4
+        key = RequestKey(seed=1, rollout_id="a", turn=0)
+        reply = await engines.generate(np.arange(4, dtype=np.int32), SamplingParams(max_tokens=4), key)
+        assert reply.version_runs == ((0, 4),)
+        assert sum("init_info" in body for body in fake.transfers) == 2
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
@@ -234,7 +237,7 @@ async def test_what_crossed_a_gpu_and_arrived_as_something_else_is_noticed(
 ) -> None:
     async with server() as (fake, engine):
         learner = FakeTransfers(fake)
-        publisher = TransferPublisher(learner, engine, to(tmp_path), transport)
+        publisher = TransferPublisher(learner, alone(engine), to(tmp_path), transport)
         await publisher.publish(0)
         learner.tensors, fake.spoils = chance_tensors("one"), "model.norm.weight"
         with pytest.raises(EngineError, match="model.norm.weight has other weights than were published"):
@@ -244,7 +247,7 @@ async def test_what_crossed_a_gpu_and_arrived_as_something_else_is_noticed(
 async def test_an_update_whose_trainer_never_sends_ends_in_time_and_joins_anew(tmp_path: Path) -> None:
     async with server(call_deadline_s=0.3) as (fake, engine):
         learner = FakeTransfers(fake)
-        publisher = TransferPublisher(learner, engine, to(tmp_path), "nccl")
+        publisher = TransferPublisher(learner, alone(engine), to(tmp_path), "nccl")
         await publisher.publish(0)
         learner.sends = False
         async with asyncio.timeout(5):
@@ -263,7 +266,7 @@ async def test_tensors_that_the_server_does_not_have_are_refused_before_anything
     async with server() as (fake, engine):
         learner = FakeTransfers(fake)
         learner.tensors = {n: t for n, t in chance_tensors("one").items() if "k_proj" not in n}
-        publisher = TransferPublisher(learner, engine, to(tmp_path), "ipc")
+        publisher = TransferPublisher(learner, alone(engine), to(tmp_path), "ipc")
         with pytest.raises(EngineError, match=r"qkv_proj\.weight would receive none"):
             await publisher.publish(1)
         assert await sampled_by(engine) == 0
@@ -274,7 +277,7 @@ async def test_handles_of_one_gpu_are_not_given_to_a_server_on_two(tmp_path: Pat
     async with server() as (fake, engine):
         fake.workers = 2
         learner = FakeTransfers(fake)
-        publisher = TransferPublisher(learner, engine, to(tmp_path), "ipc")
+        publisher = TransferPublisher(learner, alone(engine), to(tmp_path), "ipc")
         with pytest.raises(EngineError, match="engine.publish ipc: the server uses 2 GPUs"):
             await publisher.publish(1)
         assert await sampled_by(engine) == 0  # nothing was paused

@@ -134,13 +134,22 @@ LEAST_GROUPS = 4
 SPREADS = 3.0
 """Least jump in standard deviations of those steps."""
 OTHER_REASONS = frozenset(
-    {"degenerate", "zero_advantage", "few_groups", "no_tokens", "evaluation", "demonstrated", "mismatch"}
-    | {"infra", "ungraded", "stale", "deadline", "unused"}
+    {
+        "degenerate",
+        "zero_advantage",
+        "few_groups",
+        "bad_step",
+        "no_tokens",
+        "evaluation",
+        "demonstrated",
+        "mismatch",
+    }
+    | {"demonstrated", "infra", "ungraded", "stale", "deadline", "unused"}
 )
 """Reasons that follow from rewards, rounding, the schedule or the infrastructure, which has its own alarm."""
 
 
-def lost_reasons(ledger: Ledger) -> list[tuple[str, int]]:
+def _lost_reasons(ledger: Ledger) -> list[tuple[str, int]]:
     """Return (reason, tokens) of a step's excluded tokens except `FATES`, most first."""
     lost = [item for item in ledger.excluded.items() if item[0] not in OTHER_REASONS]
     return sorted(lost, key=lambda item: (-item[1], item[0]))
@@ -148,12 +157,12 @@ def lost_reasons(ledger: Ledger) -> list[tuple[str, int]]:
 
 def lost_share(ledger: Ledger) -> float:
     """Return the share of a step's captured tokens excluded for these reasons."""
-    lost = sum(tokens for _, tokens in lost_reasons(ledger))
+    lost = sum(tokens for _, tokens in _lost_reasons(ledger))
     return lost / ledger.captured if ledger.captured else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spike:
+class _Spike:
     """A step's value against earlier ones."""
 
     rise: float = 0.0
@@ -170,18 +179,18 @@ class SpikeDetector:
         self._name, self._alarm_at = name, alarm_at
         self._held: deque[float] = deque(before, STEPS)
 
-    def look(self, value: float, groups: int) -> Spike:
+    def look(self, value: float, groups: int) -> _Spike:
         """Add the next step's value, computed from `groups` groups."""
         earlier, usual = list(self._held), statistics.fmean(self._held) if self._held else 0.0
         self._held.append(value)
         if len(earlier) < LEAST_STEPS:
-            return Spike(usual=usual)
+            return _Spike(usual=usual)
         rise = value - usual
         spike = 0 < self._alarm_at <= rise and rise >= SPREADS * statistics.pstdev(earlier)
         spike = spike and groups >= LEAST_GROUPS
         if spike:
             log.warning("spike of=%s value=%.3f mean=%.3f steps=%d", self._name, value, usual, len(earlier))
-        return Spike(rise=rise, usual=usual, alarm=spike)
+        return _Spike(rise=rise, usual=usual, alarm=spike)
 
 
 class StepAlarms:
@@ -204,7 +213,7 @@ class StepAlarms:
         """
         masked, limits = self._masks.close_step(), self._limits
         judged, tampering = verdict_counts((r for g in groups for r in g.rollouts), limits.tamper_alarm)
-        reward = Spike() if reward_mean is None else self._reward.look(reward_mean, len(groups))
+        reward = _Spike() if reward_mean is None else self._reward.look(reward_mean, len(groups))
         share = lost_share(ledger)
         lost = self._lost.look(share, len(groups))
         metrics = {
@@ -225,7 +234,7 @@ class StepAlarms:
                 f" (collect.reward_alarm = {limits.reward_alarm:g}): check solutions for reward hacking"
             )
         if lost.alarm:
-            most = ", ".join(f"{reason} {tokens}" for reason, tokens in lost_reasons(ledger)[:NAMED])
+            most = ", ".join(f"{reason} {tokens}" for reason, tokens in _lost_reasons(ledger)[:NAMED])
             lines.append(
                 f"{share:.0%} of the sampled tokens are excluded due to agent behaviour,"
                 f" {lost.usual:.0%} before"

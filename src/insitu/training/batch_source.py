@@ -19,7 +19,7 @@ from insitu.config import Config
 from insitu.storage.attempts import CANCELLED
 from insitu.storage.lifecycle import Reason, RolloutState
 from insitu.storage.store import Store
-from insitu.tasks.base import TaskSource
+from insitu.tasks.mix import TaskMix
 from insitu.tasks.samplers import task_sampler
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.plan.step import PlanConfig, use_of
@@ -32,8 +32,9 @@ class StoreSink:
     def __init__(
         self, store: Store, masks: InfraFailureRate, eval_masks: InfraFailureRate | None = None
     ) -> None:
-        """Store into `store`. eval_masks: failure counts of evaluations, which may run concurrently; None =
-        masks.
+        """Store into `store`.
+
+        eval_masks: failure counts of evaluations, which may run concurrently; None = masks.
         """
         self._store, self._masks, self._eval_masks = store, masks, eval_masks or masks
 
@@ -97,7 +98,7 @@ class Batches(Protocol):
         """Handle a version that the engine samples with, also the same one after a skipped step."""
 
 
-class CollectedBatches:
+class _CollectedBatches:
     """Groups from the collector; made by `open_batches`."""
 
     def __init__(self, collector: Collector, options: CollectOptions) -> None:
@@ -137,7 +138,7 @@ class CollectedBatches:
 async def open_batches(
     config: Config,
     store: Store,
-    source: TaskSource,
+    source: TaskMix,
     attempts: AttemptRunner,
     sink: StoreSink,
     watcher: RolloutObserver,
@@ -146,10 +147,10 @@ async def open_batches(
     check: Check,
     warn: Callable[[str], None],
     version: int,
-) -> AsyncIterator[CollectedBatches]:
+) -> AsyncIterator[_CollectedBatches]:
     """Run the collector inside the context; at its end no rollout is left open."""
     plan, options = PlanConfig.of(config), collect_options(config)
-    task_of = task_sampler(config, source)
+    task_of = task_sampler(source)
     collector = Collector(
         attempts,
         sink,
@@ -161,10 +162,10 @@ async def open_batches(
         check=check,
         warn=warn,
         version=version,
-        resume=resume_state(store, task_of, config.tasks.groups_per_step),
+        resume=resume_state(store, task_of, config.collect.groups_per_step),
     )
     async with collector.open():
-        yield CollectedBatches(collector, options)
+        yield _CollectedBatches(collector, options)
     # left over in a resumed run
     left = [*store.open_rollouts(), *store.unused_graded()]
     store.discard([state.rollout_id for state in left if state.phase == "train"], "unused")
@@ -172,7 +173,7 @@ async def open_batches(
 
 def collect_options(config: Config) -> CollectOptions:
     """Return the collector's options for training."""
-    groups = config.tasks.groups_per_step
+    groups = config.collect.groups_per_step
     return config.collect.pick(
         CollectOptions,
         seed=config.run.seed,
@@ -180,7 +181,7 @@ def collect_options(config: Config) -> CollectOptions:
         total=config.run.steps * groups,
         temperature=config.engine.temperature,
         # No rollout may be reported as stalled before its own limit has passed.
-        stall_timeout_s=max(config.collect.stall_timeout_s, 2 * config.limits.wall_s),
+        stall_timeout_s=max(config.collect.stall_timeout_s, 2 * config.longest_wall_s),
     )
 
 

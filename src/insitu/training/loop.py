@@ -1,41 +1,42 @@
-"""The training loop in the controller: collect, plan, step, checkpoint, commit, publish, repeat.
+"""The training loop in the controller: collect, plan, step, commit, publish, checkpoint, repeat.
 
-    Batches -> groups -> plan_step -> Learner.step -> checkpoint (rename) -> Store.commit_step -> Publisher
+    Batches -> groups -> plan_step -> Learner.step -> Store.commit_step -> Publisher -> checkpoint
 
-Rollouts stored before a crash are used after it, so a resumed synchronous run of a scripted agent ends with
-the same bits.
+Rollouts stored before a crash are used after it, and committed steps without a checkpoint are trained again
+(recovery.py), so a resumed synchronous run of a scripted agent ends with the same bits.
 The start model is outside the run directory, so the run stores its checksum: otherwise a resumed run would
 continue from another model.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 from insitu import failpoint
-from insitu.agents.base import Harness
 from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
 from insitu.collect.groups import collect_groups
 from insitu.collect.options import AttemptRunner, Phase, RolloutObserver
 from insitu.engines.base import Engine
-from insitu.errors import RecordError
+from insitu.errors import RecordError, TrainError
 from insitu.storage.metrics import Metrics, MetricsFile
 from insitu.storage.run_dir import KIND, RunDir, read_store, read_summary
+from insitu.storage.scores import prune_scores, score_file
 from insitu.storage.store import Score, Store
-from insitu.tasks.base import TaskSource
-from insitu.training.alarms import CollapseAlarm, InfraFailureRate, StepAlarms, why_untrained
+from insitu.tasks.mix import TaskMix
+from insitu.training.alarms import IN_A_ROW, CollapseAlarm, InfraFailureRate, StepAlarms, why_untrained
 from insitu.training.batch_source import Batches, StoreSink, collect_options, open_batches
+from insitu.training.checkpoints import Checkpoints
 from insitu.training.learner.client import Learner
 from insitu.training.learner.supervisor import LearnerSupervisor
-from insitu.training.options import gaps
-from insitu.training.plan.step import PlanConfig, plan_step
+from insitu.training.options import StepResult, gaps
+from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.served_batches import ServedBatches
 from insitu.training.step_metrics import (
     SHOWN,
@@ -45,15 +46,16 @@ from insitu.training.step_metrics import (
     score_of,
     step_metrics,
 )
-from insitu.types import Group, Status
+from insitu.types import Group, Ledger, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAgents:
     """What makes rollouts, running."""
 
-    source: TaskSource
-    harness: Harness
+    source: TaskMix
+    names: tuple[str, str]
+    """Names and versions of the agents."""
     attempts: AttemptRunner
     engine: Engine
 
@@ -130,6 +132,15 @@ class WallClock:
         return {WALL_S: f"{self.seconds():.3f}"}
 
 
+def _account(plan: StepPlan, result: StepResult) -> tuple[Ledger, Mapping[str, str]]:
+    """Return the ledger of a step, and rollout id -> why it is not trained, or empty."""
+    reasons = plan.exclusion_reasons
+    if result.bad:
+        dropped = {name: reason or "bad_step" for name, reason in reasons.items()}
+        return reassign(plan.ledger, "bad_step"), dropped
+    return reassign(plan.ledger, "mismatch", result.mismatched), reasons
+
+
 class TrainingLoop:
     """One run, from the store's state to its end."""
 
@@ -156,6 +167,7 @@ class TrainingLoop:
         self._alarms = StepAlarms(c.collect, masks, committed)
         self._collapse = CollapseAlarm(c.train.collapse_alarm, (step.metrics for step in committed))
         self._sink = StoreSink(store, masks, self._eval_masks)
+        self._checkpoints = Checkpoints(run, store, parts.supervisor, view.note)
         self._breaker = Breaker(c.collect.max_consecutive_failures)
 
     async def run(self) -> Mapping[str, Any]:
@@ -164,18 +176,19 @@ class TrainingLoop:
         first = 1 if last is None else last.step + 1
         c = self._run.config
         left = c.run.steps - first + 1
-        per_step = c.tasks.groups_per_step * c.collect.group_size
+        per_step = c.collect.groups_per_step * c.collect.group_size
         title = f"{' '.join(self._agent())}, seed {c.run.seed}"
-        evals = 2 + sum(self._evaluated_after(step) for step in range(first - 1, c.run.steps))
+        evals = 2 + sum(self._run.config.evaluated_after(step) for step in range(first - 1, c.run.steps))
         self._view.begin(title, left * per_step + evals * self._eval_tasks())
         before = await self._evaluate("eval_before", 0)
         async with self._batches() as batches:
             for step in range(first, c.run.steps + 1):
                 # before the next step, so that a resumed run finishes an interrupted evaluation first
-                if self._evaluated_after(step - 1):
+                if self._run.config.evaluated_after(step - 1):
                     await self._evaluate("eval_during", step - 1)
                 await self._step(step, batches)
         after = await self._evaluate("eval_after", c.run.steps)
+        await self._checkpoints.finish()
         return self._summary(before, after)
 
     def _agent(self) -> tuple[str, str]:
@@ -183,7 +196,7 @@ class TrainingLoop:
         agents = self._parts.agents
         if agents is None:
             return f"sessions of {self._run.config.collect.run}", ""
-        return self._run.config.harness.agent, agents.harness.version
+        return agents.names
 
     def _batches(self) -> AbstractAsyncContextManager[Batches]:
         """Yield the source of groups until the last step."""
@@ -203,16 +216,12 @@ class TrainingLoop:
             version=parts.learner.version,
         )
 
-    def _evaluated_after(self, step: int) -> bool:
-        every = self._run.config.run.eval_every_steps
-        return every > 0 and step > 0 and step % every == 0
-
     def _eval_tasks(self) -> int:
         """Return the configured number, at most all tasks; 0 where no agent runs."""
         if self._parts.agents is None:
             return 0
         size = self._parts.agents.source.size("eval")
-        wanted = self._run.config.run.eval_tasks
+        wanted = self._run.config.eval[0].count
         return wanted if size is None else min(wanted, size)
 
     async def _evaluate(self, phase: Phase, step: int) -> Sequence[Group]:
@@ -258,12 +267,13 @@ class TrainingLoop:
         graded = [r.id for g in groups for r in g.rollouts if r.status is not Status.INFRA_FAILED]
         plan = plan_step(groups, self._parts.plan_config)
         self._store.assign(step, graded)
-        folder = self._run.checkpoints / f"step-{step:05d}"
         with self._timeline.phase("train", step):
-            trained = await self._parts.supervisor.train(plan, folder)
+            scores = None if c.record.scores == "off" else score_file(self._run.scores, step)
+            trained = await self._parts.supervisor.train(plan, scores)
         result = trained.result
-        ledger = reassign(plan.ledger, "mismatch", result.mismatched)
-        metrics = step_metrics(groups, ledger, result)
+        ledger, reasons = _account(plan, result)
+        taken = [name for name, reason in reasons.items() if not reason]
+        metrics = step_metrics(groups, ledger, result, () if result.skipped else taken)
         metrics |= {
             "collect_s": collected - began,
             "train_s": time.monotonic() - collected,
@@ -283,14 +293,15 @@ class TrainingLoop:
         self._store.commit_step(
             step,
             metrics,
-            str(folder.relative_to(self._run.path)),
+            self._checkpoints.name(step),
             plan.digest,
             ledger,
-            trained=[name for name, reason in plan.exclusion_reasons.items() if not reason],
-            discarded={name: reason for name, reason in plan.exclusion_reasons.items() if reason},
+            trained=taken,
+            discarded={name: reason for name, reason in reasons.items() if reason},
             meta=self._clock.meta(),
         )
         failpoint.hit("loop.committed")
+        self._check_bad_steps(result)
         if not result.skipped:
             batches.pending(result.version)
         publishing = time.monotonic()
@@ -299,12 +310,20 @@ class TrainingLoop:
         metrics["publish_s"] = time.monotonic() - publishing
         failpoint.hit("loop.published")
         batches.published(result.version)
+        metrics["checkpoint_s"] = await self._checkpoints.after(step)
         self._metrics.write({"event": "step", "step": step, **metrics})
         self._view.step_done(
             step, c.run.steps, {name: metrics[name] for name in SHOWN if metrics.get(name) is not None}
         )
-        prune(self._run.checkpoints, c.run.keep_checkpoints)
+        prune_scores(self._run.scores, step, c.record.steps_kept)
         failpoint.hit("loop.pruned")
+
+    def _check_bad_steps(self, result: StepResult) -> None:
+        """Raise TrainError when too many were refused since the last update, also before a resume."""
+        since = takewhile(lambda record: record.metrics["skipped"], reversed(self._store.steps()))
+        count = sum(record.metrics["bad"] for record in since)
+        if result.bad and count >= IN_A_ROW:
+            raise TrainError(f"{count} steps since the last update were refused, the last: {result.skipped}")
 
     def _summary(self, before: Sequence[Group], after: Sequence[Group]) -> Mapping[str, Any]:
         steps, counts = self._store.steps(), self._store.phases()
@@ -326,27 +345,6 @@ class TrainingLoop:
             "run_dir": str(self._run.path),
             **ahead_summary([step.metrics for step in steps]),
         }
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for old in sorted(p for p in folder.glob("step-*") if p.is_dir())[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def check_steps(run: RunDir, store: Store) -> None:
-    """Raise RecordError when checkpoints are more than one step ahead of the store.
-
-    One step ahead is possible: a kill between checkpoint and commit.
-    """
-    last = store.last_step()
-    known = 0 if last is None else last.step
-    written = [int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-[0-9]*")]
-    if max(written, default=0) > known + 1:
-        raise RecordError(
-            f"{run.path / 'run.sqlite'} has {known} steps, but checkpoints reach step {max(written)}:"
-            " restore the matching store, or start a new run"
-        )
 
 
 def finished_run(path: Path, say: Callable[[str], None], kind: str = "") -> Mapping[str, Any] | None:

@@ -63,17 +63,12 @@ class Lora(Keys):
     """Dtype of the sum of matrix and adapter in an engine; auto = the start model's, empty = unmerged."""
 
 
-def publishes_adapters(config: Config) -> bool:
-    """Return whether the engine gets adapters unmerged."""
-    table = config.engine
-    by_name = table.kind == "vllm" and table.publish_lora == "adapter"
-    return config.policy.lora_rank > 0 and by_name and not config.sft.run
-
-
 class PolicyConfig(PolicyKeys):
     """How the model is loaded; the keys of [policy]."""
 
     lora: Lora | None = None
+    rows: bool = False
+    """Run each row alone, through the model's own attention (train.layout)."""
 
     @classmethod
     def of(cls, config: Config) -> PolicyConfig:
@@ -86,9 +81,9 @@ class PolicyConfig(PolicyKeys):
                 rank=p.lora_rank,
                 alpha=p.lora_alpha,
                 targets=p.lora_targets,
-                merged="" if publishes_adapters(config) else merged,
+                merged="" if config.publishes_adapters else merged,
             )
-        return p.pick(cls, lora=lora)
+        return p.pick(cls, lora=lora, rows=config.train.layout == "rows")
 
 
 class TrainConfig(LearnerKeys):
@@ -132,6 +127,8 @@ def _gap_limit(config: Config) -> float:
     """Return the default limit for this engine and policy (docs/decisions/0048)."""
     if config.engine.kind == "embedded":
         return EMBEDDED_GAP
+    if config.engine.kind == "tinker":
+        return ROUNDED_GAP  # the service's precision is unknown
     policy = config.policy
     # a server's own dtype is unknown here: only a configured one counts as float32
     auto = policy.kind == "builtin" or policy.device == "cpu"
@@ -147,6 +144,38 @@ def _optim(config: Config) -> OptimConfig:
     return t.pick(OptimConfig, decay=decay, total_steps=total_steps)
 
 
+class ServiceOptions(Keys):
+    """Where the model is trained and sampled; no field holds a secret."""
+
+    url: str
+    """Address of the service; empty = the SDK's default."""
+    model: str
+    """Name of the base model at the service, or a `tinker://` path of sampler weights."""
+    key_env: str
+    """Environment variable with the key; empty = the SDK's own."""
+    max_context_tokens: int
+    rank: int
+    """Rank of the adapters that are trained; 0 = the service is only sampled from."""
+    seed: int
+    """Seed of the adapters' initial weights."""
+    timeout_s: float
+    """Timeout of a start, save or load."""
+
+    @classmethod
+    def of(cls, config: Config) -> ServiceOptions:
+        """Return the service of a run's configuration."""
+        trains = config.policy.kind == "tinker"
+        return cls(
+            url=config.engine.url,
+            model=config.engine.model,
+            key_env=config.engine.key_env,
+            max_context_tokens=config.model.max_context_tokens,
+            rank=config.policy.lora_rank if trains else 0,
+            seed=config.run.seed,
+            timeout_s=config.train.start_timeout_s,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Result of one training step; means are over trained tokens, unweighted."""
@@ -157,12 +186,14 @@ class StepResult:
     """Policy version after the step."""
     skipped: str = ""
     """Why there was no update, or empty; the numbers below are then 0."""
+    bad: bool = False
+    """The update was refused for what was computed; `skipped` says what."""
     loss: float = 0.0
     """The minimised weighted sum, before the first update."""
     entropy: float = 0.0
     """Mean entropy in nats, before the first update."""
-    grad_norm: float = 0.0
-    """Global gradient norm before clipping, of the last epoch."""
+    grad_norm: float | None = 0.0
+    """Global gradient norm before clipping, of the last epoch; None = not reported (a training service)."""
     clip_fraction: float = 0.0
     """Share of tokens clipped by the loss, mean over epochs."""
     clip_low_fraction: float = 0.0

@@ -5,36 +5,21 @@ No agent, gateway or sampler runs, and only the run directory is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from insitu.config import model_folder
 from insitu.errors import RecordError
 from insitu.storage.run_dir import KIND, read_config, read_store
-from insitu.storage.store import Store
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.loop import TrainingObserver, check_start_model
 from insitu.training.plan.step import PlanConfig, plan_step
-from insitu.types import Group, Rollout
-
-
-def stored_groups(store: Store, step: int) -> Sequence[Group]:
-    """Return the groups of one training step as collected."""
-    rollouts = store.step_rollouts(step)
-
-    def group_of(rollout: Rollout) -> str:
-        return rollout.id.rsplit("/", 1)[0]
-
-    return [
-        Group(id=name, task_id=held[0].task_id, rollouts=tuple(held))
-        for name, held in ((name, list(members)) for name, members in groupby(rollouts, key=group_of))
-    ]
+from insitu.training.recovery import stored_groups
 
 
 async def replay_run(run_dir: Path, view: TrainingObserver) -> Mapping[str, Any]:
@@ -58,7 +43,8 @@ async def replay_run(run_dir: Path, view: TrainingObserver) -> Mapping[str, Any]
         view.stage("replay", len(steps))
         for record in steps:
             plan = plan_step(stored_groups(store, record.step), plan_config)
-            await learner.step(plan)
+            if not record.metrics["skipped"]:
+                await learner.step(plan)
             same_plan = plan.digest == record.plan_hash
             if not same_plan or learner.weights != record.metrics["weights"]:
                 differing.append(record.step)

@@ -39,7 +39,7 @@ def check_tokens(config: Config, run: Path, renderer: ChatRenderer) -> None:
         )
 
 
-def served_groups(config: Config) -> Sequence[Group]:
+def _served_groups(config: Config) -> Sequence[Group]:
     """Return the groups of `collect.run` that can be trained; raise TrainError when there are none."""
     run, plan = Path(config.collect.run), PlanConfig.of(config)
     check_tokens(config, run, load_renderer(model_folder(config), config.model.renderer))
@@ -64,7 +64,7 @@ def fit_to_sessions(config: Config) -> Config:
 
     Each step is one version further from the served one, which is what `collect.max_staleness` then allows.
     """
-    steps = min(-(-len(served_groups(config)) // config.tasks.groups_per_step), config.run.steps)
+    steps = min(-(-len(_served_groups(config)) // config.collect.groups_per_step), config.run.steps)
     run = config.run.model_copy(update={"steps": steps})
     collect = config.collect.model_copy(update={"max_staleness": steps - 1})
     return config.model_copy(update={"run": run, "collect": collect})
@@ -76,7 +76,7 @@ class ServedBatches:
     rollouts = 0
 
     def __init__(self, config: Config, store: Store, sink: StoreSink, observer: RolloutObserver) -> None:
-        self._groups, self._per_step = served_groups(config), config.tasks.groups_per_step
+        self._groups, self._per_step = _served_groups(config), config.collect.groups_per_step
         self._store, self._sink, self._observer = store, sink, observer
 
     async def next(self) -> tuple[Sequence[Group], Mapping[str, Any]]:

@@ -5,13 +5,13 @@ A number that was not measured is None, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from insitu.storage.score import Score
 from insitu.training.options import StepResult
-from insitu.types import Group, Ledger
+from insitu.types import Group, Ledger, Rollout
 
 SHOWN = (
     "reward_mean",
@@ -32,6 +32,7 @@ COUNTS = frozenset(
         "optimizer_steps",
         "version",
         "skipped",
+        "bad",
         "alarm",
         "mismatched",
         "tokens",
@@ -82,17 +83,48 @@ def heldout_summary(when: str, groups: Sequence[Group]) -> dict[str, float | Non
     return {f"heldout_{when}": rate, f"heldout_reward_{when}": mean}
 
 
-def step_metrics(groups: Sequence[Group], ledger: Ledger, result: StepResult) -> dict[str, Any]:
-    score, rollouts = score_of(groups), [r for g in groups for r in g.rollouts]
+def step_metrics(
+    groups: Sequence[Group], ledger: Ledger, result: StepResult, trained: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the metrics of a step; `trained`: ids of the rollouts that were trained on."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    effective = _means([r for r in rollouts if r.id in trained])
     return {
         **measured(result),
-        "solve_rate": score.rate if score.total else None,
-        "reward_mean": score.reward_mean if score.total else None,
+        **_means(rollouts),
         "effective_groups": sum(not g.degenerate for g in groups),
         "groups": len(groups),
-        "rollouts": len(rollouts),
         "unscorable": sum(r.reward is None for r in rollouts),
-        "calls_mean": sum(len(r.trajectory.turns) for r in rollouts) / len(rollouts),
+        **{f"effective_{name}": value for name, value in effective.items()},
         "tokens_sampled": ledger.captured,
         "tokens_trained": ledger.trained,
+        **_by_part(groups),
+    }
+
+
+def _by_part(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what is measured of each task set of a mix, as `name/metric`."""
+    found: dict[str, Any] = {}
+    for part in sorted({r.part for g in groups for r in g.rollouts} - {""}):
+        own = [g for g in groups if any(r.part == part for r in g.rollouts)]
+        rollouts = [r for g in own for r in g.rollouts]
+        values = {
+            **_means(rollouts),
+            "groups": len(own),
+            "effective_groups": sum(not g.degenerate for g in own),
+            "unscorable": sum(r.reward is None for r in rollouts),
+        }
+        found |= {f"{part}/{name}": value for name, value in values.items()}
+    return found
+
+
+def _means(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return what is measured of all rollouts, and again of those that were trained on."""
+    score, n = Score.of([r.reward for r in rollouts if r.reward is not None]), len(rollouts)
+    return {
+        "solve_rate": score.rate if score.total else None,
+        "reward_mean": score.reward_mean if score.total else None,
+        "rollouts": n,
+        "calls_mean": sum(len(r.trajectory.turns) for r in rollouts) / n if n else None,
+        "tokens_mean": sum(r.trajectory.ledger.captured for r in rollouts) / n if n else None,
     }

@@ -82,7 +82,7 @@ class Given:
     def published(self, version: int) -> None: ...
 
 
-class Told:
+class Reports:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -104,14 +104,14 @@ class Run:
     """The real loop's step, store, plan and metrics; the learner and the rollouts are given."""
 
     def __init__(self, run: RunDir, store: Store, metrics: MetricsFile, version: int = 0) -> None:
-        self.told, self.batches, learner = Told(), Given(store), FakeLearner()
+        self.reported, self.batches, learner = Reports(), Given(store), FakeLearner()
         learner.version = version
         parts = RunParts(
             agents=None, learner=cast(Any, learner),
-            supervisor=LearnerSupervisor(learner, learner, lambda: None, restarts=0),
+            supervisor=LearnerSupervisor(learner, learner, lambda: (None, []), restarts=0),
             plan_config=PlanConfig.of(run.config),
         )  # fmt: skip
-        self.loop = TrainingLoop(run, store, metrics, parts, cast(Any, self.told), WallClock(store, 0.0))
+        self.loop = TrainingLoop(run, store, metrics, parts, cast(Any, self.reported), WallClock(store, 0.0))
 
     async def step(self, number: int) -> None:
         self.batches.step = number
@@ -130,7 +130,7 @@ async def test_the_loop_tells_of_tampering_of_a_leap_and_of_lost_tokens(tmp_path
         made = Run(run, store, metrics)
         for step in range(1, 5):
             await made.step(step)
-        assert made.told.notes == []
+        assert made.reported.notes == []
         quiet = written(path, 4)
         assert not quiet["tamper_alarm"] | quiet["reward_alarm"] | quiet["tokens_lost_alarm"]
         assert (quiet["tampered"], quiet["reward_rise"], quiet["excluded_share"]) == (0, 0.0, 0.0)
@@ -139,7 +139,7 @@ async def test_the_loop_tells_of_tampering_of_a_leap_and_of_lost_tokens(tmp_path
         await made.step(5)
         loud = written(path, 5)
         assert (loud["tampered"], loud["tamper_rate"], loud["tamper_alarm"]) == (4, 0.25, True)
-        (line,) = made.told.notes
+        (line,) = made.reported.notes
         assert line.startswith("step 5: 4 of 16 rollouts were judged tampered; most of task t0 (1)")
 
         made.batches.tampered, made.batches.solved = 0, 3
@@ -150,11 +150,11 @@ async def test_the_loop_tells_of_tampering_of_a_leap_and_of_lost_tokens(tmp_path
         await again.step(7)
     loud = written(path, 6)
     assert (loud["reward_mean"], loud["reward_rise"], loud["reward_alarm"]) == (0.75, 0.5, True)
-    assert "the mean reward jumped from 0.25 to 0.75 (collect.reward_alarm = 0.4)" in made.told.notes[1]
+    assert "the mean reward jumped from 0.25 to 0.75 (collect.reward_alarm = 0.4)" in made.reported.notes[1]
     loud = written(path, 7)
     assert loud["reward_rise"] == pytest.approx(0.75 - (5 * 0.25 + 0.75) / 6), "earlier processes count"
     assert (loud["excluded_share"], loud["tokens_lost_alarm"]) == (0.25, True)
-    (line,) = again.told.notes
+    (line,) = again.reported.notes
     assert "25% of the sampled tokens are excluded due to agent behaviour, 0% before" in line
     assert line.endswith("edited 16")
 
@@ -171,7 +171,7 @@ async def test_a_token_apart_by_rounding_is_in_the_account_as_mismatch(
 ) -> None:
     plain = FakeLearner.step
 
-    async def step(self: FakeLearner, plan: StepPlan) -> StepResult:
+    async def step(self: FakeLearner, plan: StepPlan, scores: Path | None = None) -> StepResult:
         return replace(await plain(self, plan), mismatched=1)
 
     monkeypatch.setattr(FakeLearner, "step", step)
@@ -182,7 +182,7 @@ async def test_a_token_apart_by_rounding_is_in_the_account_as_mismatch(
         ledger = store.ledger()
         assert (ledger.excluded["mismatch"], ledger.balanced) == (1, True)
         assert written(path, 1)["tokens_trained"] == ledger.trained
-        (line,) = made.told.notes
+        (line,) = made.reported.notes
     notice = "1 token excluded: sampler/trainer logprob gap exceeds train.max_logprob_gap"
     assert line == f"step 1: {notice}"
 
@@ -192,7 +192,7 @@ async def test_a_line_has_the_runs_step_and_beside_it_how_often_the_optimiser_st
 ) -> None:
     plain = FakeLearner.step
 
-    async def step(self: FakeLearner, plan: StepPlan) -> StepResult:
+    async def step(self: FakeLearner, plan: StepPlan, scores: Path | None = None) -> StepResult:
         """Forty epochs; the second step is skipped."""
         asked.append(plan.digest)
         if len(asked) == 2:
@@ -233,7 +233,7 @@ def test_a_kill_between_a_commit_and_its_line_costs_the_line_until_the_resume_on
     monkeypatch.setattr("insitu.runtime.training.assemble", Mock(side_effect=stops))
     for _ in range(2):
         with pytest.raises(SetupError):
-            asyncio.run(run_training(config(path), cast(Any, Told()), TrainOptions(resume=path)))
+            asyncio.run(run_training(config(path), cast(Any, Reports()), TrainOptions(resume=path)))
         assert steps_of(path) == [1, 2]
     with read_store(path) as store:
         (_, kept) = store.steps()
@@ -242,13 +242,13 @@ def test_a_kill_between_a_commit_and_its_line_costs_the_line_until_the_resume_on
     assert set(written(path, 1)) - set(line) == {"publish_s"}
     (path / "metrics.jsonl").write_bytes(b"{damaged\n")
     with pytest.raises(SetupError):
-        asyncio.run(run_training(config(path), cast(Any, Told()), TrainOptions(resume=path)))
+        asyncio.run(run_training(config(path), cast(Any, Reports()), TrainOptions(resume=path)))
 
 
 def test_a_leap_is_told_once_and_learning_never(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="insitu.collect")
-    told = SpikeDetector("reward", 0.4)
-    seen = [told.look(value, 8).alarm for value in [0.2] * 8 + [0.8] * 8]
+    reported = SpikeDetector("reward", 0.4)
+    seen = [reported.look(value, 8).alarm for value in [0.2] * 8 + [0.8] * 8]
     assert seen == [False] * 8 + [True] + [False] * 7
     (record,) = caplog.records
     assert record.getMessage() == "spike of=reward value=0.800 mean=0.200 steps=8"

@@ -1,4 +1,4 @@
-"""A provider's session, told again in a family's tokens: what insitu itself would have held of it."""
+"""A provider's session, in the tokens of a renderer: what insitu itself would have held of it."""
 
 from __future__ import annotations
 

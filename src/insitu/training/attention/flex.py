@@ -55,8 +55,9 @@ def block_mask(tree: Tree, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Map [Q, K] bool to the number of blocks of each query block [1, 1, Q] and their indices first [1, 1, Q,
-    K].
+    """Map [Q, K] bool to the number of blocks of each query block and their indices, first ones first.
+
+    Shapes [1, 1, Q] and [1, 1, Q, K].
     """
     found = torch.argsort(blocks.int(), dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], found.int()[None, None]

@@ -97,6 +97,17 @@ def _lower_right(q: Tensor, k: Tensor) -> Tensor:
 
 def emulated(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
     """Allocate, on the meta device, what the device's kernel would return and keep."""
+    if runs_on_gpu(q) and (seen is not None or v.shape[-1] != q.shape[-1]):
+        k, v = _per_head(k, q.shape[1]), _per_head(v, q.shape[1])
+        bias = None if seen is None else seen.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+        memory_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+        wide: Tensor = memory_efficient(q, k, v, bias, True, 0.0, seen is None, scale=scale)[0]
+        return wide
+    if v.shape[-1] != q.shape[-1]:
+        # no kernel of a CPU takes it: all scores are held
+        scores = torch.ops.aten._scaled_dot_product_attention_math.default
+        held_scores: Tensor = scores(q, k, v, seen, 0.0, seen is None, None, scale=scale, enable_gqa=True)[0]
+        return held_scores
     q, k, v = _Release.apply(q, k, v)  # type: ignore[no-untyped-call]
     if not runs_on_gpu(q):
         mask = None if seen is None else torch.where(seen, 0.0, -torch.inf).to(q.dtype)

@@ -3,7 +3,7 @@
     async with Learner.start(spec) as learner:
         learner.engine                          # engines.base.Engine; none with `samples=False`
         result = await learner.step(plan)       # trains; the engine keeps its weights
-        await learner.save(folder)
+        await learner.save(folder)              # begins a checkpoint, `written` waits for it
         await learner.publish(result.version)   # now the engine has them; weights/files.py for other engines
 
 Every wait has a deadline. When the child dies, pending and later calls fail with one line that ends with its
@@ -13,12 +13,13 @@ last standard error. Leaving the context ends the child; cancellation kills it.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from insitu.engines.base import Engine, EngineWrapper, Receipt
+from insitu.engines.base import Engine, EngineWrapper, PauseMode, Receipt
 from insitu.engines.embedded.engine import EmbeddedEngine
 from insitu.engines.rpc import Frame, Meta, RpcClient
 from insitu.errors import EngineError, TrainError
@@ -29,6 +30,8 @@ from insitu.training.options import StepResult
 from insitu.training.plan.step import StepPlan
 from insitu.training.weights.files import ExportRequest, ExportResult
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 class _LearnerEngine(EngineWrapper):
@@ -45,6 +48,13 @@ class _LearnerEngine(EngineWrapper):
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         try:
             return await self._embedded.generate(ids, params, key)
+        except EngineError as error:
+            raise await self._child.explain(error) from error
+
+    async def load(self, folder: Path, version: int, *, mode: PauseMode = "wait") -> Receipt:
+        """Sample with weights of another trainer, under its version."""
+        try:
+            return await self._embedded.load(folder, version, mode=mode)
         except EngineError as error:
             raise await self._child.explain(error) from error
 
@@ -138,6 +148,8 @@ class Learner:
                 self._engine.use(self._child, inner)
         info = await self._call("train.info", {}, self._spec.start_deadline_s)
         self.probe_gap = float(info.meta["probe_gap"])
+        for line in info.meta["notices"]:
+            log.warning("%s", line)
         self._note(info)
 
     async def _end(self) -> None:
@@ -162,15 +174,17 @@ class Learner:
         if not self.alive:
             raise await self.death()
 
-    async def step(self, plan: StepPlan) -> StepResult:
+    async def step(self, plan: StepPlan, scores: Path | None = None) -> StepResult:
         """Train one plan; the engine keeps its weights until they are published.
 
+        scores: file for scores of trained tokens (storage/scores.py); None = none are written.
         Raises TrainError when the trainer refused (weights unchanged) or the learner died.
         """
-        meta, arrays = encode_plan(plan)
+        plan_meta, arrays = encode_plan(plan)
+        meta: Meta = {"plan": plan_meta, "scores": absolute(scores) if scores else ""}
         async with self._failing("train.step"):
             frame = await self._channel.call(
-                "train.step", {"plan": meta}, arrays, deadline_s=self._spec.train.step_timeout_s
+                "train.step", meta, arrays, deadline_s=self._spec.train.step_timeout_s
             )
         self._note(frame)
         return decode_result(frame.meta)
@@ -219,9 +233,17 @@ class Learner:
         meta: Meta = {"do": do, "deadline_s": 0.9 * limit, **more}
         return dict((await self._call("train.transfer", meta, limit)).meta)
 
-    async def save(self, folder: Path) -> None:
-        """Write a checkpoint into `folder` atomically. Raises TrainError."""
-        await self._call("train.save", {"folder": absolute(folder)}, self._spec.start_deadline_s)
+    async def save(self, folder: Path) -> str:
+        """Begin to write a checkpoint; return why the one before was not written, or empty.
+
+        Later steps do not change it. Raises TrainError.
+        """
+        saving = await self._call("train.save", {"folder": absolute(folder)}, self._spec.start_deadline_s)
+        return str(saving.meta["failed"])
+
+    async def written(self) -> str:
+        """Wait for the checkpoint; return why it was not written, or empty. Raises TrainError."""
+        return str((await self._call("train.written", {}, self._spec.start_deadline_s)).meta["failed"])
 
     async def load(self, folder: Path) -> None:
         """Continue from a checkpoint, whose weights are not published yet. Raises TrainError."""

@@ -40,6 +40,7 @@ from insitu.training.model.hf import HfPolicy
 from insitu.training.model.load import device_of, open_policy
 from insitu.training.options import TrainConfig, parse_config
 from insitu.training.trainer import checkpoint
+from insitu.training.trainer.checkpoint import CheckpointWriter
 from insitu.training.trainer.distributed import RankLostError
 from insitu.training.trainer.trainer import Trainer
 from insitu.training.weights.delta import write_delta
@@ -85,6 +86,9 @@ class Commands:
         self._probe_gap = probe_gap
         self._transfers = Transfers(trainer.model)
         self._checksum = WeightChecksum(trainer.model)
+        self._digest = ""
+        """Checksum of the weights; empty = changed since."""
+        self._writer = CheckpointWriter()
         self._others = others or RankProcesses(trainer.ranks, [])
         self.stop = False
 
@@ -94,6 +98,7 @@ class Commands:
             "train.info": self._info,
             "train.step": self._step,
             "train.save": self._save,
+            "train.written": self._written,
             "train.load": self._load,
             "train.publish": self._publish,
             "train.export": self._export,
@@ -103,30 +108,41 @@ class Commands:
 
     def _info(self, call: RpcCall) -> None:
         trainer = self._trainer
-        call.reply({"step": trainer.steps, "probe_gap": self._probe_gap, **self._held()})
+        notices = trainer.model.notices if isinstance(trainer.model, HfPolicy) else []
+        call.reply({"step": trainer.steps, "probe_gap": self._probe_gap, "notices": notices, **self._held()})
 
     def _step(self, call: RpcCall) -> None:
         plan = decode_plan(call.meta["plan"], call.arrays)
         self._drain()
         with self._exit_on_lost_rank():
-            self._others.send("step", {"plan": call.meta["plan"]}, call.arrays)
+            scores = call.meta["scores"]
+            self._others.send("step", {"plan": call.meta["plan"], "scores": scores}, call.arrays)
             try:
-                result = self._trainer.step(plan)
+                result = self._trainer.step(plan, Path(scores) if scores else None)
             finally:
+                self._digest = ""
                 self._trainer.release_cache()
         failpoint.hit("learner.stepped")
         call.reply({**asdict(result), **self._held()})
 
     def _save(self, call: RpcCall) -> None:
+        """Begin a checkpoint; reply as soon as a step may change the weights again."""
+        failed = self._writer.wait()
         with self._whole(moments=True):
-            checkpoint.save(self._trainer, Path(call.meta["folder"]), self._assets)
-        call.reply()
+            made = checkpoint.snapshot(self._trainer, self._assets)
+            # gathered parts of sharded ranks are copies already
+            self._writer.begin(made, Path(call.meta["folder"]), owned=self._trainer.ranks.sharded)
+        call.reply({"failed": failed})
+
+    def _written(self, call: RpcCall) -> None:
+        call.reply({"failed": self._writer.wait()})
 
     def _load(self, call: RpcCall) -> None:
         self._drain()
         with self._exit_on_lost_rank():
             self._others.send("load", {"folder": call.meta["folder"]})
         checkpoint.load(self._trainer, Path(call.meta["folder"]))
+        self._digest = ""
         self._info(call)
 
     def _publish(self, call: RpcCall) -> None:
@@ -170,8 +186,10 @@ class Commands:
         return version
 
     def _held(self) -> Meta:
-        with self._whole():
-            return {"version": self._trainer.version, "weights": self._checksum.now()}
+        if not self._digest:
+            with self._whole():
+                self._digest = self._checksum.now()
+        return {"version": self._trainer.version, "weights": self._digest}
 
     def _shutdown(self, call: RpcCall) -> None:
         self.stop = True

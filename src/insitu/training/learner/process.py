@@ -16,20 +16,20 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from insitu.config import Config
-from insitu.engines.rpc import RpcClient
+from insitu.engines.rpc import Handler, RpcClient
+from insitu.engines.server_command import VISIBLE, place, present_gpus
 from insitu.errors import ConfigError, EngineError, boundary
 from insitu.install_hints import install_extra
-from insitu.training.options import TrainConfig, dump_config
+from insitu.training.options import ServiceOptions, TrainConfig, dump_config
 
 log = logging.getLogger(__name__)
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 ASK = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
 _ASK_S = 10.0
 _EQUAL_MIB = 1024
@@ -75,6 +75,8 @@ DROPPED = frozenset(
         *("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "OPENBLAS_CORETYPE"),
         *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "BLIS_ARCH_TYPE"),
         *("TORCH_LINEAR_FLATTEN_3D", "TORCH_MKLDNN_MATMUL_MIN_DIM", "TORCH_MKLDNN_MATMUL_MIN_SIZE"),
+        # TF32 products on a GPU, which images of NVIDIA switch on
+        *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"),
     )
 )
 """Variables that change a run's bits but are not in its configuration: a resumed or replayed run would
@@ -127,8 +129,12 @@ class LearnerSpec:
     """Timeout of one generation."""
     beside_server: bool = False
     """Use the least used GPUs, since a server uses another one."""
+    placed: Config | None = None
+    """Use the GPUs that this configuration leaves to the learner beside the servers it starts."""
     shares_tensors: bool = False
     """A server maps its tensors (CUDA IPC)."""
+    service: ServiceOptions | None = None
+    """The training service that trains and samples instead of this process."""
 
     @classmethod
     def of(cls, config: Config, *, model: Path, log: Path | None = None) -> LearnerSpec:
@@ -136,18 +142,21 @@ class LearnerSpec:
         table = config.train
         # asynchronous rollouts wait for the training step to end
         waits_s = table.step_timeout_s if config.collect.max_staleness else 0.0
+        service = ServiceOptions.of(config) if config.engine.kind == "tinker" else None
         return cls(
             model=model,
             train=TrainConfig.of(config),
-            samples=config.engine.kind == "embedded",
+            samples=config.engine.in_learner,
+            service=service,
             max_rows=config.engine.max_rows,
             max_context=config.model.max_context_tokens,
             engine_threads=config.engine.threads,
             log=log,
             restarts=table.restarts,
             start_deadline_s=table.start_timeout_s,
-            call_deadline_s=_GENERATION_S + waits_s,
+            call_deadline_s=(config.engine.call_timeout_s if service else _GENERATION_S) + waits_s,
             beside_server=_avoids_server_gpu(config),
+            placed=config if config.engine.launch else None,
             shares_tensors=config.engine.publish == "ipc",
         )
 
@@ -156,11 +165,26 @@ def absolute(path: Path) -> str:
     return str(path.absolute())
 
 
-class Child:
-    """A learner process and its standard error."""
+def _program(spec: LearnerSpec) -> tuple[str, list[str]]:
+    """Return the module of the process and the arguments that only it takes."""
+    if spec.service is not None:
+        return "insitu.training.service.main", ["--service", spec.service.model_dump_json()]
+    engine = {
+        "max_rows": spec.max_rows,
+        "max_context": spec.max_context,
+        "threads": spec.engine_threads,
+        "cache_tokens": spec.cache_tokens,
+    }
+    return "insitu.training.learner.main", ["--engine", json.dumps(engine) if spec.samples else ""]
 
-    def __init__(self, process: asyncio.subprocess.Process, socket: Path, log: Path) -> None:
-        self.process, self._socket, self._log = process, socket, log
+
+class Child:
+    """A child process that answers on a socket, a learner if not said otherwise, and its standard error."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, socket: Path, log: Path, name: str = "learner"
+    ) -> None:
+        self.process, self._socket, self._log, self._name = process, socket, log, name
         self.connected: Callable[[], bool] = lambda: False
         self.max_wait_s = 5.0
         """Time for a clean exit."""
@@ -168,47 +192,62 @@ class Child:
 
     @classmethod
     async def spawn(cls, spec: LearnerSpec, socket: Path, log: Path) -> Child:
-        engine = {
-            "max_rows": spec.max_rows,
-            "max_context": spec.max_context,
-            "threads": spec.engine_threads,
-            "cache_tokens": spec.cache_tokens,
-        }
+        program, own_arguments = _program(spec)
         arguments = [
             *("--socket", str(socket), "--model", absolute(spec.model), "--parent", str(os.getpid())),
-            *("--train", dump_config(spec.train), "--engine", json.dumps(engine) if spec.samples else ""),
+            *("--train", dump_config(spec.train), *own_arguments),
         ]
         environment = computing(os.environ, shares_tensors=spec.shares_tensors)
-        if spec.beside_server:
+        if spec.placed is not None:
+            gpus = place(spec.placed, await asyncio.to_thread(present_gpus)).learner
+            environment |= {VISIBLE: ",".join(gpus)} if gpus else {}
+        elif spec.beside_server:
             environment |= await asyncio.to_thread(least_used, environment)
-        own = str(Path(__file__).parents[3])
-        environment["PYTHONPATH"] = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with boundary(EngineError, "start the learner"):
+        return await cls.start(program, arguments, environment, socket, log)
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        socket: Path,
+        log: Path,
+        name: str = "learner",
+    ) -> Child:
+        """Run a module of insitu, which listens at `socket`; `name` stands in error messages."""
+        path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with boundary(EngineError, f"start the {name}"):
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
                     # -P: do not import from the working directory
-                    *(sys.executable, "-P", "-m", "insitu.training.learner.main", *arguments),
-                    env=environment,
+                    *(sys.executable, "-P", "-m", module, *arguments),
+                    env={**environment, "PYTHONPATH": os.pathsep.join(path)},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                 )
-            return cls(process, socket, log)
+            return cls(process, socket, log, name)
 
     @property
     def killed(self) -> bool:
         """Whether it ended by a signal."""
         return (self.process.returncode or 0) < 0
 
-    async def connect(self, deadline_s: float) -> RpcClient:
-        """Return the channel. Raises EngineError as soon as the child has died."""
+    async def connect(self, deadline_s: float, handlers: Mapping[str, Handler] | None = None) -> RpcClient:
+        """Return the channel, which answers the child's calls by `handlers`.
+
+        Raises EngineError as soon as the child has died.
+        """
         dead = asyncio.ensure_future(self.process.wait())
-        opened = asyncio.ensure_future(RpcClient.connect(self._socket, deadline_s=deadline_s))
+        opened = asyncio.ensure_future(
+            RpcClient.connect(self._socket, deadline_s=deadline_s, peer=self._name, handlers=handlers)
+        )
         try:
             await asyncio.wait({dead, opened}, return_when=asyncio.FIRST_COMPLETED)
             if not opened.done():
-                raise await self.explain(EngineError("the learner did not start"))
+                raise await self.explain(EngineError(f"the {self._name} did not start"))
             if late := opened.exception():
                 raise EngineError(f"{late} (train.start_timeout_s)") from late
             channel = opened.result()
@@ -230,7 +269,7 @@ class Child:
             return error
         words = self._last_output()
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        return EngineError(f"the learner died ({how}){': ' + words if words else ''}")
+        return EngineError(f"the {self._name} died ({how}){': ' + words if words else ''}")
 
     def _last_output(self) -> str:
         try:
@@ -245,9 +284,9 @@ class Child:
         """Kill it when the current task is cancelled: do not wait for its step or start."""
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            self._kill()
+            self.kill()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
@@ -256,16 +295,18 @@ class Child:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), self.max_wait_s)
             return
-        self._kill()
+        self.kill()
         await self.process.wait()
 
 
 def require_learner(config: Config) -> None:
     """Raise ConfigError with an install hint when a learner of this configuration could not start."""
-    hf = config.policy.kind == "hf"
-    names = ("torch", "safetensors", *(["transformers"] if hf else []))
+    further = {"hf": "transformers", "tinker": "tinker"}.get(config.policy.kind)
+    if config.engine.kind == "tinker":
+        further = "tinker"
+    names = ("torch", "safetensors", *filter(None, [further]))
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        extra = "hf" if hf else "train"
+        extra = {"transformers": "hf", "tinker": "tinker"}.get(further or "", "train")
         raise ConfigError(f"{' and '.join(missing)} {are} not installed: {install_extra(extra)}")

@@ -140,9 +140,9 @@ def run(args: argparse.Namespace) -> None:
             with trainer.whole(moments=frame.meta["moments"]):
                 pass  # rank 0 reads
         else:
-            plan = decode_plan(frame.meta["plan"], frame.arrays)
+            plan, scores = decode_plan(frame.meta["plan"], frame.arrays), frame.meta["scores"]
             try:
-                trainer.step(plan)
+                trainer.step(plan, Path(scores) if scores else None)
             except TrainError as error:
                 # Rank 0 reports the same error; if it does not, the next step finds diverged weights.
                 print(f"rank {args.rank}: {error}", file=sys.stderr)

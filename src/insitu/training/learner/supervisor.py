@@ -1,7 +1,7 @@
 """Restarts a dead learner and repeats what it was doing.
 
-    generate -> dead? -> restart -> load last committed checkpoint -> publish -> the same request again
-    train    -> dead? ->   "                                              "  -> the same plan again
+    generate -> dead? -> restart -> load checkpoint, replay later steps -> publish -> the same request again
+    train    -> dead? ->   "                                                       -> the same plan again
 
 Requests have their own random streams, so a repeated one gives the same tokens under the same weights: in a
 synchronous run a death does not change the result. `restarts` deaths without a committed step end the run.
@@ -13,7 +13,7 @@ meanwhile, with agent deadlines paused; running ones finish first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +24,14 @@ from insitu.errors import EngineError, TrainError
 from insitu.training.learner.client import Learner
 from insitu.training.options import StepResult
 from insitu.training.plan.step import StepPlan
+from insitu.training.recovery import Committed
 from insitu.training.weights.files import Publisher
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
-
-Committed = Callable[[], Path | None]
-"""Returns the last committed step's checkpoint; None before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A step whose checkpoint is on disk but not committed."""
+    """A step that is not committed yet."""
 
     result: StepResult
     weights: str
@@ -49,12 +47,15 @@ class LearnerSupervisor:
         self,
         learner: Learner,
         publisher: Publisher,
-        committed: Committed,
+        committed: Callable[[], Committed],
         *,
         restarts: int,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Supervise. say: receives a warning at each death."""
+        """Supervise.
+
+        committed: returns what makes the state after the last committed step; say: receives warnings.
+        """
         self._learner, self._publisher, self._committed = learner, publisher, committed
         self._restarts, self._say = restarts, say
         self._process = 0
@@ -65,6 +66,8 @@ class LearnerSupervisor:
         cancelled."""
         self._restart_lock = asyncio.Lock()
         """Held from a death until the new process has the right weights."""
+        self._replaying = False
+        """Still true after a replay was cancelled: the process holds an unknown number of steps."""
         self._free = asyncio.Event()
         """Not set while the process trains, saves or publishes."""
         self._free.set()
@@ -116,28 +119,47 @@ class LearnerSupervisor:
         """Replace a dead learner."""
         await self.replace_dead(await self.ready())
 
-    async def train(self, plan: StepPlan, folder: Path) -> Trained:
-        """Train one plan and write its checkpoint, again in a new process if the learner dies.
+    async def train(self, plan: StepPlan, scores: Path | None = None) -> Trained:
+        """Train one plan, again in a new process if the learner dies.
 
+        scores: see `Learner.step`.
         Raises TrainError when the trainer refused, EngineError when it died too often.
         """
         with self._busy():
-            return await self._train(plan, folder)
+            return await self._train(plan, scores)
 
-    async def _train(self, plan: StepPlan, folder: Path) -> Trained:
+    async def _train(self, plan: StepPlan, scores: Path | None) -> Trained:
         while True:
             process = await self.ready()
             try:
                 async with self._publisher.training():
-                    result = await self._learner.step(plan)
+                    result = await self._learner.step(plan, scores)
                 weights = self._learner.weights
                 if await self.ready() != process:
                     continue  # another request restarted it first; the new process has not trained this
-                await self._learner.save(folder)
                 return Trained(result=result, weights=weights, process=process)
             except TrainError:
                 if not await self.replace_dead(process):
                     raise
+
+    async def save(self, folder: Path) -> str:
+        """Begin a checkpoint of the last committed step; return why the one before failed, or empty."""
+        return await self._again(lambda: self._learner.save(folder))
+
+    async def written(self) -> str:
+        """Wait for the checkpoint that is being written; return why it failed, or empty."""
+        return await self._again(self._learner.written)
+
+    async def _again(self, call: Callable[[], Awaitable[str]]) -> str:
+        """Return `call()`, repeated in a new process if the learner dies."""
+        with self._busy():
+            while True:
+                process = await self.ready()
+                try:
+                    return await call()
+                except TrainError:
+                    if not await self.replace_dead(process):
+                        raise
 
     async def publish(self, trained: Trained) -> None:
         """Publish a committed step. Raises TrainError, EngineError."""
@@ -173,6 +195,8 @@ class LearnerSupervisor:
             try:
                 if not self._learner.alive:
                     await self._replace()
+                elif self._replaying:
+                    await self._learner.restart()
                 await self._catch_up()
                 self._process += 1
                 self._weights_ready = True
@@ -193,27 +217,41 @@ class LearnerSupervisor:
             raise
 
     async def _catch_up(self) -> None:
-        """Load and publish the last committed step's weights."""
-        folder = self._committed()
+        """Load or repeat the last committed step, and publish its weights."""
+        folder, steps = self._committed()
         if folder is not None:
             await self._learner.load(folder)
+        for again in steps:
+            if again.version <= self._learner.version:
+                continue  # the process replayed it before
+            self._replaying = True
+            async with self._publisher.training():
+                await self._learner.step(again.plan())
+            if again.weights not in ("", self._learner.weights):
+                self._say(
+                    f"step {again.step}: trained again after the last checkpoint, its weights differ from"
+                    " those before: expected on a GPU, else the machine or a library has changed"
+                )
         await self._publisher.publish(self._learner.version)
+        self._replaying = False
 
 
 class RetryingEngine(EngineWrapper):
     """The engine of a supervised learner (`engines.base.Engine`).
 
-    Requests interrupted by its death are retried; new ones wait while it trains or publishes.
+    Requests interrupted by its death are retried; new ones wait while it trains or publishes, unless it
+    samples `meanwhile`.
     """
 
-    def __init__(self, engine: Engine, supervisor: LearnerSupervisor) -> None:
+    def __init__(self, engine: Engine, supervisor: LearnerSupervisor, *, meanwhile: bool = False) -> None:
         super().__init__(engine)
         self._supervisor = supervisor
+        self._process = supervisor.ready if meanwhile else supervisor.sampling
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         while True:
             with engine_down():
-                process = await self._supervisor.sampling()
+                process = await self._process()
             try:
                 return await self._inner.generate(ids, params, key)
             except EngineError:

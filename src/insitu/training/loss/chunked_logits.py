@@ -274,17 +274,24 @@ class ChunkedHead:
     """The head over one call's positions, with buffers reused for each tile."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, temperature: float, *, store: bool, kernels: Kernels
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        temperature: float,
+        *,
+        store: bool,
+        kernels: Kernels,
+        soft_cap: float = 0.0,
     ) -> None:
         """Allocate the buffers.
 
         hidden [N, d] gives the computed dtype; weight [V, d] has any. store: keep exponentials, which
-        gradients need.
+        gradients need. soft_cap: logits are soft_cap * tanh(logits / soft_cap); 0 = as they are.
         """
         if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise TrainError(f"the head computes in float32 or bfloat16, not in {hidden.dtype}")
         gpu = on_gpu(hidden.device)
-        self.hidden, self.weight, self.by = hidden, weight, 1.0 / temperature
+        self.hidden, self.weight, self.by, self._soft_cap = hidden, weight, 1.0 / temperature, soft_cap
         self.cut = cut_of(hidden, weight, gpu=gpu)
         rows, columns, vocab = self.cut.rows, self.cut.columns, weight.shape[0]
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -333,10 +340,22 @@ class ChunkedHead:
             x = self._x.flatten()[: rows * chunk.shape[0]].view(rows, -1)
             product(h, chunk.T, x)
             out = None if self._e is None else self._e[:rows, at : at + chunk.shape[0]]
+            slope = self._capped(x)
             self._backend.absorb(x, out, at, targets, stats, self._marks[j, :rows], self.by)
+            if out is not None and slope is not None:
+                # from here on e is only a factor of gradients
+                out.mul_(slope)
         if self._e is not None:
             self._backend.settle(self._e[:rows], self._marks[:, :rows], stats.ref, columns)
         return stats
+
+    def _capped(self, x: Tensor) -> Tensor | None:
+        """Cap logits in place; return the derivative by the uncapped ones, None without a cap."""
+        if not self._soft_cap:
+            return None
+        slope = 1.0 - x.div_(self._soft_cap).tanh_().square()
+        x.mul_(self._soft_cap)
+        return slope
 
     def gradients(
         self,
@@ -355,7 +374,10 @@ class ChunkedHead:
             raise TrainError("gradients need a head with store=True")
         h, rows, vocab = self._states(part), slope.shape[0], self.weight.shape[0]
         e = self._e[:rows]
-        missing = (torch.expm1(stats.logp) * stats.total).to(e.dtype)
+        missing = torch.expm1(stats.logp) * stats.total
+        if self._soft_cap:
+            missing *= 1.0 - (stats.chosen / (self.by * self._soft_cap)).square()
+        missing = missing.to(e.dtype)
         e[torch.arange(rows, device=e.device), targets[part]] = missing
         factor = (slope * (-self.by) / stats.total)[:, None]
         mixed = h.new_empty(h.shape, dtype=self.dtype)

@@ -45,13 +45,16 @@ class _TokenHead(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         kernels: Kernels,
+        soft_cap: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = ChunkedHead(hidden, weight.detach(), temperature, store=False, kernels=kernels)
+        head = ChunkedHead(
+            hidden, weight.detach(), temperature, store=False, kernels=kernels, soft_cap=soft_cap
+        )
         found = _ScoreBuffer.empty(targets.shape[0], head)
         for part in head.tiles():
             found.put(part, head.stats(part, targets))
         ctx.save_for_backward(hidden, weight, targets, found.logz)
-        ctx.settings = (temperature, kernels)  # type: ignore[attr-defined]
+        ctx.settings = (temperature, kernels, soft_cap)  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(found.entropy, found.best)
         return found.logp, found.entropy, found.best
 
@@ -59,14 +62,16 @@ class _TokenHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, *_unused):  # type: ignore[no-untyped-def]
         hidden, weight, targets, logz = ctx.saved_tensors
-        temperature, kernels = ctx.settings
-        head = ChunkedHead(hidden, weight.detach(), temperature, store=True, kernels=kernels)
+        temperature, kernels, soft_cap = ctx.settings
+        head = ChunkedHead(
+            hidden, weight.detach(), temperature, store=True, kernels=kernels, soft_cap=soft_cap
+        )
         d_hidden = torch.empty_like(hidden)
         d_weight = _zeros(weight, head) if ctx.needs_input_grad[1] else None
         for part in head.tiles():
             stats = head.stats(part, targets, logz[part])
             head.gradients(part, targets, stats, grad[part], d_hidden, d_weight)
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class _HeadInputs:
     kernels: Kernels
     train: bool
     """Whether to compute gradients."""
+    soft_cap: float
 
 
 class _Fused(torch.autograd.Function):
@@ -89,7 +95,14 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, call: _HeadInputs
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        head = ChunkedHead(hidden, weight.detach(), call.temperature, store=call.train, kernels=call.kernels)
+        head = ChunkedHead(
+            hidden,
+            weight.detach(),
+            call.temperature,
+            store=call.train,
+            kernels=call.kernels,
+            soft_cap=call.soft_cap,
+        )
         found = _ScoreBuffer.empty(call.targets.shape[0], head)
         d_hidden = torch.empty_like(hidden) if call.train else None
         d_weight = call.into
@@ -176,15 +189,17 @@ def objective(
     *,
     into: Tensor | None = None,
     kernels: Kernels = "auto",
+    soft_cap: float = 0.0,
 ) -> FusedLoss:
     """Return the sum of `loss` over the positions, with gradients, in one pass of three matrix products.
 
     hidden [N, d], weight [V, d] of any dtype (its gradient is float32), targets [N] int64. Computes in
     hidden's dtype. into: [V, d] float32 to which the weight's gradient is added during the pass instead of by
-    autograd; `total` must then enter the loss unscaled.
+    autograd; `total` must then enter the loss unscaled. soft_cap: of the logits, 0 = none.
     """
     train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    call = _HeadInputs(targets, temperature, loss, into if weight.requires_grad else None, kernels, train)
+    given = into if weight.requires_grad else None
+    call = _HeadInputs(targets, temperature, loss, given, kernels, train, soft_cap)
     total, *scores = _Fused.apply(hidden, weight, call)  # type: ignore[no-untyped-call]
     return FusedLoss(total, Scores(*scores))
 
@@ -202,17 +217,23 @@ def kept_gradient(weight: Tensor) -> Tensor | None:
 
 
 def scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, kernels: Kernels = "auto"
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    kernels: Kernels = "auto",
+    soft_cap: float = 0.0,
 ) -> Scores:
-    """Return scores for hidden [N, d], weight [V, d], targets [N] int64; logp carries the gradient, in
-    float32.
+    """Return scores for hidden [N, d], weight [V, d] and targets [N] int64.
+
+    logp carries the gradient, in float32. soft_cap: of the logits, 0 = none.
     """
-    return Scores(*_TokenHead.apply(hidden, weight, targets, temperature, kernels))  # type: ignore[no-untyped-call]
+    return Scores(*_TokenHead.apply(hidden, weight, targets, temperature, kernels, soft_cap))  # type: ignore[no-untyped-call]
 
 
 def score(model: Policy, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:
     """Return scores under the model for hidden [N, d] at the positions that predict `targets` [N]."""
-    return scores(hidden, model.head_weight, targets, temperature)
+    return scores(hidden, model.head_weight, targets, temperature, soft_cap=model.soft_cap)
 
 
 def _predictors(prefix: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -72,8 +72,9 @@ class StepInputs:
         return torch.cat([self._ref[i] for i in micro.rows]) if micro.rows[0] in self._ref else None
 
     def of(self, micro: MicroBatch, mu: Tensor, advantage: Tensor, ref: Tensor | None) -> LossInputs:
-        """Return the loss inputs of a micro-batch's trained tokens, row by row; mu, advantage and ref are
-        [N].
+        """Return the loss inputs of a micro-batch's trained tokens, row by row.
+
+        mu, advantage and ref are [N].
         """
         known = micro.rows[0] in self._prox
         return LossInputs(

@@ -195,7 +195,7 @@ def cispo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tenso
 
 
 def gspo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
-    """The rollout's ratio stands still here; its slope comes in through each token's own logp."""
+    """Compute GSPO; the ratio of the rollout is a constant whose slope comes from each token's logp."""
     if not c.trainer_ratio:
         moved = _needed(terms.live_mu, "sampler's", c)
     elif terms.live_prox is None and terms.prox is None:

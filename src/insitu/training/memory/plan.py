@@ -113,10 +113,14 @@ class MemoryPlanner:
         kept //= 1 if isinstance(policy, Qwen3) else policy.shards
         beside = 0 if reference is None else _weights(reference)
         on_gpu = policy.device.type == "cuda"
-        host = _available() // ranks
+        host = available_memory() // ranks
 
         def measured() -> int:
-            room = _on_gpu(policy.device) - beside if on_gpu else (_available() + _weights(policy)) // ranks
+            room = (
+                _on_gpu(policy.device) - beside
+                if on_gpu
+                else (available_memory() + _weights(policy)) // ranks
+            )
             return int(room * (1.0 - KEPT_FREE)) - kept
 
         limit = int(memory_gib * GIB) - kept - beside if memory_gib else measured()
@@ -129,7 +133,7 @@ class MemoryPlanner:
 
     @cached_property
     def _reference(self) -> MemoryPredictor | None:
-        return None if self._scored_by is None else self._of(None, config_of(self._scored_by), frozen=True)
+        return None if self._scored_by is None else self._of(None, self._scored_by)
 
     def plan(self, plan: StepPlan) -> list[MemoryOptions]:
         """Return the options of every micro-batch of a step.
@@ -201,19 +205,21 @@ class MemoryPlanner:
     def _there(self, need: _MemoryNeed) -> bool:
         return need.device <= self.limit and need.host <= self._host
 
-    def _of(self, lora: Lora | None, config: Any = None, *, frozen: bool = False) -> MemoryPredictor:
+    def _of(self, lora: Lora | None, reference: HfPolicy | Qwen3 | None = None) -> MemoryPredictor:
+        frozen = reference is not None
+        config = config_of(reference) if reference is not None else self._config
         if isinstance(self._policy, Qwen3):
-            return BuiltinMemory(config or self._config, frozen=frozen)
-        dtype = self._policy.compute_dtype
-        # a reference is whole on each rank
-        shards = 1 if frozen else self._policy.shards
+            return BuiltinMemory(config, frozen=frozen)
+        own = config_of(reference or self._policy)
         return MemoryModel(
-            config or self._config,
-            dtype=dtype,
+            config,
+            dtype=self._policy.compute_dtype,
             lora=lora,
             kernels=self._kernels,
             frozen=frozen,
-            shards=shards,
+            # a reference is whole on each rank
+            shards=1 if frozen else self._policy.shards,
+            attention=getattr(own, "_attn_implementation", ""),
         )
 
     def _need(
@@ -346,7 +352,7 @@ def _on_gpu(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
 
 
-def _available() -> int:
+def available_memory() -> int:
     """Return the available bytes of host memory (Linux), or all of it where that is unknown."""
     try:
         with open("/proc/meminfo") as file:

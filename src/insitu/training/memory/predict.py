@@ -9,7 +9,8 @@ gradients, and what it gathers (`gathered_bytes`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -155,7 +156,7 @@ class BuiltinMemory(MemoryPredictor):
             meter = MemoryMeter(
                 [*model.parameters(), *model.buffers(), *grads], self._kernels if load.tree else ""
             )
-            with _Attends(), meter, torch.device("meta"):
+            with _on_meta(), meter, torch.device("meta"):
                 self._pass(load)
         finally:
             EMULATED.reset(before)
@@ -182,15 +183,35 @@ def at_most(config: ModelConfig, weights: int, load: BatchShape) -> int:
     )
 
 
-class _Attends(TorchFunctionMode):
-    """Replaces torch's attention of meta tensors by the emulated kernel, which does not hold all scores."""
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Replace what a model calls of torch and meta tensors cannot do.
+
+    Attention becomes the emulated kernel, which does not hold all scores.
+    """
+    torch_attention = F.scaled_dot_product_attention
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, *args: Any, **given: Any) -> Tensor:
+        if not q.is_meta:
+            return torch_attention(q, k, v, attn_mask, *args, **given)
+        return emulated(q, k, v, given.get("scale") or q.shape[-1] ** -0.5, attn_mask)
+
+    # by name, not by a TorchFunctionMode: torch suspends those in a backward pass, where checkpoints run
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        with _Unpadded():
+            yield
+    finally:
+        F.scaled_dot_product_attention = torch_attention
+
+
+class _Unpadded(TorchFunctionMode):
+    """The truth of a meta tensor is that of a mask without padding, and of positions of one sequence."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        q, k, v = args
-        return emulated(q, k, v, q.shape[-1] ** -0.5, kwargs.get("attn_mask"))
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 class MemoryModel(MemoryPredictor):
@@ -205,13 +226,15 @@ class MemoryModel(MemoryPredictor):
         kernels: Kernels,
         frozen: bool = False,
         shards: int = 1,
+        attention: str = "",
     ) -> None:
         """Build the model on the meta device.
 
-        config: a `PretrainedConfig`. frozen: nothing is trained (trainer/reference.py). shards: ranks that
-        hold a part each (model/shard.py). Raises TrainError when adapters do not fit.
+        config: a `PretrainedConfig`. attention: see `empty_model`. frozen: nothing is trained
+        (trainer/reference.py). shards: ranks that hold a part each (model/shard.py). Raises TrainError when
+        adapters do not fit.
         """
-        model = empty_model(config)
+        model = empty_model(config, attention)
         if lora is not None:
             lora = add_lora(model, decoder_layers(model), lora, dtype)
         self._policy = HfPolicy(model.train(), dtype=dtype, lora=lora)
@@ -249,7 +272,7 @@ class MemoryModel(MemoryPredictor):
         try:
             pieces = self._kernels if load.tree is not None else ""
             meter = MemoryMeter([*model.parameters(), *model.buffers(), *grads], pieces)
-            with only(decoder_layers(model), count, meter), meter:
+            with only(decoder_layers(model), count, meter), _on_meta(), meter:
                 self._pass(load)
         finally:
             EMULATED.reset(before)

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from insitu.engines.embedded.model_files import StoredModel
+
 
 class Attend(Protocol):
     """Attention over one flat list of U tokens; the object defines the mask."""
@@ -51,6 +53,11 @@ class Policy(Protocol):
         ...
 
     @property
+    def soft_cap(self) -> float:
+        """Cap c of logits: they are c * tanh(hidden @ head / c); 0 = none."""
+        ...
+
+    @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         ...
@@ -60,8 +67,9 @@ class Policy(Protocol):
         ...
 
     def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
-        """Return hidden states [B, T, d] of `rows` [B, T] (right-padded) after the shared `prefix` [P]; P may
-        be 0.
+        """Return hidden states [B, T, d] of right-padded `rows` [B, T] after the shared `prefix` [P].
+
+        P may be 0.
         """
         ...
 
@@ -69,16 +77,15 @@ class Policy(Protocol):
         """Yield every parameter once, by its checkpoint name; frozen ones have no requires_grad."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write config.json and the trained weights as safetensors: all of them, or the adapters."""
-        ...
+    def stored(self, *, whole: bool = False) -> StoredModel:
+        """Return config.json and the trained weights as files: all of them, or the adapters.
 
-    def save_whole(self, folder: Path) -> None:
-        """Write the whole model; adapters are merged."""
+        whole: the whole model, adapters merged.
+        """
         ...
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:
-        """Return what `save` wrote, by parameter name. Raises InsituError for another model."""
+        """Return what `stored` wrote, by parameter name. Raises InsituError for another model."""
         ...
 
 

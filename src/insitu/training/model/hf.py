@@ -2,12 +2,14 @@
 
 The attention function is registered with transformers' interface and runs the `Attend` of the current
 forward; each layer's `forward` is wrapped per instance for precision and memory techniques (layers.py).
-`open_hf` checks on random tokens that log-probabilities equal the model's own (parity.py), so an unknown head
-or attention is refused.
+`open_hf` checks on random tokens that log-probabilities equal the model's own (parity.py). Where they do
+not, the model keeps its own attention, masks and positions, and runs one row at a time (`by_rows`). The head
+is insitu's in both cases, so an unknown head is refused.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,29 +17,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from insitu.engines.embedded.model_files import model_files
+from insitu.engines.embedded.model_files import StoredModel, model_files
 from insitu.errors import TrainError
 from insitu.install_hints import install_extra
 from insitu.training.attention.rows import lay_flat
 from insitu.training.model.base import Attend, MemoryOptions
-from insitu.training.model.layers import CURRENT, Mode, wrap_cast, wrap_layer
-from insitu.training.model.lora import adapter_tensors, add_lora, keep_in, merged, read_adapter, save_adapter
+from insitu.training.model.layers import CURRENT, Mode, wrap_cast, wrap_embedding, wrap_layer
+from insitu.training.model.lora import (
+    adapter_tensors,
+    add_lora,
+    keep_in,
+    merged,
+    read_adapter,
+    stored_adapter,
+)
 from insitu.training.model.offload import Offload
 from insitu.training.model.parity import (
     bounds,
     check_architecture,
+    difference,
     last_position,
     logprobs,
     mask_function,
+    opened_config,
     own_logprobs,
-    prove,
+    why_by_rows,
 )
 from insitu.training.options import Lora
 
+WEIGHTS = "model.safetensors"
 NAME = "insitu"
 """Name of the attention function in transformers' registry."""
+_OWN = ("sdpa", "eager")
+"""Attention of transformers itself, the economical one first."""
 _UNKNOWN = ("sliding_window", "softcap", "s_aux", "head_mask")
 """Arguments of an attention function that would change its result; none is supported."""
 PROBE_LIMIT = 1e-3
@@ -86,17 +99,28 @@ class HfPolicy:
         """Ranks that hold a part of every weight each."""
         self.whole: Mapping[str, Tensor] | None = None
         """Sharded: all parameters, while they are gathered to be read."""
-        self._body: nn.Module = model.base_model
+        self.notices: list[str] = []
+        """What a user should know about how this model trains."""
+        # Llama 4 names a body that it does not have
+        self._body: nn.Module = model.model if model.base_model is model else model.base_model
         self._embed: nn.Embedding = model.get_input_embeddings()
         self._head: nn.Linear = model.get_output_embeddings()
+        # names of Cohere and Granite for a factor of the logits
+        scale, divisor = (getattr(model.config, key, None) for key in ("logit_scale", "logits_scaling"))
+        self._factor = float(scale or 1.0) / float(divisor or 1.0)
         layers = decoder_layers(model)
         for layer in layers:
             wrap_layer(layer, self.mode)
         inside = {id(p) for layer in layers for p in layer.parameters()}
         for module in self._body.modules():
             own = list(module.parameters(recurse=False))
-            if own and not any(id(p) in inside for p in own) and module is not self._embed:
-                wrap_cast(module, self.mode)
+            if own and not any(id(p) in inside for p in own):
+                (wrap_embedding if isinstance(module, nn.Embedding) else wrap_cast)(module, self.mode)
+
+    @property
+    def by_rows(self) -> bool:
+        """Each row runs alone, through the model's own attention; `flat` and prefixes are not possible."""
+        return bool(self.model.config._attn_implementation != NAME)
 
     @property
     def max_positions(self) -> int:
@@ -119,6 +143,10 @@ class HfPolicy:
         return self._embed.weight.device
 
     @property
+    def soft_cap(self) -> float:
+        return float(getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
+
+    @property
     def head_dim(self) -> int:
         config = self.model.config
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -139,29 +167,32 @@ class HfPolicy:
 
     def flat(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return final hidden states [U, d] of a flat list of tokens; ids and positions [U] int64."""
+        if self.by_rows:
+            raise TrainError(f"{type(self.model).__name__} runs one row at a time")
         self.mode.attend = attend
-        self.mode.offload.begin()
-
-        def run() -> Tensor:
-            x = F.embedding(ids.to(self.device), self._embed.weight).to(self.mode.dtype)
-            found = self._body(
-                inputs_embeds=x[None],
-                position_ids=positions.to(self.device)[None],
-                # without a mask, transformers looks for packed sequences in the positions
-                attention_mask=torch.ones(1, ids.shape[0], dtype=torch.bool, device=x.device),
-                use_cache=False,
-            )
-            out: Tensor = found.last_hidden_state[0]
-            return out
-
         try:
-            return self.around(run)
+            # without a mask, transformers looks for packed sequences in the positions
+            seen = torch.ones(1, ids.shape[0], dtype=torch.bool, device=self.device)
+            return self._run(ids[None], position_ids=positions.to(self.device)[None], attention_mask=seen)[0]
         finally:
             self.mode.attend = None
 
     def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
+        if self.by_rows and not prefix.shape[0]:
+            return self._run(rows)
         ids, positions, attend = lay_flat(prefix, rows)
         return self.flat(ids, positions, attend)[prefix.shape[0] :].view(*rows.shape, -1)
+
+    def _run(self, ids: Tensor, **given: Tensor) -> Tensor:
+        """Return final hidden states [B, T, d] of ids [B, T]."""
+        self.mode.offload.begin()
+
+        def run() -> Tensor:
+            found = self._body(input_ids=ids.to(self.device), use_cache=False, **given)
+            out: Tensor = found.last_hidden_state
+            return out if self._factor == 1.0 else out * self._factor
+
+        return self.around(run)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
@@ -175,8 +206,9 @@ class HfPolicy:
         return dict(self.named_parameters())
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what an engine must hold, by checkpoint name: all weights in the compute dtype, or the
-        adapters.
+        """Yield the tensors that an engine must hold, by checkpoint name.
+
+        They are all weights in the compute dtype, or the adapters.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -188,22 +220,33 @@ class HfPolicy:
         # transformers fuses experts into one tensor, a checkpoint has one for each
         yield from revert_weight_conversion(self.model, rounded).items()
 
-    def save(self, folder: Path) -> None:
-        if self.lora is not None:
+    def stored(self, *, whole: bool = False) -> StoredModel:
+        if self.lora is not None and not whole:
             # without config.json, which transformers would take for a whole model
-            save_adapter(self.readable(), self.lora, self.model.name_or_path, folder)
-            return
-        with model_files(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
-            whole = self._state() if self.shards > 1 else None
-            self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=whole)
+            return stored_adapter(self.readable(), self.lora, self.model.name_or_path)
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    def save_whole(self, folder: Path) -> None:
-        if self.lora is None:
-            self.save(folder)
-            return
-        with model_files(TrainError, f"save model {folder}"), _attention(self.model, "sdpa"):
-            tensors = merged(self.model, self.lora, self._state())
-            self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=tensors)
+        state = self._state()
+        if self.lora is not None:
+            state = merged(self.model, self.lora, state)
+        # the steps of save_pretrained, which itself writes files only
+        for ignored in self.model._keys_to_ignore_on_save or ():
+            state.pop(ignored, None)
+        state = remove_tied_weights_from_state_dict(state, self.model)
+        tensors = revert_weight_conversion(self.model, state)
+        return StoredModel(name=WEIGHTS, tensors=tensors, texts=self._configs())
+
+    def _configs(self) -> dict[str, str]:
+        """Return config.json and, for a model that generates, generation_config.json."""
+        config = self.model.config
+        config.dtype = str(self.model.dtype).removeprefix("torch.")
+        config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
+        with _attention(self.model, "sdpa"), tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            if self.model.can_generate():
+                self.model.generation_config.save_pretrained(folder)
+            return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir()}
 
     def _state(self) -> dict[str, Tensor]:
         """Return the model's `state_dict` with whole tensors."""
@@ -240,15 +283,17 @@ def open_hf(
     dtype: torch.dtype,
     lora: Lora | None = None,
     limit: float = PROBE_LIMIT,
+    rows: bool = False,
 ) -> HfPolicy:
     """Load the model of a folder: trained weights in fp32, computing in `dtype` on `device`.
 
-    Raises TrainError when it is not a causal language model, transformers is missing, or its
-    log-probabilities through insitu's attention and head differ from its own by more than `limit`.
+    rows: run by rows even if insitu's attention would do. Raises TrainError when it is not a causal language
+    model, transformers is missing, or its log-probabilities through insitu's head differ from its own by more
+    than `limit`.
     """
     with model_files(TrainError, f"load model {folder}"):
         model = _read(folder, torch.float32)
-    return adopt(model, device=device, dtype=dtype, lora=lora, limit=limit)
+    return adopt(model, device=device, dtype=dtype, lora=lora, limit=limit, rows=rows)
 
 
 def adopt(
@@ -258,6 +303,7 @@ def adopt(
     dtype: torch.dtype,
     lora: Lora | None = None,
     limit: float = PROBE_LIMIT,
+    rows: bool = False,
 ) -> HfPolicy:
     """Like `open_hf`, for a `PreTrainedModel` in fp32 with its own attention."""
     _register()
@@ -266,16 +312,38 @@ def adopt(
     model.to(device)
     with _runs(model, "in transformers"):
         own = own_logprobs(model)
-    model.set_attn_implementation(NAME)
     model.requires_grad_(True)
-    policy = HfPolicy(model.train(), dtype=torch.float32, lora=lora)
-    with _runs(model, "with insitu's embeddings and attention"):
-        found = logprobs(policy, model)
-    prove(own, found, type(model).__name__, limit)
+    policy = HfPolicy(model.eval(), dtype=torch.float32, lora=lora)
+    why = "" if rows else why_by_rows(model.config) or _fails(policy, NAME, own, limit)
+    if rows or why:
+        for attention in _OWN:
+            if not (wrong := _fails(policy, attention, own, limit)):
+                break
+        else:
+            raise TrainError(wrong)
+        policy.notices += [f'{why}; each row runs alone (train.layout = "rows")'] if why else []
     policy.mode.dtype = dtype
+    if any(p.dim() == 3 and ".experts." in name for name, p in model.named_parameters()):
+        policy.notices.append(
+            f"{type(model).__name__} has experts; engine and trainer route each token by themselves: one near"
+            " a tie may run through other experts here and get another log-probability:"
+            " train.max_logprob_gap excludes it, and mismatch_kl shows how often"
+        )
     if lora is not None:
         policy.lora = add_lora(model, decoder_layers(model), lora, dtype)
     return policy
+
+
+def _fails(policy: HfPolicy, attention: str, own: tuple[Tensor, ...], limit: float) -> str:
+    """Give the model this attention; return why its log-probabilities are not its `own`, or empty."""
+    try:
+        # raises where the model does not have it
+        policy.model.set_attn_implementation(attention)
+        with _runs(policy.model, "with insitu's attention" if attention == NAME else f"with {attention}"):
+            found = logprobs(policy, policy.model)
+    except (TrainError, ValueError) as error:
+        return str(error)
+    return difference(own, found, type(policy.model).__name__, limit)
 
 
 @contextmanager
@@ -310,7 +378,7 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
         raise TrainError(f"policy.kind hf needs transformers: {install_extra('hf')}") from error
     logging.disable_progress_bar()
     try:
-        check_architecture(AutoConfig.from_pretrained(folder, local_files_only=True))
+        check_architecture(opened_config(AutoConfig.from_pretrained(folder, local_files_only=True)))
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, attn_implementation="eager"
         )
@@ -321,29 +389,29 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
     head = model.get_output_embeddings()
     if head is None or head.bias is not None:
         raise TrainError(f"{type(model).__name__} has no plain output head")
-    if type(model.get_input_embeddings()) is not nn.Embedding:
-        kind = type(model.get_input_embeddings()).__name__
-        raise TrainError(
-            f"{type(model).__name__} has embeddings that are not a plain table ({kind}): not supported"
-        )
     return model
 
 
-def empty_model(config: Any) -> Any:
-    """Return the model of a configuration on torch's meta device, weights as fp32."""
+def empty_model(config: Any, attention: str = "") -> Any:
+    """Return the model of a configuration on torch's meta device, weights as fp32.
+
+    attention: the one that `adopt` has chosen; empty = insitu's where the configuration allows it.
+    """
     from transformers import AutoModelForCausalLM
 
     _register()
     with torch.device("meta"):
         build: Any = AutoModelForCausalLM.from_config
-        return build(config, dtype=torch.float32, attn_implementation=NAME)
+        attention = attention or (_OWN[0] if why_by_rows(config) else NAME)
+        return build(config, dtype=torch.float32, attn_implementation=attention)
 
 
 @contextmanager
 def _attention(model: Any, name: str) -> Iterator[None]:
     """Set another attention name in the model's config meanwhile: ours must not be written to files."""
+    before = model.config._attn_implementation
     model.config._attn_implementation = name
     try:
         yield
     finally:
-        model.config._attn_implementation = NAME
+        model.config._attn_implementation = before

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from insitu.training.model.base import PLAIN, Attend, MemoryOptions
@@ -56,6 +57,7 @@ class Raw(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
+        self.returns_more = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.inner).forward(self.inner, *args, **kwargs)
@@ -110,20 +112,42 @@ def wrap_cast(module: nn.Module, mode: Mode) -> None:
     module.forward = lambda *a, **k: _cast_call(Raw(alive(ref)), mode.dtype, a, k)
 
 
-def _mlp(ref: weakref.ref[nn.Module], mode: Mode, x: Tensor) -> Tensor:
+def wrap_embedding(module: nn.Embedding, mode: Mode) -> None:
+    """Make an embedding return the compute dtype.
+
+    Rows are looked up in fp32, where their gradients are summed, and cast. A subclass gets them as a table of
+    their own, so that a factor is applied as by a model held in the compute dtype.
+    """
+    ref = weakref.ref(module)
+    # a padding index would name another row of the small table
+    module.padding_idx = None
+
+    def forward(ids: Tensor) -> Any:
+        held = alive(ref)
+        table = F.embedding(ids.flatten(), held.weight).to(mode.dtype)
+        if type(held) is nn.Embedding:
+            return table.view(*ids.shape, -1)
+        at = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+        return functional_call(Raw(held), {"inner.weight": table}, (at,))
+
+    module.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _mlp(ref: weakref.ref[nn.Module], mode: Mode, x: Tensor, *more: Any) -> Any:
     raw = Raw(alive(ref))
     tile = mode.techniques.tile_mlp
-    if not tile or x.shape[-2] <= tile:
-        out: Tensor = raw(x)
-        return out
+    if not tile or x.shape[-2] <= tile or more:
+        return raw(x, *more)
     names, weights = zip(*raw.named_parameters(), strict=True)
     tiled: Tensor = _Tiled.apply(raw, names, tile, x, *weights)  # type: ignore[no-untyped-call]
-    return tiled
+    # of gpt-oss the second is the router's scores, which its layers drop
+    return (tiled, None) if raw.returns_more else tiled
 
 
 def _starts(x: Tensor, tile: int) -> Sequence[int]:
-    """Return the starts of the tiles of x. On meta tensors three suffice for the peak: all but the last are
-    alike.
+    """Return the starts of the tiles of x.
+
+    On meta tensors three suffice for the peak: all but the last are alike.
     """
     every = range(0, x.shape[-2], tile)
     return sorted({*every[:2], every[-1]}) if x.is_meta else every
@@ -142,6 +166,8 @@ class _Tiled(torch.autograd.Function):
         out = x.new_empty(0)
         for at in _starts(x, tile):
             piece = functional_call(raw, parameters, (x[..., at : at + tile, :],))
+            if isinstance(piece, tuple):
+                piece, raw.returns_more = piece[0], True
             # one buffer: a list of pieces and its concatenation would be ref at once
             out = out if at else piece.new_empty(*x.shape[:-1], piece.shape[-1])
             out[..., at : at + tile, :] = piece
@@ -164,6 +190,7 @@ class _Tiled(torch.autograd.Function):
             with torch.enable_grad():
                 piece = x[part].detach().requires_grad_()
                 out = functional_call(ctx.raw, parameters, (piece,))
+                out = out[0] if isinstance(out, tuple) else out
             found = torch.autograd.grad(out, [piece, *(w for w in free if w.requires_grad)], grad[part])
             dx[part] = found[0]
             for total, add in zip((s for s in sums if s is not None), found[1:], strict=True):

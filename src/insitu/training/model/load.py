@@ -27,7 +27,7 @@ def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None 
     if lora is not None and lora.merged == "auto":
         with model_files(TrainError, f"load model {folder}"):
             lora = lora.changed(merged=start_dtype(folder))
-    return open_hf(folder, device=device, dtype=_dtype(config.dtype, device), lora=lora)
+    return open_hf(folder, device=device, dtype=_dtype(config.dtype, device), lora=lora, rows=config.rows)
 
 
 def device_of(config: PolicyConfig, rank: int, ranks: int) -> torch.device | None:

@@ -18,20 +18,22 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from insitu.engines.embedded.model_files import model_files
+from insitu.engines.embedded.model_files import StoredModel, model_files
 from insitu.errors import TrainError
 from insitu.training.options import Lora
 
 M = TypeVar("M", bound=nn.Module)
 A, B = "lora_A", "lora_B"
 USUAL = (
-    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkv", "in_proj_qkvz", "in_proj_z",
+    "in_proj", "out_proj",
 )  # fmt: skip
-"""Names of attention and MLP matrices across architectures."""
+"""Names of attention and MLP matrices across architectures, of latent attention and of linear attention."""
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 
@@ -53,11 +55,10 @@ def described(lora: Lora, base: str) -> Mapping[str, object]:
 
 
 def add_lora(model: nn.Module, layers: Sequence[nn.Module], lora: Lora, dtype: torch.dtype) -> Lora:
-    """Freeze the model, keep it in `dtype` and add fp32 adapters to its decoder layers, initially without
-    effect.
+    """Freeze the model, keep it in `dtype` and add fp32 adapters to its decoder layers.
 
-    Returns `lora` with its targets named. Raises TrainError when a target is not a linear layer in each of
-    `layers`.
+    The adapters have no effect initially. Returns `lora` with its targets named. Raises TrainError when a
+    target is not a linear layer, or is a tensor of all experts in one of `layers`.
     """
     lora = lora.changed(targets=_targets(model, layers, lora))
     model.requires_grad_(False)
@@ -70,34 +71,42 @@ def add_lora(model: nn.Module, layers: Sequence[nn.Module], lora: Lora, dtype: t
 
 
 def _targets(model: nn.Module, layers: Sequence[nn.Module], lora: Lora) -> tuple[str, ...]:
-    """Return the configured targets, or those of USUAL that each layer has."""
+    """Return the configured targets, or those of USUAL that the layers have.
+
+    Layers of a hybrid have different ones; a name that stands for fused experts in some layer is no target.
+    """
     linear = [
         {name.rpartition(".")[2] for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
         for layer in layers
     ]
-    usable = set.intersection(*linear)
-    found = lora.targets or tuple(name for name in USUAL if name in usable)
-    for name in found:
+    every = set.union(*linear)
+    usable = sorted(name for name in every if not _experts(layers, linear, name))
+    usual = tuple(name for name in USUAL if name in usable)
+    for name in lora.targets:
         if name not in usable:
             having = sum(name in names for names in linear)
             where = f"only {having} of {len(layers)} layers have" if having else "no layer has"
             raise TrainError(
                 f"policy.lora_targets: {type(model).__name__}: {where} a linear layer {name}"
-                f"{_experts(layers, name)}; every layer has {', '.join(sorted(usable)) or 'none'}"
+                f"{_experts(layers, linear, name)}; there are {', '.join(usable) or 'none'}:"
+                f" set policy.lora_targets = {json.dumps(usual)}, or policy.lora_rank = 0 for all weights"
             )
-    if not found:
+    if not (lora.targets or usual):
         raise TrainError(
             f"policy.lora_targets: {type(model).__name__} has no linear layers with one of the usual names:"
-            f" {', '.join(USUAL)}"
+            f" choose among {', '.join(usable)}"
         )
-    return found
+    return lora.targets or usual
 
 
-def _experts(layers: Sequence[nn.Module], name: str) -> str:
-    """Return a hint when the matrices are one tensor of all experts."""
-    held = {n.rpartition(".")[2] for layer in layers for n, p in layer.named_parameters() if p.dim() == 3}
-    fused = sorted(n for n in held if name.removesuffix("_proj") in n)
-    return f" ({fused[0]} is one tensor of all experts, without adapter support)" if fused else ""
+def _experts(layers: Sequence[nn.Module], linear: Sequence[set[str]], name: str) -> str:
+    """Return a hint when some layer has one tensor of all experts in place of such linear layers."""
+    for layer, names in zip(layers, linear, strict=True):
+        held = {n.rpartition(".")[2] for n, p in layer.named_parameters() if p.dim() == 3}
+        fused = sorted(n for n in held if n == name or name.removesuffix("_proj") in n.split("_"))
+        if fused and name not in names:
+            return f" ({fused[0]} is one tensor of all experts, without adapter support)"
+    return ""
 
 
 def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -181,17 +190,15 @@ def merged(model: nn.Module, lora: Lora, state: Mapping[str, Tensor]) -> dict[st
     for name, module in model.named_modules():
         if A in module._parameters and isinstance(module, nn.Linear):
             down, up = state[f"{name}.{A}"].detach(), state[f"{name}.{B}"].detach()
-            found[f"{name}.weight"] = merged_weight(lora, state[f"{name}.weight"].detach(), down, up)
+            # on the host: a second model would not fit beside the first
+            found[f"{name}.weight"] = merged_weight(lora, state[f"{name}.weight"].detach(), down, up).cpu()
     return found
 
 
-def save_adapter(named: Mapping[str, Tensor], lora: Lora, base: str, folder: Path) -> None:
-    """Write adapters as PEFT does. Raises TrainError."""
-    with model_files(TrainError, f"save adapters {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {n: t.detach().cpu().contiguous() for n, t in adapter_tensors(named).items()}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(described(lora, base), indent=2, sort_keys=True) + "\n")
+def stored_adapter(named: Mapping[str, Tensor], lora: Lora, base: str) -> StoredModel:
+    """Return adapters as the files that PEFT writes."""
+    config = json.dumps(described(lora, base), indent=2, sort_keys=True) + "\n"
+    return StoredModel(name=WEIGHTS, tensors=adapter_tensors(named), texts={CONFIG: config})
 
 
 def read_adapter(lora: Lora, folder: Path) -> dict[str, Tensor]:

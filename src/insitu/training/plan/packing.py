@@ -2,8 +2,9 @@
 
 Rows are sorted by their ids, so rows with a long common prefix are neighbours; a micro-batch is a run of
 neighbours. Layout `prefix` computes the common prefix once and every row's rest right-padded; `tree` computes
-every shared token once (prefix_tree.py). Dynamic programming over the sorted rows finds the cuts of least
-cost: tokens through the matrices, query-key pairs, passes. Packing does not change what is trained.
+every shared token once (prefix_tree.py); `rows` gives every row a pass of its own. Dynamic programming over
+the sorted rows finds the cuts of least cost: tokens through the matrices, query-key pairs, passes. Packing
+does not change what is trained.
 Per layer a token costs 2 operations per weight, a pair 4 per head dimension (score and sum).
 """
 
@@ -22,7 +23,7 @@ from insitu.errors import ConfigError, boundary
 from insitu.training.plan.prefix import Sorted, sort_rows
 from insitu.types import IntArray
 
-Layout = Literal["prefix", "tree"]
+Layout = Literal["prefix", "tree", "rows"]
 PAIR_COST = 0.001
 """Cost of one query-key pair, in units of one token through the matrices (small models)."""
 BATCH_COST = 64.0
@@ -41,7 +42,7 @@ class MicroBatch:
     """One forward and backward pass."""
 
     prefix: int
-    """Leading tokens that all rows share, computed once; 0 for a tree."""
+    """Leading tokens that all rows share, computed once; 0 for a tree and for layout `rows`."""
     rows: tuple[int, ...]
     """Indices into the plan's rows, in lexicographic order of their ids."""
     tokens: int
@@ -84,6 +85,8 @@ def pack(
     if layout == "tree":
         table = _tree_table(lengths, shared, pair_cost)
     else:
+        if layout == "rows":
+            first_trained, token_budget = [0] * len(ids), 0
         first = np.array([first_trained[i] for i in found.order], np.int64)
         table = _prefix_table(lengths, shared, first, pair_cost)
     # A single row may exceed the budget.

@@ -62,11 +62,10 @@ def sort_rows(ids: Sequence[IntArray]) -> Sorted:
 
 
 def _around(ids: Sequence[IntArray], rows: list[int], known: int) -> list[tuple[list[int], int]]:
-    """Return bundles of rows around the first of `rows`, in order: (members, leading ids shared with the
-    first).
+    """Return bundles of rows around the first of `rows`: (members, leading ids shared with the first).
 
     Members of a bundle diverge from the first row at the same place with the same id, so they share one more.
-    The first row and its equals are bundles of one.
+    The first row and its equals are bundles of one. Bundles are in order.
     """
     pivot = ids[rows[0]]
     end = len(pivot)

@@ -10,7 +10,7 @@ import numpy as np
 from insitu.config.training import RowRules
 from insitu.errors import TrainError
 from insitu.training.plan.prefix import common_prefix
-from insitu.types import Rollout, Segment
+from insitu.types import Ledger, Rollout, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +61,18 @@ def _trained(rollout: Rollout) -> tuple[list[Segment], int]:
     """Return the trainable segments, checked against capture's ledger, and their tokens."""
     segments = [s for s in rollout.trajectory.segments if s.kind == "sampled" and s.mask.any()]
     tokens, ledger = _tokens(segments), rollout.trajectory.ledger
+    # Tokens of infrastructure failures and evaluations are excluded before the rollout is stored.
+    if ledger.balanced and not ledger.trained and tokens <= _excluded_whole(ledger):
+        return [], 0
     if tokens != ledger.trained or not ledger.balanced:
         raise TrainError(
             f"rollout {rollout.id}: segments hold {tokens} trained tokens, the account is {ledger}"
         )
     return sorted(segments, key=lambda s: s.index), tokens
+
+
+def _excluded_whole(ledger: Ledger) -> int:
+    return max(ledger.excluded.get(reason, 0) for reason in ("infra", "evaluation"))
 
 
 def _few(segments: Sequence[Segment], most: int) -> list[Segment]:

@@ -37,7 +37,7 @@ from insitu.types import (
     equal_rewards,
 )
 
-__all__ = ["PlanConfig", "PlanRow", "StepPlan", "plan_digest", "plan_step"]
+__all__ = ["PlanConfig", "PlanRow", "PlannedRollout", "StepPlan", "plan_digest", "plan_rollouts", "plan_step"]
 
 
 class PlanConfig(PlanKeys):
@@ -62,12 +62,15 @@ class PlanConfig(PlanKeys):
         t = config.train
         # The constant is close enough for a small model's pass on a CPU.
         shaped = t.layout == "tree" or t.ranks > 1
-        return t.pick(
-            cls,
-            pull=t.has_kl_term,
-            group_min=config.collect.group_min,
-            pair_cost=pair_cost(model_folder(config)) if shaped else PAIR_COST,
+        return cls.rules_of(config).changed(
+            pair_cost=pair_cost(model_folder(config)) if shaped else PAIR_COST
         )
+
+    @classmethod
+    def rules_of(cls, config: Config) -> PlanConfig:
+        """Return the part that decides about rollouts; reads no model, so its rows are not to be packed."""
+        t = config.train
+        return t.pick(cls, pull=t.has_kl_term, group_min=config.collect.group_min)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,18 +115,21 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class _Slot:
+class PlannedRollout:
     """A rollout and the decision about it."""
 
     group_id: str
     rollout: Rollout
-    advantage: float
+    advantage: float | None
+    """None when it, or too few of its group, have a score."""
     reason: str
     """Why it is not trained, or empty."""
     chosen: Chosen
     counted: int
     """Tokens that count in the means: those of scorable rollouts in groups that are not degenerate."""
     in_mean: bool
+    weight: float = 0.0
+    """Weight of its rows."""
 
     @property
     def exclusion(self) -> str:
@@ -139,27 +145,38 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
     Raises TrainError for a rollout given twice, a ledger that contradicts the segments, and a trained token
     without a predecessor or a usable log-probability.
     """
-    _check_unique(groups)
-    slots: list[_Slot] = []
-    for group in sorted(groups, key=lambda g: _natural(g.id)):
-        slots += _judge(group, config)
-    useful = {s.group_id for s in slots if not s.exclusion}
-    skipped = ""
-    if len(useful) < config.min_groups or not useful:
-        skipped = f"{len(useful)} useful groups of {len(groups)}; {max(1, config.min_groups)} are needed"
-        for slot in (slot for slot in slots if not slot.exclusion):
-            slot.reason = "few_groups"
-    rows, logprobs = _rows(slots, config)
+    slots, useful, skipped = plan_rollouts(groups, config)
+    rows, logprobs = _rows(slots)
     found = sort_rows([row.ids for row in rows])
     plan = StepPlan(
         rows=rows,
         batches=pack_rows(rows, config, found),
         ledger=_account(slots, sum(map(len, logprobs))),
-        groups=len(useful),
+        groups=useful,
         skipped=skipped,
         exclusion_reasons={slot.rollout.id: slot.exclusion for slot in slots},
     )
     return replace(plan, digest=plan_digest(plan, found, logprobs))
+
+
+def plan_rollouts(groups: Sequence[Group], config: PlanConfig) -> tuple[list[PlannedRollout], int, str]:
+    """Return the decisions by group and slot, the number of useful groups, and why nothing is trained.
+
+    Raises TrainError as `plan_step` does.
+    """
+    _check_unique(groups)
+    slots: list[PlannedRollout] = []
+    for group in sorted(groups, key=lambda g: _natural(g.id)):
+        slots += _judge(group, config)
+    useful = len({s.group_id for s in slots if not s.exclusion})
+    skipped = ""
+    if useful < max(1, config.min_groups):
+        skipped = f"{useful} useful groups of {len(groups)}; {max(1, config.min_groups)} are needed"
+        for slot in (slot for slot in slots if not slot.exclusion):
+            slot.reason = "few_groups"
+    for slot, weight in zip(slots, _weights(slots, config), strict=True):
+        slot.weight = weight
+    return slots, useful, skipped
 
 
 def pack_rows(
@@ -206,7 +223,7 @@ def _reward(rollout: Rollout, config: PlanConfig) -> float | None:
     return rollout.reward - (1.0 if penalised else 0.0) - penalty
 
 
-def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
+def _judge(group: Group, config: PlanConfig) -> list[PlannedRollout]:
     """Return advantage and decision of every rollout of a group, in slot order."""
     rollouts = sorted(group.rollouts, key=lambda r: _natural(r.id))
     rewards = [_reward(r, config) for r in rollouts]
@@ -225,7 +242,7 @@ def _judge(group: Group, config: PlanConfig) -> list[_Slot]:
         chosen = choose_rows(rollout, config)
         in_mean = reason in ("", "zero_advantage", "truncated")
         counted = chosen.counted if in_mean and not masked else 0
-        slots.append(_Slot(group.id, rollout, value or 0.0, reason, chosen, counted, in_mean))
+        slots.append(PlannedRollout(group.id, rollout, value, reason, chosen, counted, in_mean))
     return slots
 
 
@@ -262,15 +279,14 @@ def _reason(rollout: Rollout, value: float | None, *, degenerate: bool, masked: 
 # --------------------------------------------------------------------------- with which weight
 
 
-def _rows(slots: Sequence[_Slot], config: PlanConfig) -> tuple[tuple[PlanRow, ...], list[FloatArray]]:
+def _rows(slots: Sequence[PlannedRollout]) -> tuple[tuple[PlanRow, ...], list[FloatArray]]:
     """Return all rows, and the log-probabilities of each row's trained tokens."""
-    weighted = zip(slots, _weights(slots, config), strict=True)
-    todo = [(s, segment, w) for s, w in weighted if not s.reason for segment in s.chosen.rows]
-    made = map_threaded(lambda one: _row(*one), todo, sum(len(segment.ids) for _, segment, _ in todo))
+    todo = [(slot, segment) for slot in slots if not slot.reason for segment in slot.chosen.rows]
+    made = map_threaded(lambda one: row_of(*one), todo, sum(len(segment.ids) for _, segment in todo))
     return tuple(row for row, _ in made), [logprobs for _, logprobs in made]
 
 
-def _weights(slots: Sequence[_Slot], config: PlanConfig) -> list[float]:
+def _weights(slots: Sequence[PlannedRollout], config: PlanConfig) -> list[float]:
     """Return the weight of each rollout's rows."""
     rollouts = sum(s.in_mean for s in slots) or 1
     tokens = sum(s.counted for s in slots) or 1
@@ -287,9 +303,9 @@ def _weights(slots: Sequence[_Slot], config: PlanConfig) -> list[float]:
     return [1.0 / (rollouts * s.counted) if s.counted else 0.0 for s in slots]
 
 
-def _row(slot: _Slot, segment: Segment, weight: float) -> tuple[PlanRow, FloatArray]:
+def row_of(slot: PlannedRollout, segment: Segment) -> tuple[PlanRow, FloatArray]:
     """Return the row of a segment and its trained tokens' log-probabilities, which must be usable."""
-    row = cut_row(slot.group_id, slot.rollout.id, segment, slot.advantage, weight)
+    row = cut_row(slot.group_id, slot.rollout.id, segment, slot.advantage or 0.0, slot.weight)
     mu = row.logprobs[row.mask]
     # nan fails every comparison
     if not (float(mu.min()) > -np.inf and float(mu.max()) <= 0):
@@ -322,7 +338,7 @@ def cut_row(group_id: str, rollout_id: str, segment: Segment, advantage: float, 
     )
 
 
-def _account(slots: Sequence[_Slot], in_rows: int) -> Ledger:
+def _account(slots: Sequence[PlannedRollout], in_rows: int) -> Ledger:
     """Return the ledger of the step. Raises TrainError when it does not balance."""
     captured = trained = 0
     excluded: dict[str, int] = {}

@@ -28,6 +28,7 @@ from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, read_config, read_store, restore_steps, write_text
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
+from insitu.tracking.start import check_trackers, start_trackers
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.loop import (
@@ -36,10 +37,10 @@ from insitu.training.loop import (
     WallClock,
     finished_run,
     keep_start_model,
-    prune,
 )
 from insitu.training.options import StepResult, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, cut_row, pack_rows, plan_digest
+from insitu.training.recovery import prune
 from insitu.training.served_batches import check_tokens
 from insitu.training.sft.selection import (
     Selection,
@@ -130,6 +131,7 @@ def train_config(config: Config, steps: int) -> TrainConfig:
         optim=optim,
         loss=LossConfig(loss="nll"),
         epochs=1,
+        on_bad_step="stop",
         temperature=1.0,
         reference="",
         reference_alarm=0.0,
@@ -234,6 +236,8 @@ class Steps:
         """Save and commit a step; the ledger is empty, since this run sampled no tokens."""
         folder = self._run.checkpoints / f"step-{step:05d}"
         await self._learner.save(folder)
+        if failed := await self._learner.written():
+            raise TrainError(failed)
         metrics["weights"] = self._learner.weights
         where = str(folder.relative_to(self._run.path))
         self._store.commit_step(step, metrics, where, digest, Ledger(), meta=clock.meta())
@@ -260,6 +264,7 @@ async def run_sft(config: Config, view: TrainingObserver, options: TrainOptions)
     resume = options.resume
     if resume is not None and (summary := finished_run(resume, view.note, SFT)) is not None:
         return summary
+    check_trackers(config)
     remove_stale_scratch()
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
@@ -272,6 +277,7 @@ async def run_sft(config: Config, view: TrainingObserver, options: TrainOptions)
         clock = WallClock(store, options.began)
         folder = model_folder(run.config)
         view.note(f"run directory {run.path}")
+        start_trackers(run.path, run.config, view.note)
         course = _course(run.config, store, load_renderer(folder, run.config.model.renderer))
         view.note(course.words)
         spec = LearnerSpec.of(run.config, model=folder, log=run.logs / "learner.log")

@@ -98,8 +98,9 @@ def _masked(batch: TensorBatch) -> Iterator[tuple[PlanRow, np.ndarray[tuple[int]
 
 
 def states(model: Policy, batch: TensorBatch) -> tuple[Tensor, Tensor]:
-    """Return hidden states [N, d] that predict the batch's trained tokens, row by row, and those tokens [N]
-    int64.
+    """Return hidden states [N, d] that predict the batch's trained tokens, and those tokens [N] int64.
+
+    Both are row by row.
     """
     if isinstance(batch.layout, Padded):
         hidden, targets, _ = chosen(model, batch.layout.prefix, batch.layout.ids, batch.layout.mask)

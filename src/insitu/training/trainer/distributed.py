@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from insitu.errors import ConfigError, TrainError
+from insitu.errors import BadStepError, ConfigError, TrainError
 from insitu.training.plan.packing import MicroBatch
 
 T = TypeVar("T")
+_BAD = "bad step: "
+"""Marks a BadStepError among the errors of the ranks."""
 _ERROR_BYTES = 1024
 
 
@@ -89,13 +91,15 @@ class Together(Ranks):
         try:
             result.append(work())
         except TrainError as raised:
-            error = str(raised) or "failed"
+            error = (_BAD if isinstance(raised, BadStepError) else "") + (str(raised) or "failed")
         words = error.encode(errors="replace")[:_ERROR_BYTES]
         message = torch.zeros(_ERROR_BYTES, dtype=torch.uint8)
         message[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8) if words else 0
         for line in self._gather(message):
             if int(line[0]):
-                raise TrainError(bytes(line.tolist()).rstrip(b"\0").decode(errors="replace"))
+                text = bytes(line.tolist()).rstrip(b"\0").decode(errors="replace")
+                kind = BadStepError if text.startswith(_BAD) else TrainError
+                raise kind(text.removeprefix(_BAD))
         return result[0]
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -152,8 +156,9 @@ class Sharded(Together):
         return init_device_mesh(self._device.type, (self.world,))
 
     def mine(self, batches: Iterable[MicroBatch]) -> list[MicroBatch]:
-        """Return equally many batches on every rank; padding is another rank's smallest, which does not
-        count.
+        """Return equally many batches on every rank.
+
+        Padding is another rank's smallest batch, which does not count.
         """
         every = list(batches)
         own = super().mine(every)

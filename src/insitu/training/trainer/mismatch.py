@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from insitu.errors import TrainError
+from insitu.errors import BadStepError
 from insitu.training.loss.metrics import LossSums
+from insitu.training.options import StepResult, TrainConfig
 from insitu.training.trainer.batch import TensorBatch, locate
 
 SHARE = 1e-3
@@ -25,6 +26,13 @@ FAR = 10.0
 def over(logp: Tensor, mu: Tensor, current: Tensor, limit: float) -> Tensor:
     """Return [N] bool: tokens of the current version whose |logp - mu| is above the limit, or nan."""
     return current & ~((logp.detach() - mu).abs() <= limit)
+
+
+def refused(error: BadStepError, config: TrainConfig, steps: int, version: int) -> StepResult:
+    """Return the result of a refused step; raise the error where such a step ends the run."""
+    if config.on_bad_step == "stop":
+        raise BadStepError(f"{error} (train.on_bad_step = 'skip' would drop the step)") from error
+    return StepResult(optimizer_steps=steps, version=version, skipped=str(error), bad=True)
 
 
 class Mismatch:
@@ -41,7 +49,7 @@ class Mismatch:
     def count(self, batch: TensorBatch, logp: Tensor, sums: LossSums) -> Tensor | None:
         """Add a micro-batch to the sums; return its tokens over the limit, None = none.
 
-        Raises TrainError, naming the token, for a gap that rounding cannot explain.
+        Raises BadStepError, naming the token, for a gap that rounding cannot explain.
         """
         current = batch.versions == self._version
         log_rho = torch.where(current, logp - batch.mu, 0.0)
@@ -55,16 +63,16 @@ class Mismatch:
         worst = int(torch.nan_to_num(gap, nan=math.inf).argmax())
         self._name(batch, worst, float(gap[worst]))
         if not float(gap[worst]) <= FAR * self._limit:
-            raise TrainError(f"{self._named}: no update")
+            raise BadStepError(f"{self._named}: no update")
         sums.mismatched += int(excluded.sum())
         sums.gap = max(sums.gap, float(torch.where(excluded, 0.0, gap).max()))
         return excluded
 
     def judge(self, sums: LossSums) -> None:
-        """Raise TrainError when more tokens of the step are over the limit than rounding explains."""
+        """Raise BadStepError when more tokens of the step are over the limit than rounding explains."""
         if sums.mismatched > max(1, int(SHARE * sums.tokens)):
             named = f", for one {self._named}" if self._named else ""
-            raise TrainError(
+            raise BadStepError(
                 f"trainer and sampler differ by more than {self._limit:g} in {sums.mismatched} of"
                 f" {sums.tokens} tokens{named}: no update"
             )

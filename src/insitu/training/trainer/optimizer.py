@@ -114,8 +114,9 @@ class Optimiser:
         return self.config.lr * factor
 
     def park(self, away: bool = True) -> None:
-        """Keep the moments in host memory (an update moves one parameter's at a time), or on the device
-        again.
+        """Keep the moments in host memory, or on the device again.
+
+        An update moves one parameter's moments at a time.
         """
         if away == self._parked:
             return

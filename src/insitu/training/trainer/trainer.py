@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from insitu.engines.embedded.model import Qwen3
-from insitu.errors import ConfigError, TrainError
+from insitu.errors import BadStepError, ConfigError, TrainError
 from insitu.training.loss.fused_head import FusedLoss, Objective, Scores, kept_gradient, objective, score
 from insitu.training.loss.inputs import StepInputs
 from insitu.training.loss.losses import LossInputs, token_loss
@@ -30,13 +31,15 @@ from insitu.training.model.base import PLAIN, MemoryOptions, Policy
 from insitu.training.model.hf import HfPolicy
 from insitu.training.model.shard import gathered
 from insitu.training.options import StepResult, TrainConfig
-from insitu.training.plan.packing import MicroBatch
+from insitu.training.plan.packing import MicroBatch, pack
 from insitu.training.plan.step import StepPlan
 from insitu.training.trainer.batch import TensorBatch, make_batch, states
 from insitu.training.trainer.distributed import Ranks
-from insitu.training.trainer.mismatch import Mismatch
+from insitu.training.trainer.mismatch import Mismatch, refused
 from insitu.training.trainer.optimizer import Optimiser
 from insitu.training.trainer.reference import Reference
+from insitu.training.trainer.score_recorder import ScoreRecorder
+from insitu.training.trainer.versions import check_versions
 
 T = TypeVar("T")
 
@@ -53,9 +56,7 @@ class Trainer:
         reference: Reference | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Set up. Raises ConfigError when the loss needs a reference policy and `reference` is missing or
-        does not fit.
-        """
+        """Set up. Raises ConfigError when `reference` is missing or does not fit the loss."""
         self.model, self.config = model, config
         self.ranks = ranks or Ranks()
         if config.loss.kl != "none" and reference is None:
@@ -73,6 +74,7 @@ class Trainer:
         """Warning of a step that ran out of memory."""
         self._excluded: dict[MicroBatch, Tensor] = {}
         """Tokens of the step that are excluded because sampler and trainer disagree."""
+        self._recorder: ScoreRecorder | None = None
         self.steps = 0
         """Optimizer steps done."""
         self.version = version
@@ -83,9 +85,10 @@ class Trainer:
         """Rows may have any origin: they are not compared with the sampler's record."""
         return self.config.loss.loss == "nll"
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan, scores: Path | None = None) -> StepResult:
         """Train one plan. A plan without rows is skipped and leaves the version unchanged.
 
+        scores: file for scores of trained tokens (storage/scores.py); a failure to write it is logged.
         Raises TrainError, with weights and optimizer unchanged, when tokens of the current version differ
         from the sampler's record by more than rounding, a token's version is too old or unknown, a loss or
         gradient is not finite, or a row exceeds the model's context or the device's memory.
@@ -96,11 +99,20 @@ class Trainer:
                 optimizer_steps=self.steps, version=self.version, skipped=plan.skipped or "nothing to train"
             )
         self._check_lengths(plan)
+        plan = self._laid_out(plan)
         if not self._supervised:
-            self._check_versions(plan)
+            check_versions(plan, self.version, self.config.max_staleness)
         self._fit_memory(plan)
-        with self._deterministic(), self._undone_on_error():
-            result = self._epochs(plan)
+        self._recorder = None if scores is None else ScoreRecorder(plan, scores, self.ranks.rank)
+        try:
+            with self._deterministic(), self._undone_on_error():
+                result = self._epochs(plan)
+        except BadStepError as error:
+            self._recorder = None
+            return refused(error, self.config, self.steps, self.version)
+        if self._recorder is not None:
+            self._recorder.write()
+            self._recorder = None
         return replace(result, seconds=time.monotonic() - began)
 
     @contextmanager
@@ -129,8 +141,7 @@ class Trainer:
 
     def _epochs(self, plan: StepPlan) -> StepResult:
         norm = lr = 0.0
-        every: list[LossSums] = []
-        terms = StepInputs(plan, self.config.loss)
+        terms, every = StepInputs(plan, self.config.loss), list[LossSums]()
         self._excluded.clear()
         self._ran_out = ""
         for epoch in range(self.config.epochs):
@@ -138,7 +149,7 @@ class Trainer:
             sums = self._summed(plan, terms, epoch, measure=epoch == 0 and not self._supervised)
             norm = self.optimiser.clip()
             if not (math.isfinite(sums.loss) and math.isfinite(norm)):
-                raise TrainError(f"step {self.steps}: loss {sums.loss}, gradient norm {norm}: no update")
+                raise BadStepError(f"step {self.steps}: loss {sums.loss}, gradient norm {norm}: no update")
             lr = self.optimiser.update(self.steps + epoch)
             every.append(sums)
         self.optimiser.zero()
@@ -160,15 +171,25 @@ class Trainer:
     def gradients(self, plan: StepPlan) -> float:
         """Leave the gradients of the step's loss in `.grad`, change nothing else; return the loss."""
         self.optimiser.zero()
+        plan = self._laid_out(plan)
         self._fit_memory(plan)
         with self._deterministic():
             return self._summed(plan, StepInputs(plan, self.config.loss), 0, measure=False).loss
 
     def logprobs(self, plan: StepPlan) -> list[Tensor]:
         """Return, per row of the plan, the trainer's log-probabilities of its trained tokens."""
+        plan = self._laid_out(plan)
         with self._deterministic():
             found = self._precompute_logprobs(plan, plan.batches)
         return [found[i] for i in range(len(plan.rows))]
+
+    def _laid_out(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with a micro-batch for each row where a model runs by rows."""
+        models = (self.model, None if self.reference is None else self.reference.policy)
+        if not any(isinstance(model, HfPolicy) and model.by_rows for model in models):
+            return plan
+        ids = [row.ids for row in plan.rows]
+        return replace(plan, batches=pack(ids, [], 0, layout="rows", ranks=self.ranks.world))
 
     def _batch(self, plan: StepPlan, micro: MicroBatch) -> TensorBatch:
         return self.ranks.in_step(lambda: make_batch(plan, micro, self.model.device))
@@ -266,7 +287,10 @@ class Trainer:
                 if excluded is not None:
                     self._excluded[micro] = excluded
             sums.loss += float(fused.total.detach())
-            sums.add(token_loss(scores.logp, given, self.config.loss), batch.advantage)
+            out = token_loss(scores.logp, given, self.config.loss)
+            sums.add(out, batch.advantage)
+            if epoch == 0 and self._recorder is not None:
+                self._recorder.add(micro, batch, scores, out, self._excluded.get(micro))
             sums.entropy += float(scores.entropy.sum())
             if epoch == 0 and self.config.epochs > 1:
                 terms.remember(micro, scores.logp, ref)
@@ -300,7 +324,8 @@ class Trainer:
         hidden, targets = states(self.model, batch)
         weight = self.model.head_weight
         into = kept_gradient(weight)
-        return objective(hidden, weight, targets, self.config.temperature, weighted, into=into)
+        cap = self.model.soft_cap
+        return objective(hidden, weight, targets, self.config.temperature, weighted, into=into, soft_cap=cap)
 
     def _fit_of(self, model: HfPolicy | Qwen3) -> MemoryPlanner:
         beside = self.reference.policy if self.reference is not None else None
@@ -313,10 +338,9 @@ class Trainer:
         )
 
     def _fit_memory(self, plan: StepPlan) -> None:
-        if self.fit is None:
-            return
-        fit, mine = self.fit, tuple(self.ranks.mine(plan.batches))
-        self.ranks.attempt(lambda: self._choose(plan, mine, fit))
+        if (fit := self.fit) is not None:
+            mine = tuple(self.ranks.mine(plan.batches))
+            self.ranks.attempt(lambda: self._choose(plan, mine, fit))
 
     def _choose(self, plan: StepPlan, mine: tuple[MicroBatch, ...], fit: MemoryPlanner) -> None:
         chosen = fit.plan(replace(plan, batches=mine))
@@ -344,19 +368,6 @@ class Trainer:
                 raise TrainError(
                     f"rollout {row.rollout_id} segment {row.segment}: {len(row.ids)} tokens exceed"
                     f" the model's {limit} positions"
-                )
-
-    def _check_versions(self, plan: StepPlan) -> None:
-        """Raise TrainError for a version that cannot occur: a wrong checkpoint, a missed refresh."""
-        oldest = self.version - self.config.max_staleness
-        for row in plan.rows:
-            wrong = row.mask & ((row.versions < oldest) | (row.versions > self.version))
-            if wrong.any():
-                token = int(wrong.argmax())
-                raise TrainError(
-                    f"rollout {row.rollout_id} segment {row.segment} token {token} was sampled by version"
-                    f" {row.versions[token]}, the trainer is at {self.version} and accepts none older than"
-                    f" {oldest}: no update"
                 )
 
     @contextmanager

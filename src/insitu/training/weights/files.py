@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from insitu.config import Config
-from insitu.engines.base import LoadingEngine, PauseMode, Receipt
-from insitu.errors import EngineError
-from insitu.training.options import publishes_adapters
+from insitu.engines.base import PauseMode, Receipt
+from insitu.engines.replicas import EngineSet
+from insitu.errors import EngineError, EngineUnavailable
 from insitu.training.weights.delta import apply_delta
 
 log = logging.getLogger(__name__)
@@ -103,13 +103,13 @@ class PublishOptions:
     def of(cls, config: Config, spool: Path) -> PublishOptions:
         """Return the options of a run. spool: default parent of published versions."""
         table = config.engine
-        adapter = publishes_adapters(config)
+        adapter = config.publishes_adapters
         # a server may reload an evicted adapter for a call that started with it
         kept = config.collect.max_staleness + 1 + KEPT if adapter else KEPT
         return cls(
             folder=Path(table.publish_dir or spool / "served"),
             dtype=table.publish_dtype,
-            mode=table.publish_mode,
+            mode=table.pause_mode,
             adapter=adapter,
             kept=kept,
         )
@@ -118,37 +118,25 @@ class PublishOptions:
 class DiskPublisher:
     """Publishes each version as a folder of whole weights."""
 
-    def __init__(self, learner: Exporter, engine: LoadingEngine, options: PublishOptions) -> None:
-        self._learner, self._engine, self._options = learner, engine, options
+    def __init__(self, learner: Exporter, engines: EngineSet, options: PublishOptions) -> None:
+        self._learner, self._engines, self._options = learner, engines, options
         self._own_head: bool | None = None
-        self._last: tuple[Path, int, Mapping[str, str]] | None = None
-        """Folder, version and checksums of the last publication."""
         self.sent_bytes = 0
         """Bytes sent for the last publication."""
 
     async def publish(self, version: int) -> Receipt:
         if self._own_head is None and not self._options.adapter:
-            self._own_head = await self._engine.has_own_head()
+            self._own_head = await self._engines.has_own_head()
         folder = self._options.folder / f"v{version:06d}"
         sent = await self._bring(folder, version)
         self.sent_bytes = sent.sent_bytes
         receipt = await self._load(folder, version)
         _check_receipt(receipt, version, sent.tensors)
-        self._last = folder, version, sent.tensors
         await asyncio.to_thread(_prune, self._options.folder, folder, self._options.kept)
         return receipt
 
-    async def restore(self) -> Receipt:
-        """Load the last published version again into a restarted server. Raises EngineError.
-
-        The trainer may already be further.
-        """
-        if self._last is None:
-            raise EngineError("nothing was published yet, so nothing can be restored")
-        folder, version, tensors = self._last
-        receipt = await self._load(folder, version)
-        _check_receipt(receipt, version, tensors)
-        return receipt
+    def training(self) -> AbstractAsyncContextManager[None]:
+        return self._engines.training()
 
     async def _bring(self, folder: Path, version: int) -> ExportResult:
         return await self._learner.export(self._wanted(folder, version))
@@ -166,21 +154,21 @@ class DiskPublisher:
         """Load, with a retry: loading the same files twice is harmless."""
         for _ in range(TRIES - 1):
             try:
-                return await self._engine.load(folder, version, mode=self._options.mode)
+                return await self._engines.load(folder, version, mode=self._options.mode)
+            except EngineUnavailable:
+                raise
             except EngineError as error:
                 log.warning("engine refused weights version=%d error=%s", version, error)
-        return await self._engine.load(folder, version, mode=self._options.mode)
+        return await self._engines.load(folder, version, mode=self._options.mode)
 
 
 # The first version, and any whose base is missing, is sent whole.
 class DeltaPublisher(DiskPublisher):
     """Publishes the difference to the previous version; it is applied where the server reads."""
 
-    def __init__(
-        self, learner: Exporter, engine: LoadingEngine, options: PublishOptions, spool: Path
-    ) -> None:
+    def __init__(self, learner: Exporter, engines: EngineSet, options: PublishOptions, spool: Path) -> None:
         """Keep the learner's own whole versions in `spool`, to compute differences from."""
-        super().__init__(learner, engine, options)
+        super().__init__(learner, engines, options)
         self._spool = spool
         self._base: tuple[Path, Path] | None = None
         """The last version: in the spool, and where the server reads."""

@@ -1,0 +1,1 @@
+"""Training and sampling at a service that speaks the Tinker API."""

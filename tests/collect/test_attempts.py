@@ -25,6 +25,7 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError, SandboxLost
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
+from insitu.grading.verdict import NOTHING_CHANGED
 from insitu.runtime.agents import limits_of
 from insitu.runtime.run import open_runtime
 from insitu.storage.logs import AgentLogs
@@ -92,7 +93,8 @@ async def attempts(
         agent = Agent(tmp_path / "g", end)
         pool = await stack.enter_async_context(WorkerPool(agent, 1, Sockets([tmp_path / "g"])))
         (tmp_path / "logs").mkdir()
-        yield AttemptExecutor(gateway, pool, judge, keep_log=AgentLogs(tmp_path / "logs").keep)
+        keep = AgentLogs(tmp_path / "logs").keep
+        yield AttemptExecutor(gateway, pool, judge, keep_log=keep, ending=lambda turns: f"{len(turns)} turns")
 
 
 async def run(renderer: TemplateRenderer, tmp_path: Path, end: End) -> Rollout:
@@ -190,3 +192,18 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
+
+
+async def test_the_verdict_on_an_unchanged_tree_says_how_the_rollout_ended(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    async def judge(task: Task, tree: Tree) -> Verdict:
+        return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, trust="strong", reason=NOTHING_CHANGED)
+
+    def end(task: Task) -> AgentResult:
+        return AgentResult(exit="finished", tree=task.files)
+
+    async with attempts(renderer, tmp_path, end, judge) as under_test:
+        rollout = await under_test.run(SPEC)
+    assert rollout.verdict is not None
+    assert rollout.verdict.reason == "nothing changed; 1 turns"

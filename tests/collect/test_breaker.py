@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from insitu.collect.breaker import Breaker
+from insitu.collect.breaker import LOST, Breaker
 from insitu.errors import SandboxError
 
 
@@ -21,3 +21,11 @@ def test_a_success_resets_the_count() -> None:
     for _ in range(5):
         breaker.record(True, "flaky")
         breaker.record(False, "")
+
+
+def test_the_attempts_of_one_lost_node_are_one_failure() -> None:
+    breaker = Breaker(limit=2)
+    for _ in range(10):
+        breaker.record(True, f"{LOST}p0, start 1: it is gone")
+    with pytest.raises(SandboxError, match="start 2"):
+        breaker.record(True, f"{LOST}p0, start 2: it is gone")

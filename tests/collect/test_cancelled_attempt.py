@@ -138,7 +138,7 @@ async def test_engine_agent_and_sandbox_stop_at_once_and_what_was_sampled_is_han
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert time.monotonic() - began_at < 5.0, "it waited for a reply that nobody wants"
+        assert time.monotonic() - began_at < 5.0, "it waited for a reply that is not needed"
         assert [key.turn for key in w.engine.aborted] == [1]
         assert w.engine.in_flight == 0
         assert w.ended == ["killed"]

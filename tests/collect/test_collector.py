@@ -347,7 +347,7 @@ async def test_what_hangs_is_cut_without_a_deadline_too() -> None:
 
 @virtual
 async def test_no_try_is_given_up_for_the_time_in_which_the_engine_was_away() -> None:
-    """It may wait for weights, a mended engine or one that sleeps: 500 s here, of which it hears."""
+    """It may wait for weights, a mended engine or one that sleeps: 500 s here, which it is notified of."""
 
     class Away(Versions):
         async def run(

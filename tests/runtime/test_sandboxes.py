@@ -10,10 +10,8 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError
-from insitu.grading.grader import runner_for
-from insitu.runtime.agents import limits_of
-from insitu.runtime.sandboxes import UNSUPPORTED, check_tasks, examples_of, make_backend
-from insitu.tasks.factory import open_source
+from insitu.runtime.preflight import open_mix
+from insitu.runtime.sandboxes import UNSUPPORTED, check_tasks, make_backend
 
 FAKE = "sandbox.environment=tests.fakes.harbor:local_environment"
 
@@ -38,7 +36,7 @@ def refused(tmp_path: Path, rows: list[dict[str, object]], *overrides: str) -> s
     path.write_text("".join(json.dumps(plain | {"id": f"t{n}"} | row) + "\n" for n, row in enumerate(rows)))
     config = load_config(None, ["tasks.source=jsonl", f"tasks.path={path}", *overrides])
     try:
-        check_tasks(config, examples_of(open_source(config, limits_of(config), runner_for)))
+        check_tasks(config, open_mix(config).examples())
     except ConfigError as error:
         return str(error)
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ from insitu.agents.harness import RecipeHarness
 from insitu.agents.install import install
 from insitu.agents.recipe import resolve_agent
 from insitu.agents.single_turn import SingleTurn
-from insitu.config import Config
+from insitu.config import Config, SandboxTable
 from insitu.gateway.listeners import check_port
 from insitu.runtime.gateway import gateway_config
-from insitu.runtime.sandboxes import make_pool
+from insitu.runtime.sandboxes import NO_AGENT, make_pool
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.pool import Pool
 from insitu.tasks.factory import action_of
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 class AgentSetup:
     """Sandbox pool and harness, checked on this machine before anything slow is started."""
 
+    config: Config
+    """Configuration that they were made from."""
     pool: Pool
     """Not yet entered."""
     harness: Harness
@@ -45,7 +47,7 @@ def make_harness(
 
     Raises SetupError, and ConfigError for an extension that is not an agent.
     """
-    if config.harness.agent == "single_turn":
+    if config.harness.agent == NO_AGENT:
         return SingleTurn(action_of(config))
     recipe = resolve_agent(config.harness)
     access = ModelAccess(
@@ -66,18 +68,67 @@ def make_harness(
     )
 
 
-def find_agent_setup(config: Config, log_line: Callable[[str], None] = log.warning) -> AgentSetup:
-    """Return sandboxes and agent; install the agent if missing and check the port.
+def check_gateway(config: Config) -> None:
+    """Check the port and the host tools of the gateway. Raises SetupError or ConfigError."""
+    check_port(config.gateway.port, config.gateway.host)
+    gateway_config(config)
+
+
+def find_pools(
+    parts: Mapping[str, Config], log_line: Callable[[str], None], run: Callable[..., Any]
+) -> Mapping[str, Pool]:
+    """Return the sandbox pool of each part of a run; parts with equal [sandbox] share one.
+
+    Each pool is made through `run`, which returns None if that failed.
+    """
+    pools: list[tuple[SandboxTable, Pool]] = []
+    found: dict[str, Pool] = {}
+    for name, config in parts.items():
+        pool = next((pool for table, pool in pools if table == config.sandbox), None)
+        if pool is None:
+            pool = run(make_pool, config, log_line)
+            pools.append((config.sandbox, pool))
+        found[name] = pool
+    return found
+
+
+def make_setups(
+    parts: Mapping[str, Config], pools: Mapping[str, Pool], log_line: Callable[[str], None] = log.warning
+) -> Mapping[str, AgentSetup]:
+    """Return pool and agent of each part of a run; agents that are missing are installed.
+
+    Parts that differ in nothing that an agent uses share one. Raises SetupError, ConfigError.
+    """
+    made: list[AgentSetup] = []
+    found: dict[str, AgentSetup] = {}
+    for name, config in parts.items():
+        setup = next((one for one in made if _same_agent(one.config, config)), None)
+        if setup is None:
+            harness = make_harness(config, pools[name], log_line)
+            setup = AgentSetup(config=config, pool=pools[name], harness=harness)
+            made.append(setup)
+        found[name] = setup
+    return found
+
+
+def agents_of(setups: Mapping[str, AgentSetup]) -> tuple[str, str]:
+    """Return names and versions of the agents, each once."""
+    harnesses = list(dict.fromkeys(setup.harness for setup in setups.values()))
+    return " + ".join(one.name for one in harnesses), " + ".join(one.version for one in harnesses)
+
+
+def _same_agent(a: Config, b: Config) -> bool:
+    if a.harness.agent == NO_AGENT and a.task_set.parse_answer != b.task_set.parse_answer:
+        return False
+    return (a.harness, a.sandbox, a.limits) == (b.harness, b.sandbox, b.limits)
+
+
+def find_setups(
+    parts: Mapping[str, Config], log_line: Callable[[str], None] = log.warning
+) -> Mapping[str, AgentSetup]:
+    """Return sandboxes and agent of each part of a run, and check the gateway.
 
     `log_line`: see make_pool. Raises SetupError, and ConfigError for invalid host tools.
     """
-    pool = find_pool(config, log_line, lambda check, *args: check(*args))
-    return AgentSetup(pool=pool, harness=make_harness(config, pool, log_line))
-
-
-def find_pool(config: Config, log_line: Callable[[str], None], run: Callable[..., Any]) -> Pool:
-    """Return the sandbox pool after checking port and host tools; each check is called through `run`."""
-    run(check_port, config.gateway.port)
-    run(gateway_config, config)
-    pool: Pool = run(make_pool, config, log_line)
-    return pool
+    check_gateway(next(iter(parts.values())))
+    return make_setups(parts, find_pools(parts, log_line, lambda check, *args: check(*args)), log_line)

@@ -10,11 +10,10 @@ from pathlib import Path
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.engines.base import Engine
-from insitu.engines.factory import open_engine, open_server
+from insitu.engines.factory import open_engine
 from insitu.errors import ConfigError
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
-from insitu.training.weights.reconnect import ReconnectingEngine, StaticWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +39,9 @@ async def open_sampler(
     """
     if config.policy_trouble:  # sft.run in the file of another verb
         raise ConfigError(config.policy_trouble)
-    if config.engine.kind == "embedded":
+    if config.engine.in_learner:
         async with Learner.start(LearnerSpec.of(config, model=model_folder(config), log=log)) as learner:
             yield Sampler(engine=learner.engine, check=learner.check)
-    elif config.engine.kind in ("vllm", "sglang"):
-        async with open_server(config, renderer, announce) as server:
-            returning = ReconnectingEngine(
-                server,
-                StaticWeights(server),
-                max_wait_s=config.engine.reconnect_timeout_s,
-                restarts=config.train.restarts,
-                published=False,
-                say=announce,
-            )
-            yield Sampler(engine=returning, check=_may_come_back)
     else:
         async with open_engine(config, renderer, announce=announce) as engine:
             yield Sampler(engine=engine, check=_may_come_back)

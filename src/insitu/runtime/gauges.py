@@ -7,32 +7,38 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from insitu.errors import RecordError
-from insitu.gateway.server import Gateway
+from insitu.gateway.session import Session
+from insitu.runtime.fleet.controller import RemoteSession
 from insitu.storage.store import Store
 from insitu.storage.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
+Sessions = Callable[[], Sequence[Session | RemoteSession]]
 
 
 @asynccontextmanager
 async def write_gauges(
-    timeline: Timeline, store: Store, gateway: Gateway, interval_s: float = INTERVAL_S
+    timeline: Timeline,
+    store: Store,
+    sessions: Sessions,
+    more: Callable[[], Mapping[str, int]] = dict,
+    interval_s: float = INTERVAL_S,
 ) -> AsyncIterator[None]:
-    """Write gauges every `interval_s` seconds inside the context."""
+    """Write gauges every `interval_s` seconds inside the context; `more`: further ones."""
 
     async def watch() -> None:
         before: dict[str, int] = {}
         read_s = time.monotonic()
         while True:
             await asyncio.sleep(interval_s)
-            sampled = {s.public_id: s.stats.sampled_tokens for s in gateway.open_sessions()}
+            sampled = {s.public_id: s.stats.sampled_tokens for s in sessions()}
             tokens = sum(count - before.get(name, 0) for name, count in sampled.items())
             now_s = time.monotonic()
             try:
@@ -40,7 +46,8 @@ async def write_gauges(
             except (RecordError, OSError) as error:
                 log.warning("no gauges error=%s", error)
                 return
-            timeline.write("gauges", gauges | {"tokens_per_s": tokens / (now_s - read_s)})
+            timeline.write("gauges", {**gauges, **more(), "tokens_per_s": tokens / (now_s - read_s)})
+            timeline.write("agent", _agent(sessions()))
             before, read_s = sampled, now_s
 
     watching = asyncio.create_task(watch())
@@ -49,6 +56,12 @@ async def write_gauges(
     finally:
         watching.cancel()
         await asyncio.wait([watching])
+
+
+def _agent(sessions: Sequence[Session | RemoteSession]) -> dict[str, str]:
+    """Return what the agent under way for the longest time does: its rollout, and its newest reply."""
+    session = next((session for session in sessions if session.stats.doing), None)
+    return {} if session is None else {"rollout": session.rollout_id, "doing": session.stats.doing}
 
 
 def _gauges(store: Store, sessions: int) -> dict[str, float | int | str | bool | None]:

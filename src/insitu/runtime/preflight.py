@@ -7,8 +7,10 @@ The run then uses the objects found here.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -19,24 +21,26 @@ from insitu.config import Config, model_folder
 from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
+from insitu.engines.server_command import SERVERS, interpreter, place, present_gpus
 from insitu.errors import ConfigError, InsituError
 from insitu.gateway.listeners import check_port
 from insitu.grading.grader import runner_for
 from insitu.grading.reward import reward_function
-from insitu.runtime.agents import AgentSetup, find_pool, limits_of, make_harness
+from insitu.runtime.agents import AgentSetup, check_gateway, find_pools, limits_of, make_setups
 from insitu.runtime.sandboxes import check_agents, check_tasks
 from insitu.runtime.transcripts import transcript_reader
 from insitu.runtime.trust_filter import filter_by_trust
 from insitu.runtime.upstream import upstream_options
-from insitu.tasks.base import TaskSource
 from insitu.tasks.factory import action_of, open_source
+from insitu.tasks.mix import TaskMix, TaskSet
+from insitu.tracking.start import check_trackers
 from insitu.types import Task
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
-Chooser = Callable[[Config, TaskSource], Iterable[Task]]
+Chooser = Callable[[Config, TaskMix], Iterable[Task]]
 """Returns the tasks of a run, or examples of them, for the sandbox checks."""
-SERVERS = ("vllm", "sglang")
 
 
 class Checks:
@@ -67,12 +71,13 @@ class Checks:
 class Prepared:
     """Checked parts of a run; nothing is running yet."""
 
-    source: TaskSource
+    source: TaskMix
     tasks: Sequence[Task]
     """Tasks chosen by the command."""
     renderer: ChatRenderer | None
     """None with engine.kind upstream: the provider renders."""
-    setup: AgentSetup
+    setups: Mapping[str, AgentSetup]
+    """Sandboxes and agent by part."""
 
     @property
     def rules(self) -> ChatRenderer:
@@ -94,28 +99,63 @@ def prepare(
     once everything else has passed.
     """
     checks = Checks()
-    for check in (_check_policy, check_agents, _check_engine, action_of, _check_reward, *further):
+    for check in (_check_policy, _check_engine, check_trackers, check_gateway, *further):
         checks.run(check, config)
+    parts = config.parts
+    for own in parts.values():
+        for check in (check_agents, action_of, _check_reward):
+            checks.run(_in_part, check, own)
     chosen = checks.run(prepare_tasks, config, say, choose)
     renderer = None if config.engine.kind == "upstream" else checks.run(renderer_of, config)
-    pool = find_pool(config, say, checks.run)
+    pools = find_pools(parts, say, checks.run)
     checks.close()
-    if chosen is None or pool is None:  # close() has raised
+    if chosen is None:  # close() has raised
         raise ConfigError("a check failed without an error")
     source, tasks = chosen
-    setup = AgentSetup(pool=pool, harness=make_harness(config, pool, say))
-    return Prepared(source=source, tasks=tasks, renderer=renderer, setup=setup)
+    setups = make_setups(parts, pools, say)
+    return Prepared(source=source, tasks=tasks, renderer=renderer, setups=setups)
+
+
+def _in_part(check: Callable[[Config], object], config: Config) -> None:
+    """Run the check of one task set; its errors name the set."""
+    with naming_part(config):
+        check(config)
+
+
+@contextmanager
+def naming_part(config: Config) -> Iterator[None]:
+    """Prefix errors about a task set with its name."""
+    try:
+        yield
+    except InsituError as error:
+        if not config.task_set.name:
+            raise
+        raise type(error)(f"tasks.{config.task_set.name}: {error}") from error
+
+
+def open_mix(config: Config, say: Callable[[str], None] = log.info) -> TaskMix:
+    """Open every task set; sets with less trusted verdicts are rejected or skipped by `grade.min_trust`."""
+    sets = []
+    for table in config.tasks:
+        own = config.of_set(table)
+        with naming_part(own):
+            source = open_source(own, limits_of(own), runner_for)
+            filter_by_trust(own, source, say)
+        sets.append(TaskSet(config=own, source=source))
+    return TaskMix(sets)
 
 
 def prepare_tasks(
     config: Config, say: Callable[[str], None], choose: Chooser
-) -> tuple[TaskSource, Sequence[Task]]:
-    """Return the source and the chosen tasks, checked against the configured sandboxes."""
-    source = open_source(config, limits_of(config), runner_for)
-    filter_by_trust(config, source, say)
-    tasks = list(choose(config, source))
-    check_tasks(config, tasks)
-    return source, tasks
+) -> tuple[TaskMix, Sequence[Task]]:
+    """Return the task sets and the chosen tasks, checked against the configured sandboxes."""
+    mix = open_mix(config, say)
+    tasks = list(choose(config, mix))
+    for task in tasks:
+        own = mix.of(task).config
+        with naming_part(own):
+            check_tasks(own, [task])
+    return mix, tasks
 
 
 def _check_reward(config: Config) -> None:
@@ -138,11 +178,18 @@ def _check_engine(config: Config) -> None:
     table = config.engine
     if table.kind in SERVERS:
         http_options(config)
+        if table.launch:
+            interpreter(config)
+            place(config, present_gpus())
         if table.publish_dir:
             _check_writable(Path(table.publish_dir), "engine.publish_dir")
     elif table.kind == "upstream":
         checked_url(table.url, "engine.url")
         upstream_options(config)
+    elif table.kind == "tinker":
+        secret_from_environment(table.key_env)
+        if table.url:
+            checked_url(table.url, "engine.url")
     elif table.kind == "external":
         secret_from_environment(table.key_env)
         host, port = split_address(table.listen, "engine.listen")
@@ -150,8 +197,9 @@ def _check_engine(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Raise ConfigError if the model folder has no weights for a learner."""
-    _check_model(model_folder(config), "model.path")
+    """Raise ConfigError if the model folder has no weights for a learner; a service has its own."""
+    if config.policy.kind != "tinker":
+        _check_model(model_folder(config), "model.path")
 
 
 def check_reference(config: Config) -> None:

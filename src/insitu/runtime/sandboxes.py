@@ -24,8 +24,6 @@ from insitu.sandbox.harbor_sdk import Factory
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import DEFAULT_MAX_SANDBOXES, Pool, PoolOptions
 from insitu.storage.temp_dirs import cache_folder
-from insitu.tasks.base import TaskSource
-from insitu.tasks.dataset import RowSource
 from insitu.types import Task
 
 log = logging.getLogger(__name__)
@@ -165,11 +163,6 @@ def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
             raise ConfigError(
                 f"task {task.id} cannot run with {_key(config, kind)} = {kind}: {what}, and {why}"
             )
-
-
-def examples_of(source: TaskSource) -> Iterable[Task]:
-    """Return tasks of a source that represent all others in what they need of a sandbox."""
-    return source.examples() if isinstance(source, RowSource) else source.tasks("train", 0, 1)
 
 
 def _key(config: Config, kind: str) -> str:

@@ -8,28 +8,26 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.engines.base import Engine
 from insitu.engines.factory import open_server
-from insitu.engines.vllm import VllmEngine
 from insitu.errors import ConfigError, RecordError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.registry import BUILT_IN
 from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import Checks, Prepared, check_reference, check_weights, prepare
-from insitu.runtime.run import open_runtime
-from insitu.runtime.sandboxes import examples_of
+from insitu.runtime.run import open_agents
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
+from insitu.tracking.start import check_trackers, start_trackers
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
-from insitu.training.learner.supervisor import Committed, LearnerSupervisor, RetryingEngine
+from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine
 from insitu.training.loop import (
     EXTRA,
     WALL_S,
@@ -39,11 +37,11 @@ from insitu.training.loop import (
     TrainingObserver,
     TrainOptions,
     WallClock,
-    check_steps,
     finished_run,
     keep_start_model,
 )
 from insitu.training.plan.step import PlanConfig
+from insitu.training.recovery import check_steps, committed
 from insitu.training.served_batches import NoEngine, fit_to_sessions
 from insitu.training.weights.files import (
     DeltaPublisher,
@@ -52,12 +50,11 @@ from insitu.training.weights.files import (
     PublishOptions,
 )
 from insitu.training.weights.gpu import TransferPublisher, Transport
-from insitu.training.weights.reconnect import ReconnectingEngine, RestorablePublisher
 
 log = logging.getLogger(__name__)
 
 
-TRAINED = ("embedded", "vllm", "sglang")
+TRAINED = ("embedded", "vllm", "sglang", "tinker")
 """Kinds of engines that take new weights from the trainer."""
 WEIGHTS = "weights"
 """Folder of a run directory with published weights."""
@@ -69,40 +66,21 @@ async def _sampled_by(
 ) -> AsyncIterator[tuple[Engine, Publisher]]:
     """Open the engine of a run and the publisher of its weights; nothing is published yet."""
     table = run.config.engine
-    if table.kind == "embedded":
+    if table.in_learner:
         yield learner.engine, learner
         return
     spool = run.path / WEIGHTS
     options = PublishOptions.of(run.config, spool)
-    async with open_server(run.config, renderer, note) as engine:
-        publisher: RestorablePublisher
-        if isinstance(engine, VllmEngine) and table.publish in ("ipc", "nccl"):
+    async with open_server(run.config, renderer, note) as engines:
+        publisher: Publisher
+        if table.publish in ("ipc", "nccl"):
             transport: Transport = "ipc" if table.publish == "ipc" else "nccl"
-            publisher = TransferPublisher(learner, engine, options, transport)
+            publisher = TransferPublisher(learner, engines, options, transport)
         elif table.publish == "delta":
-            publisher = DeltaPublisher(learner, engine, options, spool)
+            publisher = DeltaPublisher(learner, engines, options, spool)
         else:
-            publisher = DiskPublisher(learner, engine, options)
-        max_wait_s, shared = table.reconnect_timeout_s, table.share_gpu
-        returning = ReconnectingEngine(
-            engine,
-            publisher,
-            max_wait_s=max_wait_s,
-            restarts=run.config.train.restarts,
-            share_gpu=shared,
-            say=note,
-        )
-        yield returning, returning
-
-
-def committed(run: RunDir, store: Store) -> Committed:
-    """Return a function that returns the folder of the newest committed checkpoint."""
-
-    def newest() -> Path | None:
-        last = store.last_step()
-        return None if last is None else run.path / last.checkpoint
-
-    return newest
+            publisher = DiskPublisher(learner, engines, options)
+        yield engines, publisher
 
 
 def check_trained(config: Config) -> None:
@@ -114,16 +92,32 @@ def check_trained(config: Config) -> None:
         )
 
 
+def check_service(config: Config) -> None:
+    """Raise ConfigError for settings that a training service cannot follow."""
+    if config.policy.kind != "tinker":
+        if config.engine.kind == "tinker":
+            raise ConfigError("engine.kind tinker: a training run needs policy.kind = 'tinker' too")
+        return
+    if config.train.kl != "none":
+        raise ConfigError("policy.kind tinker: train.kl needs a reference policy, which the service lacks")
+    if config.engine.temperature != 1.0:
+        raise ConfigError("policy.kind tinker: the service trains at engine.temperature = 1 only")
+    if config.train.ranks > 1:
+        raise ConfigError("policy.kind tinker: train.ranks has no effect, the service places the model")
+    if config.engine.model.startswith("tinker://"):
+        raise ConfigError(f"policy.kind tinker: engine.model {config.engine.model} is not a base model")
+
+
 def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
     """Check a training run before anything of it is started or written. Raises InsituError."""
-    own = (check_trained, check_weights, check_reference)
-    return prepare(config, say, lambda _, source: examples_of(source), own)
+    own = (check_trained, check_service, check_weights, check_reference)
+    return prepare(config, say, lambda _, mix: mix.examples(), own)
 
 
 def _prepare_served(config: Config) -> Config:
     """Check a training run on stored sessions and limit its steps to them. Raises InsituError."""
     checks = Checks()
-    for check in (check_trained, check_weights, check_reference):
+    for check in (check_trained, check_weights, check_reference, check_trackers):
         checks.run(check, config)
     limited = checks.run(fit_to_sessions, config)
     checks.close()
@@ -149,26 +143,30 @@ async def assemble(
         learner = await stack.enter_async_context(Learner.start(spec))
         keep_start_model(store, learner)
         engine, publisher = await stack.enter_async_context(_sampled_by(run, learner, renderer, note))
+        plan_config = PlanConfig.of(config)
         supervisor = LearnerSupervisor(
-            learner, publisher, committed(run, store), restarts=config.train.restarts, say=note
+            learner,
+            publisher,
+            lambda: committed(run, store, plan_config),
+            restarts=config.train.restarts,
+            say=note,
         )
         await supervisor.begin()
-        if config.engine.kind == "embedded":
-            engine = RetryingEngine(engine, supervisor)
+        if config.engine.in_learner:
+            engine = RetryingEngine(engine, supervisor, meanwhile=config.engine.kind == "tinker")
         stage("starting the agents")
         backend = TokenBackend(engine, renderer)
-        runtime = await stack.enter_async_context(open_runtime(config, backend, source, prepared.setup, note))
-        agents = RunAgents(
-            source=source, harness=runtime.harness, attempts=runtime.attempts(run), engine=engine
+        runtime = await stack.enter_async_context(
+            open_agents(config, backend, engine, source, prepared.setups, note)
         )
-        await stack.enter_async_context(write_gauges(run.timeline(), store, runtime.gateway))
-        yield RunParts(
-            agents=agents, learner=learner, supervisor=supervisor, plan_config=PlanConfig.of(config)
-        )
+        agents = RunAgents(source=source, names=runtime.agents, attempts=runtime.attempts(run), engine=engine)
+        gauges = write_gauges(run.timeline(), store, runtime.open_sessions, runtime.gauges)
+        await stack.enter_async_context(gauges)
+        yield RunParts(agents=agents, learner=learner, supervisor=supervisor, plan_config=plan_config)
 
 
 @asynccontextmanager
-async def assemble_served(
+async def _assemble_served(
     run: RunDir, store: Store, note: Callable[[str], None], stage: Callable[[str], None]
 ) -> AsyncIterator[RunParts]:
     """Open the learner of a run on stored sessions, which has no agents and no engine."""
@@ -177,11 +175,16 @@ async def assemble_served(
     spec = LearnerSpec.of(config, model=model_folder(config), log=run.logs / "learner.log")
     async with Learner.start(replace(spec, samples=False)) as learner:
         keep_start_model(store, learner)
+        plan_config = PlanConfig.of(config)
         supervisor = LearnerSupervisor(
-            learner, NoEngine(), committed(run, store), restarts=config.train.restarts, say=note
+            learner,
+            NoEngine(),
+            lambda: committed(run, store, plan_config),
+            restarts=config.train.restarts,
+            say=note,
         )
         await supervisor.begin()
-        yield RunParts(agents=None, learner=learner, supervisor=supervisor, plan_config=PlanConfig.of(config))
+        yield RunParts(agents=None, learner=learner, supervisor=supervisor, plan_config=plan_config)
 
 
 async def run_training(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
@@ -189,7 +192,7 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
     resume = options.resume
     if resume is not None and (summary := finished_run(resume, view.note)) is not None:
         return summary
-    view.begin(f"{config.harness.agent}, seed {config.run.seed}", 0)
+    view.begin(f"{config.agent_names}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
     prepared = None if config.collect.run else _prepare_training(config, view.note)
     if prepared is None and resume is None:
@@ -198,6 +201,8 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
         stack.push(run.drop_unused)
+        if resume and config.train != run.config.train:
+            run.change(config)
         stack.enter_context(log_to(run.logs / "insitu.log"))
         store = stack.enter_context(run.store())
         metrics = stack.enter_context(run.metrics())
@@ -210,11 +215,12 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
         if EXTRA not in store.meta():
             store.set_meta(EXTRA, json.dumps(dict(options.extra)))
         view.note(f"run directory {run.path}")
+        start_trackers(run.path, run.config, view.note)
         try:
             assembled = (
                 assemble(run, store, prepared, view.note, view.stage)
                 if prepared
-                else assemble_served(run, store, view.note, view.stage)
+                else _assemble_served(run, store, view.note, view.stage)
             )
             async with assembled as parts:
                 summary = await TrainingLoop(run, store, metrics, parts, view, clock).run()

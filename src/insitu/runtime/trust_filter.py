@@ -38,7 +38,7 @@ def filter_by_trust(config: Config, source: TaskSource, say: Callable[[str], Non
     if not reasons:
         return
     line = f"grade.min_trust = {least}: {len(reasons)} of {len(reasons) + len(kept)} tasks are less trusted"
-    if config.tasks.on_invalid_row == "refuse" or not kept:
+    if config.task_set.on_invalid_row == "refuse" or not kept:
         more = "; set tasks.on_invalid_row=skip to skip them" if kept else ""
         raise TaskError(f"{line}, the first: {reasons[0]}{more}")
     source.keep(frozenset(kept))

@@ -1,0 +1,134 @@
+"""The run's engine on a node: every call goes to the controller, which owns engine and weights.
+
+    node: gateway -> RemoteEngine --engine.generate--> controller: EngineCalls -> engine
+                         ^----------- engine.down ------------'
+
+So a node needs no address of the engine, and versions, restarts and publications are handled in one place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import cast
+
+from insitu.engines.base import Engine, EngineInfo, Receipt
+from insitu.engines.downtime import Waiter, current_waiter, on_downtime
+from insitu.engines.embedded.engine import params_meta, request_of
+from insitu.engines.rpc import NOTHING, Frame, Handler, Meta, RpcPeer
+from insitu.errors import EngineError, boundary
+from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
+
+
+class EngineCalls:
+    """The controller's side."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def info(self) -> Meta:
+        """Return what `RemoteEngine` is made of."""
+        info, receipt = self._engine.info, self._engine.receipt
+        return {**asdict(info), "version": receipt.version, "checksum": receipt.checksum}
+
+    def handlers(self, node: RpcPeer) -> Mapping[str, Handler]:
+        """Return the commands for one node, which are answered with the engine."""
+
+        async def generate(frame: Frame) -> Frame:
+            params, key = request_of(frame.meta)
+            with on_downtime(_Downtime(node, int(frame.meta["call"]))):
+                made = await self._engine.generate(frame.arrays["ids"], params, key)
+            meta: Meta = {
+                "finish": made.finish,
+                "version_runs": made.version_runs,
+                "held": self._engine.receipt.version,
+                "times": asdict(made.times),
+            }
+            arrays = {"ids": made.ids}
+            return Frame(
+                meta=meta, arrays=arrays if made.logprobs is None else {**arrays, "logprobs": made.logprobs}
+            )
+
+        return {"engine.generate": generate}
+
+
+class _Downtime:
+    """Reports to the node that a call waits for the engine; implements `engines.downtime.Waiter`."""
+
+    def __init__(self, node: RpcPeer, call: int) -> None:
+        self._node, self._call = node, call
+
+    def on_wait(self) -> None:
+        self._node.notify("engine.down", {"call": self._call, "down": True})
+
+    def on_resume(self, *, cut: bool) -> None:
+        self._node.notify("engine.down", {"call": self._call, "down": False})
+
+
+class RemoteEngine:
+    """The node's side; implements `engines.base.Engine`."""
+
+    def __init__(self, controller: RpcPeer, info: Meta, deadline_s: float) -> None:
+        """Take `EngineCalls.info`; `deadline_s` is a bound of one call, which the gateway's own precedes."""
+        self._controller, self._deadline_s = controller, deadline_s
+        self._receipt = Receipt(version=int(info["version"]), checksum=str(info["checksum"]))
+        names = EngineInfo.__dataclass_fields__
+        self.info = EngineInfo(**{name: info[name] for name in names})
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, tuple[Waiter, bool]] = {}
+        """Running calls: who waits, and whether the engine is down for it."""
+        controller.handlers["engine.down"] = self._on_down
+
+    @property
+    def receipt(self) -> Receipt:
+        """The newest that came with a reply."""
+        return self._receipt
+
+    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        """Sample at the controller's engine. Raises EngineError."""
+        number, waiter = next(self._numbers), current_waiter()
+        if waiter is not None:
+            self._waiting[number] = (waiter, False)
+        try:
+            frame = await self._controller.call(
+                "engine.generate",
+                {**params_meta(params, key), "call": number},
+                {"ids": ids},
+                deadline_s=self._deadline_s,
+            )
+        finally:
+            waited = self._waiting.pop(number, None)
+            if waited is not None and waited[1]:
+                waited[0].on_resume(cut=True)
+        with boundary(EngineError, "read a generation"):
+            held = int(frame.meta["held"])
+            if held > self._receipt.version:
+                self._receipt = Receipt(version=held, checksum="")
+            return Generation(
+                ids=frame.arrays["ids"],
+                logprobs=frame.arrays.get("logprobs"),
+                finish=cast(Finish, frame.meta["finish"]),
+                version_runs=tuple((start, version) for start, version in frame.meta["version_runs"]),
+                times=CallTimes(**frame.meta["times"]),
+            )
+
+    async def _on_down(self, frame: Frame) -> Frame:
+        number, down = int(frame.meta["call"]), bool(frame.meta["down"])
+        if number in self._waiting:
+            waiter, was_down = self._waiting[number]
+            self._waiting[number] = (waiter, down)
+            if down and not was_down:
+                waiter.on_wait()
+            elif was_down and not down:
+                waiter.on_resume(cut=False)
+        return NOTHING
+
+    async def pause(self) -> None:
+        """Do nothing: the controller's engine is paused there."""
+
+    async def resume(self) -> None:
+        """Do nothing: the controller's engine is resumed there."""
+
+    async def close(self) -> None:
+        """Do nothing: the controller closes its engine."""

@@ -1,0 +1,114 @@
+"""Tasks that an environment can be reset to: those of its configuration, and those that a caller defines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from insitu.config import Config
+from insitu.errors import ConfigError, TaskError
+from insitu.grading.grader import runner_for
+from insitu.runtime.agents import limits_of
+from insitu.runtime.sandboxes import check_tasks
+from insitu.tasks.base import Split, TaskSource
+from insitu.tasks.factory import open_source
+from insitu.types import Check, GradingPlan, HiddenTests, Oracle, Setup, Task, task_hash
+
+ENDLESS_TASKS = 4096
+"""Tasks of an endless source that are offered by index and searched for an id."""
+CHUNK = 256
+
+
+class EpisodeTasks:
+    """The tasks of a configuration by id or index; implements `insitu.tasks.base.TaskSource`.
+
+    A caller's own task is known from `define` to `forget`; its checks are held here only.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Open the task source. Raises ConfigError, TaskError."""
+        if config.reward.function:
+            raise ConfigError("reward.function needs a trajectory: an environment grades by hidden tests")
+        self._config = config
+        self.source: TaskSource = open_source(config, limits_of(config), runner_for)
+        self._indices: dict[str, tuple[Split, int]] = {}
+        self._read: dict[Split, int] = {"train": 0, "eval": 0}
+        self._defined: dict[str, Oracle] = {}
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    def size(self, split: Split) -> int:
+        """Return how many tasks a split has; ENDLESS_TASKS for an endless source."""
+        size = self.source.size(split)
+        return ENDLESS_TASKS if size is None else size
+
+    def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
+        return self.source.tasks(split, start, count)
+
+    def at(self, split: Split, index: int) -> Task:
+        """Return a task by index; raise TaskError out of range."""
+        if not 0 <= index < self.size(split):
+            raise TaskError(f"{self.name} has {self.size(split)} tasks in split {split}; asked for {index}")
+        return self.tasks(split, index, 1)[0]
+
+    def find(self, task_id: str) -> Task:
+        """Return a task by id; raise TaskError. The splits are read in turn, and only as far as needed."""
+        while task_id not in self._indices:
+            before = dict(self._read)
+            for split, start in before.items():
+                found = self.tasks(split, start, min(CHUNK, self.size(split) - start))
+                self._indices |= {task.id: (split, start + at) for at, task in enumerate(found)}
+                self._read[split] += len(found)
+            if self._read == before:
+                raise TaskError(f"{self.name} has no task {task_id!a}")
+        return self.at(*self._indices[task_id])
+
+    def define(
+        self, name: str, instruction: str, setup: Sequence[str], verify: Sequence[str], *, image: str = ""
+    ) -> Task:
+        """Return a task of shell commands: `setup` makes the work folder, `verify` grades a copy of it.
+
+        The reward is the share of `verify` that passes. Raises TaskError, ConfigError.
+        """
+        initial = Setup(image=image, workdir="" if image else Setup().workdir, commands=tuple(setup))
+        grading = GradingPlan(runner="command", reward="fraction", timeout_s=self._config.grade.timeout_s)
+        task = Task(
+            id=name, prompt=instruction, files={}, setup=initial, grading=grading, category="caller",
+            limits=limits_of(self._config), content_hash=task_hash(instruction, {}, grading, initial),
+        )  # fmt: skip
+        checks = tuple(Check(name=f"verify {at}", command=command) for at, command in enumerate(verify, 1))
+        oracle = Oracle(task_id=name, tests=HiddenTests(checks=checks))
+        runner_for(task, oracle)
+        check_tasks(self._config, [task])
+        self._defined[name] = oracle
+        return task
+
+    def limited(self, task: Task, wall_s: float) -> Task:
+        """Return the task with a lower limit of wall time."""
+        return replace(task, limits=task.limits.changed(wall_s=min(wall_s, task.limits.wall_s)))
+
+    def forget(self, task: Task) -> None:
+        """Drop a task of `define`; others stay."""
+        self._defined.pop(task.id, None)
+
+    def oracle(self, task: Task) -> Oracle:
+        return self._defined.get(task.id) or self.source.oracle(task)
+
+    def row(self, task: Task) -> Mapping[str, Any]:
+        return {} if task.id in self._defined else self.source.row(task)
+
+
+def described(split: Split, index: int, task: Task) -> Mapping[str, Any]:
+    """Return what OpenEnv's task routes say about a task: nothing about how it is graded."""
+    return {
+        "id": task.id,
+        "split": split,
+        "index": index,
+        "instruction": task.prompt,
+        "category": task.category,
+        "image": task.setup.image,
+        "limits": task.limits.model_dump(),
+    }

@@ -1,0 +1,395 @@
+"""Records of exported rollouts: one per rollout and one per segment, and back; pure.
+
+A rollout record holds everything but the ids of its segments, which are in the row records. A turn says where
+its ids are in a row; the ids of turns that are in no row are appended to `ids`. So each token is stored once
+per row, and `read_rollout` returns the rollout bit for bit, without the failing checks of its verdict: those
+show hidden tests.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from insitu.bridges.rows import RolloutRows
+from insitu.capture.export import by_index, chain_ends
+from insitu.errors import RecordError
+from insitu.types import (
+    CallTimes,
+    DriftNote,
+    FileEntry,
+    FloatArray,
+    IntArray,
+    Ledger,
+    Outcome,
+    Rollout,
+    Segment,
+    Status,
+    Timings,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+
+SCHEMA = 1
+"""Version of the columns."""
+ROWS: Mapping[str, str] = {
+    "schema_version": "int",
+    "run": "text",
+    "phase": "text",
+    "step": "int",
+    "group_id": "text",
+    "rollout_id": "text",
+    "attempt": "int",
+    "task_id": "text",
+    "segment": "int",
+    "label": "text",
+    "kind": "text",
+    "status": "text",
+    "reward": "float",
+    "advantage": "float",
+    "weight": "float",
+    "used": "text",
+    "prompt_len": "int",
+    "ids": "ints",
+    "mask": "bools",
+    "logprobs": "floats",
+    "versions": "ints",
+    "temperature": "float",
+}
+"""Column -> kind, one row per segment. `used`: why its tokens are not trained, or empty; `weight`: factor of
+the sum of its token losses; `prompt_len`: ids before the first trained one. A row's lists have one length."""
+ROLLOUTS: Mapping[str, str] = {
+    "schema_version": "int",
+    "run": "text",
+    "phase": "text",
+    "step": "int",
+    "group_id": "text",
+    "rollout_id": "text",
+    "task_id": "text",
+    "category": "text",
+    "status": "text",
+    "reward": "float",
+    "components": "json",
+    "advantage": "float",
+    "used": "text",
+    "outcome": "text",
+    "verdict": "json",
+    "messages": "messages",
+    "diff": "text",
+    "files": "json",
+    "deleted": "json",
+    "attempt": "int",
+    "error": "text",
+    "egress": "int",
+    "timings": "json",
+    "began_s": "float",
+    "ledger": "json",
+    "place": "json",
+    "state": "json",
+    "attempts": "json",
+    "drifts": "json",
+    "temperature": "float",
+    "session": "text",
+    "rows": "int",
+    "turns": "json",
+    "ids": "ints",
+    "logprobs": "floats",
+}
+"""Column -> kind, one row per rollout. `place`, `state`, `attempts`: as in the store of the run; `session`:
+the id of its segments, where it is another; `rows`: number of its segments."""
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRollout:
+    """A decided rollout with what the store has beside it."""
+
+    item: RolloutRows
+    step: int
+    """Optimizer step that counts its tokens, else the step that it was drawn for."""
+    place: Mapping[str, Any]
+    """rowid, ulid, phase, step, group_no, slot."""
+    state: Mapping[str, Any]
+    """state, reason, attempt, version, oldest, account."""
+    attempts: Sequence[Mapping[str, Any]] = ()
+    """Earlier attempts, which failed."""
+    messages: Sequence[Mapping[str, str]] | None = None
+    """role and content of the main line; None = no tokenizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRollout:
+    """A rollout read back from an export."""
+
+    rollout: Rollout = field(repr=False)
+    place: Mapping[str, Any]
+    state: Mapping[str, Any]
+    attempts: Sequence[Mapping[str, Any]]
+
+
+def row_records(stored: StoredRollout, run: str, temperature: float) -> list[Record]:
+    """Return one record per segment, as captured."""
+    item, rollout = stored.item, stored.item.rollout
+    chosen = {segment.index for segment in item.segments}
+    trained = {row.segment for row in item.rows}
+    shared = {
+        "schema_version": SCHEMA,
+        "run": run,
+        "phase": stored.place["phase"],
+        "step": stored.step,
+        "group_id": item.group_id,
+        "rollout_id": rollout.id,
+        "attempt": rollout.attempt,
+        "task_id": rollout.task_id,
+        "status": rollout.status.value,
+        "reward": rollout.reward,
+        "advantage": item.advantage,
+        "temperature": temperature,
+    }
+    records = []
+    for segment in rollout.trajectory.segments:
+        mask = segment.mask
+        used = "" if segment.index in trained else item.reason
+        if segment.kind == "demonstrated":
+            used = "demonstrated"
+        elif not item.reason and segment.index not in chosen:
+            used = next(iter(item.excluded), "no_tokens")
+        records.append(
+            shared
+            | {
+                "segment": segment.index,
+                "label": segment.label,
+                "kind": segment.kind,
+                "used": used,
+                "weight": 0.0 if used else item.weight,
+                "prompt_len": int(mask.argmax()) if mask.any() else len(mask),
+                "ids": segment.ids,
+                "mask": mask,
+                "logprobs": segment.logprobs,
+                "versions": segment.versions,
+            }
+        )
+    return records
+
+
+def rollout_record(stored: StoredRollout, run: str, temperature: float) -> Record:
+    """Return the record of a rollout without the ids of its segments."""
+    item, rollout = stored.item, stored.item.rollout
+    segments = rollout.trajectory.segments
+    heads, ids, logprobs = _turn_heads(rollout.trajectory)
+    verdict = None if rollout.verdict is None else rollout.verdict.to_dict()
+    if verdict is not None:
+        del verdict["evidence"]
+    return {
+        "schema_version": SCHEMA,
+        "run": run,
+        "phase": stored.place["phase"],
+        "step": stored.step,
+        "group_id": item.group_id,
+        "rollout_id": rollout.id,
+        "task_id": rollout.task_id,
+        "category": rollout.category,
+        "status": rollout.status.value,
+        "reward": rollout.reward,
+        "components": dict(rollout.reward_components),
+        "advantage": item.advantage,
+        "used": item.reason,
+        "outcome": verdict and verdict["outcome"],
+        "verdict": verdict,
+        "messages": stored.messages,
+        "diff": rollout.diff,
+        "files": {path: _file_record(entry) for path, entry in rollout.changed.items()},
+        "deleted": list(rollout.deleted),
+        "attempt": rollout.attempt,
+        "error": rollout.error,
+        "egress": rollout.egress_attempts,
+        "timings": rollout.timings.to_dict(),
+        "began_s": rollout.began_s,
+        "ledger": rollout.trajectory.ledger.to_dict(),
+        "place": dict(stored.place),
+        "state": dict(stored.state),
+        "attempts": [dict(attempt) for attempt in stored.attempts],
+        "drifts": [note.to_dict() for note in rollout.trajectory.drifts],
+        "temperature": temperature,
+        "session": next((s.rollout_id for s in segments if s.rollout_id != rollout.id), None),
+        "rows": len(segments),
+        "turns": heads,
+        "ids": ids,
+        "logprobs": logprobs,
+    }
+
+
+def _file_record(entry: FileEntry) -> Record:
+    try:
+        content = {"text": entry.content.decode()}
+    except UnicodeDecodeError:
+        content = {"base64": base64.b64encode(entry.content).decode()}
+    return content | {"executable": entry.executable}
+
+
+def _turn_heads(trajectory: Trajectory) -> tuple[list[Record], IntArray, FloatArray]:
+    """Return the turns without arrays, and the ids and log-probabilities of those that no row holds."""
+    places = _places_in_rows(trajectory)
+    heads: list[Record] = []
+    ids: list[IntArray] = []
+    logprobs: list[FloatArray] = []
+    for turn in trajectory.turns:
+        row, start = places.get(turn.index, (-1, 0))
+        if row < 0:
+            ids += [turn.context_ids, turn.ids]
+        of = "none" if turn.logprobs is None else "own"
+        if row >= 0 and turn.logprobs is not None:
+            segment, first = trajectory.segments[row], start + len(turn.context_ids)
+            span = slice(first, first + len(turn.ids))
+            if segment.mask[span].all() and _same_bits(segment.logprobs[span], turn.logprobs):
+                of = "row"
+        if of == "own" and turn.logprobs is not None:
+            logprobs.append(turn.logprobs)
+        sizes = {"context": len(turn.context_ids), "sampled": len(turn.ids)}
+        plain = {name: getattr(turn, name) for name in _TURN_FIELDS}
+        times = turn.times.to_dict()
+        heads.append({**plain, **sizes, "row": row, "start": start, "logprobs": of, "times": times})
+    return heads, _joined(ids, np.int32), _joined(logprobs, np.float32)
+
+
+_TURN_FIELDS = ("index", "parent", "finish", "version_runs", "excluded", "hints", "advisory", "spans")
+
+
+def _places_in_rows(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
+    """Return turn -> (position of the first segment with its ids, where its new prompt ids start there)."""
+    turns = by_index(trajectory.turns)
+    ends = chain_ends(turns)
+    found: dict[int, tuple[int, int]] = {}
+    if len(ends) != len(trajectory.segments):
+        return found
+    for position, (end, segment) in enumerate(zip(ends, trajectory.segments, strict=True)):
+        path = [end]
+        while path[-1].parent != -1:
+            path.append(turns[path[-1].parent])
+        start = 0
+        for turn in reversed(path):
+            middle = start + len(turn.context_ids)
+            stop = middle + len(turn.ids)
+            if turn.index not in found and (
+                _same_bits(segment.ids[start:middle], turn.context_ids)
+                and _same_bits(segment.ids[middle:stop], turn.ids)
+            ):
+                found[turn.index] = (position, start)
+            start = stop
+    return found
+
+
+def _same_bits(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _joined(parts: Sequence[np.ndarray[Any, Any]], dtype: Any) -> Any:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def read_rollout(record: Record, rows: Sequence[Record]) -> ReadRollout:
+    """Return the rollout of a record and its row records. Raises RecordError when they do not fit."""
+    rollout_id = record["rollout_id"]
+    if len(rows) != record["rows"] or any(row["rollout_id"] != rollout_id for row in rows):
+        raise RecordError(f"rollout {rollout_id}: {record['rows']} rows are expected, {len(rows)} are there")
+    segments = tuple(_segment(record["session"] or rollout_id, row) for row in rows)
+    try:
+        rollout = _rollout(record, segments)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise RecordError(f"rollout {rollout_id} cannot be read: {error!r}") from error
+    return ReadRollout(
+        rollout=rollout, place=record["place"], state=record["state"], attempts=record["attempts"]
+    )
+
+
+def _segment(session: str, row: Record) -> Segment:
+    arrays = {name: row[name] for name in ("ids", "mask", "logprobs", "versions")}
+    if len({len(array) for array in arrays.values()}) != 1:
+        lengths = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
+        raise RecordError(
+            f"rollout {row['rollout_id']} segment {row['segment']}: lists differ in length: {lengths}"
+        )
+    return Segment(rollout_id=session, index=row["segment"], kind=row["kind"], label=row["label"], **arrays)
+
+
+def _rollout(record: Record, segments: tuple[Segment, ...]) -> Rollout:
+    ledger = Ledger(**record["ledger"])
+    return Rollout(
+        id=record["rollout_id"],
+        task_id=record["task_id"],
+        category=record["category"],
+        status=Status(record["status"]),
+        reward=record["reward"],
+        trajectory=Trajectory(
+            segments=segments,
+            turns=_turns(record, segments),
+            ledger=ledger,
+            drifts=tuple(DriftNote(**note) for note in record["drifts"]),
+        ),
+        verdict=None if record["verdict"] is None else _verdict(record["verdict"]),
+        changed={path: _file(entry) for path, entry in record["files"].items()},
+        deleted=tuple(record["deleted"]),
+        timings=Timings(**record["timings"]),
+        attempt=record["attempt"],
+        error=record["error"],
+        egress_attempts=record["egress"],
+        reward_components=record["components"],
+        began_s=record["began_s"],
+        diff=record["diff"],
+    )
+
+
+def _file(entry: Mapping[str, Any]) -> FileEntry:
+    content = entry["text"].encode() if "text" in entry else base64.b64decode(entry["base64"])
+    return FileEntry(content=content, executable=entry["executable"])
+
+
+def _verdict(values: Mapping[str, Any]) -> Verdict:
+    tuples = {name: tuple(values[name]) for name in ("fail_to_pass", "pass_to_pass", "dropped_paths")}
+    return Verdict(**{**values, **tuples, "outcome": Outcome(values["outcome"])})
+
+
+def _turns(record: Record, segments: Sequence[Segment]) -> tuple[Turn, ...]:
+    at = at_logprob = 0
+    turns = []
+    for head in record["turns"]:
+        context, sampled = head["context"], head["sampled"]
+        source, start = (
+            (segments[head["row"]].ids, head["start"]) if head["row"] >= 0 else (record["ids"], at)
+        )
+        at += context + sampled if head["row"] < 0 else 0
+        middle, stop = start + context, start + context + sampled
+        logprobs: FloatArray | None = None
+        if head["logprobs"] == "row":
+            logprobs = segments[head["row"]].logprobs[middle:stop]
+        elif head["logprobs"] == "own":
+            logprobs = record["logprobs"][at_logprob : at_logprob + sampled]
+            at_logprob += sampled
+        if stop > len(source) or (logprobs is not None and len(logprobs) != sampled):
+            raise RecordError(f"rollout {record['rollout_id']} turn {head['index']}: tokens are missing")
+        turns.append(
+            Turn(
+                index=head["index"],
+                parent=head["parent"],
+                context_ids=source[start:middle],
+                ids=source[middle:stop],
+                logprobs=logprobs,
+                finish=head["finish"],
+                excluded=head["excluded"],
+                times=CallTimes(**head["times"]),
+                version_runs=_tuples(head["version_runs"]),
+                hints=_tuples(head["hints"]),
+                advisory=_tuples(head["advisory"]),
+                spans=_tuples(head["spans"]),
+            )
+        )
+    return tuple(turns)
+
+
+def _tuples(items: Sequence[Sequence[Any]]) -> Any:
+    return tuple(tuple(item) for item in items)

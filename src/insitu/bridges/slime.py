@@ -1,0 +1,262 @@
+"""slime: rollouts as its Samples, through its extension points.
+
+    --custom-generate-function-path insitu.bridges.slime.generate
+    --custom-reward-post-process-path insitu.bridges.slime.rewards
+
+The environment variable INSITU_CONFIG names insitu's configuration, whose engine is the server that slime
+updates; `metadata["task_id"]` of a prompt, or the prompt itself, names the task. slime's own normalisation
+takes the whole batch as one group when rollouts have several rows, and counts aborted ones as reward 0:
+`rewards` is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from insitu.bridges.process import read, task_ids
+from insitu.bridges.rows import Conversion, GroupRows, RolloutRows, RowKey, convert, rows_of, unscored
+from insitu.bridges.thread import SourceThread
+from insitu.config import Config
+from insitu.errors import ConfigError
+from insitu.training.plan.step import PlanConfig
+from insitu.types import Group, Rollout, Segment, Status
+
+CONFIG = "INSITU_CONFIG"
+STATUS = {Status.OK: "completed", Status.TRUNCATED: "truncated", Status.AGENT_FAILED: "failed"}
+ABORTED = "aborted"
+NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+"""Advantage estimators of slime that subtract the mean of the group."""
+SCALED = ("grpo", "gspo", "cispo")
+"""Those that divide by its standard deviation too."""
+
+
+@functools.cache
+def _source() -> tuple[SourceThread, Config]:
+    """Open the source of this process at the first rollout; its child ends with the process."""
+    path = os.environ.get(CONFIG)
+    if not path:
+        raise ConfigError(f"the environment variable {CONFIG} must name insitu's configuration")
+    config = read(path)
+    return SourceThread(config), config
+
+
+async def generate(args: Any, sample: Any, sampling_params: Any, evaluation: bool = False) -> Any:
+    """Return one Sample per row of a rollout of the sample's task, all with one `rollout_id`.
+
+    An evaluation gives the last row only. Raises ConfigError, and what ended the source.
+    """
+    made = await _samples(sample, evaluation)
+    return made[-1] if evaluation else made
+
+
+async def generate_final(args: Any, sample: Any, sampling_params: Any, evaluation: bool = False) -> Any:
+    """Return the last row only, for runs whose rollouts must be one Sample each."""
+    return (await _samples(sample, evaluation))[-1]
+
+
+async def _samples(sample: Any, evaluation: bool) -> list[Any]:
+    source, config = _source()
+    task = (sample.metadata or {}).get("task_id") or sample.prompt
+    if not isinstance(task, str):
+        raise ConfigError("slime: a prompt needs the id of a task in its metadata (task_id)")
+    run = source.submit(lambda child: child.run(task, int(sample.index), evaluation=evaluation))
+    rollout = await asyncio.wrap_future(run)
+    return [_filled(sample, fields) for fields in _rows(_alone(rollout, config))]
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Return the next groups of insitu's own tasks, per rollout a list of all rows, for slime's trainer.
+
+    This is a whole rollout function: insitu's collector decides which groups are used. `data_source` only
+    gives the Samples that are filled. An evaluation runs `eval.count` held-out tasks. Raises ConfigError,
+    and what ended the source.
+    """
+    return _rollout(args, rollout_id, data_source, evaluation)
+
+
+def generate_rollout_final(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Return the same with the last row of each rollout only, without the inner lists."""
+    made = _rollout(args, rollout_id, data_source, evaluation)
+    return made if evaluation else [[rows[-1] for rows in group] for group in made]
+
+
+def _rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
+    source, config = _source()
+    _check_sizes(args, config)
+    if evaluation:
+        return {"insitu": _evaluated(source, config, rollout_id, data_source)}
+    batch = source.call(lambda child: child.next())
+    groups = rows_of(batch.groups, PlanConfig.of(config))
+    made = []
+    for group, samples in zip(groups, data_source.get_samples(len(groups)), strict=True):
+        rollouts = [rows for _, rows in _group_rows(group)]
+        # slime wants all places of a group, also those that never got a rollout.
+        rollouts += [[_aborted({}, "no rollout")] for _ in samples[len(rollouts) :]]
+        made.append(
+            [
+                [_filled(sample, fields) for fields in rows]
+                for sample, rows in zip(samples, rollouts, strict=True)
+            ]
+        )
+    return made
+
+
+def _check_sizes(args: Any, config: Config) -> None:
+    """Raise ConfigError where slime's batches are not insitu's."""
+    pairs = (
+        ("n_samples_per_prompt", "collect.group_size", config.collect.group_size),
+        ("rollout_batch_size", "collect.groups_per_step", config.collect.groups_per_step),
+    )
+    for name, key, value in pairs:
+        if getattr(args, name, value) != value:
+            raise ConfigError(
+                f"slime: {key} = {value} must be --{name.replace('_', '-')} {getattr(args, name)}"
+            )
+    if config.collect.max_staleness:
+        raise ConfigError("slime: collect.max_staleness must be 0, since slime does not report its updates")
+
+
+def _evaluated(source: SourceThread, config: Config, rollout_id: int, data_source: Any) -> dict[str, Any]:
+    """Run held-out tasks; one without a reward is left out, since slime would count it as 0."""
+    tasks = task_ids(config, config.eval[0].count, split="eval")
+    [[sample, *_]] = data_source.get_samples(1)
+
+    def start(number: int, task: str) -> Future[Rollout]:
+        key = rollout_id * len(tasks) + number
+        return source.submit(lambda child: child.run(task, key, evaluation=True))
+
+    rollouts = [run.result() for run in [start(number, task) for number, task in enumerate(tasks)]]
+    graded = [_alone(rollout, config) for rollout in rollouts if rollout.reward is not None]
+    samples = [_filled(sample, _rows(item)[-1]) for item in graded]
+    return {
+        "rewards": [one.reward for one in samples],
+        "truncated": [one.status.value == STATUS[Status.TRUNCATED] for one in samples],
+        "samples": samples,
+    }
+
+
+def _filled(sample: Any, fields: dict[str, Any]) -> Any:
+    """Return a copy of a Sample with the fields of one row."""
+    made = copy.deepcopy(sample)
+    if made.rollout_id is None:
+        made.rollout_id = sample.index
+    for name, value in fields.items():
+        setattr(made, name, value)
+    made.status = type(sample.status)(fields["status"])
+    made.metadata = {**(sample.metadata or {}), **fields["metadata"]}
+    return made
+
+
+def _alone(rollout: Rollout, config: Config) -> RolloutRows:
+    group = Group(id=rollout.id, task_id=rollout.task_id, rollouts=(rollout,))
+    [rows] = rows_of([group], PlanConfig.of(config))
+    return rows.rollouts[0]
+
+
+def _group_rows(group: GroupRows) -> Iterator[tuple[bool, list[dict[str, Any]]]]:
+    """Yield, per rollout, whether it can be compared with the others, and the fields of its Samples."""
+    kept = {item.rollout.id for item in group.scored}
+    for item in group.rollouts:
+        if item.rollout.id in kept:
+            yield True, _rows(item)
+        else:
+            name = {"insitu_rollout": item.rollout.id}
+            yield False, [_aborted(name, item.reason or "alone in its group")]
+
+
+def _rows(item: RolloutRows) -> list[dict[str, Any]]:
+    """Return the fields of the Samples of a rollout; of an aborted one where there is nothing to train."""
+    rollout = item.rollout
+    metadata = {"insitu_rollout": rollout.id}
+    if rollout.reward is None or not item.segments:
+        return [_aborted(metadata, rollout.error or "not graded, or nothing was sampled")]
+    shared = {"reward": rollout.reward, "status": STATUS[rollout.status], "metadata": metadata}
+    return [{**_row(segment), **shared} for segment in item.segments]
+
+
+_ABORT: dict[str, Any] = {
+    "tokens": [0, 0],
+    "response": "",
+    "response_length": 1,
+    "loss_mask": [0],
+    "rollout_log_probs": [0.0],
+    "weight_versions": [],
+    "reward": 0.0,
+    "remove_sample": True,
+    "status": ABORTED,
+}
+"""slime's own form of an aborted rollout; a reward must not be None."""
+
+
+def _aborted(metadata: Mapping[str, Any], why: str) -> dict[str, Any]:
+    return {**_ABORT, "metadata": {**metadata, "abort_reason": why}}
+
+
+def _row(segment: Segment) -> dict[str, Any]:
+    """Return the fields of a row: the response is what follows the first prompt."""
+    first = int(segment.mask.argmax())
+    end = len(segment.mask) - int(segment.mask[::-1].argmax())
+    mask = segment.mask[first:end]
+    versions = np.unique(segment.versions[segment.mask])
+    return {
+        "tokens": segment.ids[:end].tolist(),
+        "response": "",
+        "response_length": end - first,
+        "loss_mask": mask.astype(int).tolist(),
+        "rollout_log_probs": np.where(mask, segment.logprobs[first:end], 0.0).tolist(),
+        "weight_versions": [str(version) for version in versions.tolist()],
+    }
+
+
+def to_samples(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
+    """Return Samples as dictionaries (`Sample.to_dict`), for slime's `--load-debug-rollout-data`.
+
+    That file is `torch.save({"rollout_id": 0, "samples": payload}, path)`. Every rollout has a Sample, which
+    is aborted where it cannot be compared with others of its group.
+    """
+    payload: list[dict[str, Any]] = []
+    taken: list[RowKey] = []
+    index = 0
+    for number, group in enumerate(groups):
+        for item, (whole, rows) in zip(group.rollouts, _group_rows(group), strict=True):
+            place = {"group_index": number, "index": index, "rollout_id": index, "prompt": group.task_id}
+            payload += [{**place, **row} for row in rows]
+            taken += [(item.rollout.id, segment.index) for segment in item.segments if whole]
+            index += 1
+    return convert(payload, groups, taken, unscored(groups), lost=("weights", "token_versions", "text"))
+
+
+def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Return raw and normalised rewards: groups apart, one vote per rollout, aborted ones without."""
+    key = getattr(args, "reward_key", None)
+    raw = [float(sample.reward[key] if key else sample.reward) for sample in samples]
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    if estimator not in NORMALISED or not getattr(args, "rewards_normalization", True):
+        return raw, raw
+    votes: dict[Any, dict[Any, float]] = {}
+    for sample, value in zip(samples, raw, strict=True):
+        if sample.status.value != ABORTED:
+            votes.setdefault(sample.group_index, {})[_rollout_id(sample)] = value
+    scaled = estimator in SCALED and getattr(args, "grpo_std_normalization", False)
+    found = []
+    for sample, value in zip(samples, raw, strict=True):
+        group = list(votes.get(sample.group_index, {}).values())
+        if sample.status.value == ABORTED or len(group) < 2:
+            found.append(0.0)
+        else:
+            width = statistics.stdev(group) + 1e-6 if scaled else 1.0
+            found.append((value - statistics.fmean(group)) / width)
+    return raw, found
+
+
+def _rollout_id(sample: Any) -> Any:
+    return sample.index if sample.rollout_id is None else sample.rollout_id

@@ -1,0 +1,40 @@
+"""Rows as SkyRL's `GeneratorOutput` (0.3) with `step_wise_trajectories`: a rollout's rows in sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from insitu.bridges.rows import Conversion, GroupRows, RowKey, convert, unscored
+
+_FIELDS = (
+    "prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs",
+    "trajectory_ids", "is_last_step",
+)  # fmt: skip
+
+
+def to_skyrl(groups: Sequence[GroupRows]) -> Conversion[dict[str, Any]]:
+    """Return lists of one length, an entry per row; the reward stands at each row of its rollout."""
+    out: dict[str, Any] = {name: [] for name in _FIELDS}
+    taken: list[RowKey] = []
+    for item in (item for group in groups for item in group.scored):
+        slot = int(item.rollout.id.rpartition("/")[2]) if "/" in item.rollout.id else len(taken)
+        for segment in item.segments:
+            first = int(segment.mask.argmax())
+            values = (
+                segment.ids[:first].tolist(),
+                segment.ids[first:].tolist(),
+                item.rollout.reward,
+                segment.mask[first:].astype(np.int32).tolist(),
+                "length" if item.rollout.status == "truncated" else "stop",
+                segment.logprobs[first:].astype(np.float64).tolist(),
+                {"instance_id": item.group_id, "repetition_id": slot},
+                segment is item.segments[-1],
+            )
+            for name, value in zip(_FIELDS, values, strict=True):
+                out[name].append(value)
+            taken.append((item.rollout.id, segment.index))
+    out["rollout_metrics"] = None
+    return convert(out, groups, taken, unscored(groups), lost=("weights", "versions"))

@@ -1,0 +1,39 @@
+"""A run with sub-agents, folded branches, truncated, ungraded and failed rollouts, which tests only read."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "view" / "web"))
+
+from run_lab import Flavour, make_rollout, make_run
+
+from insitu.capture.ledger import reassign
+from insitu.storage.run_dir import RunDir
+from insitu.types import FileEntry, Status
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_run(tmp_path_factory.mktemp("runs") / "lab")
+    with RunDir.open(path) as opened, opened.store() as store:
+        for slot in range(3):
+            made = make_rollout(Flavour(), "train", 9, 0, slot, solved=slot == 0)
+            made = replace(made, changed={"a.bin": FileEntry(content=b"\x00\xff", executable=True)})
+            if slot == 1:
+                ledger = reassign(made.trajectory.ledger, "infra")
+                failed = replace(made.trajectory, ledger=ledger)
+                made = replace(
+                    made, status=Status.INFRA_FAILED, reward=None, verdict=None, trajectory=failed, attempt=2
+                )
+                store.put_attempt(replace(made, attempt=1, error="the sandbox vanished"))
+            if slot == 2:
+                made = replace(made, reward=None, verdict=None, diff=None, began_s=None)
+            store.put_rollout("train", 9, 0, slot, made)
+        store.discard(["train/00009/000/00", "train/00009/000/02"], "stale")
+    return path

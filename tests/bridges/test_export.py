@@ -1,0 +1,259 @@
+"""Exports of a run: read back they are the run's rollouts, bit for bit, with an account of every token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+
+import insitu
+from insitu.bridges.equality import difference
+from insitu.bridges.export import FORMS as FORMS_OF_EXPORT
+from insitu.bridges.imports import read_export
+from insitu.bridges.records import ROWS
+from insitu.cli import main
+from insitu.cli.options import EXPORT_FORMS
+from insitu.config import WARM_START
+from insitu.errors import InsituError, RecordError
+from insitu.storage.run_dir import read_store
+from insitu.training.plan.step import PlanConfig, plan_step
+from insitu.training.recovery import stored_groups
+
+FORMS = ("jsonl", "parquet", "hf")
+
+
+@pytest.fixture(scope="module")
+def exports(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("exports")
+    for form in FORMS:
+        insitu.export_run(run, folder / form, to=form)
+    return {form: folder / form for form in FORMS}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_imported_run_holds_the_same_rollouts_steps_and_account(
+    run: Path, exports: dict[str, Path], form: str, tmp_path: Path
+) -> None:
+    made = insitu.import_run(exports[form], tmp_path / "run")
+    source = insitu.open_run(run)
+    stored, back = source.rollouts(), made.rollouts()
+    assert [one.id for one in back] == [one.id for one in stored]
+    for one, other in zip(stored, back, strict=True):
+        assert difference(one, other, without=("verdict.evidence",)) == ""
+    assert [step.to_dict() for step in made.steps] == [step.to_dict() for step in source.steps]
+    assert made.ledger == source.ledger
+    with read_store(made.path) as store, read_store(run) as theirs:
+        assert store.check_balance() == theirs.check_balance()
+        assert store.attempts("train/00009/000/01") == theirs.attempts("train/00009/000/01")
+        plan = plan_step(stored_groups(store, 2), PlanConfig.of(made.config))
+        assert plan.digest == made.steps[1].plan_hash, "replay plans the step that was trained"
+    assert main(["show", str(made.path)]) == 0
+
+
+def test_the_account_is_that_of_the_run(run: Path, tmp_path: Path) -> None:
+    report = insitu.export_run(run, tmp_path / "out", to="parquet", check=True)
+    assert report["checked"]
+    steps = insitu.open_run(run).steps
+    account = insitu.export_run(run, tmp_path / "one", to="jsonl", phase="train", steps=(2, 3))["account"]
+    assert account == {
+        "captured": steps[1].ledger.captured,
+        "trained": steps[1].ledger.trained,
+        "excluded": dict(steps[1].ledger.excluded),
+    }
+    whole = report["account"]
+    assert whole["captured"] == whole["trained"] + sum(whole["excluded"].values())
+    assert whole["trained"] == sum(step.ledger.trained for step in steps)
+    assert set(whole["excluded"]) == {"degenerate", "evaluation", "infra", "stale"}
+
+
+def test_rows_say_why_they_are_not_trained_and_none_is_never_zero(exports: dict[str, Path]) -> None:
+    table = pq.read_table(exports["parquet"] / "data" / "rows.parquet")
+    assert table.schema.names == list(ROWS)
+    assert str(table.schema.field("ids").type) == "list<element: int32>"
+    assert str(table.schema.field("logprobs").type) == "list<element: float>"
+    assert table.schema.metadata[b"insitu.schema"] == b"1"
+    rows: list[dict[str, Any]] = table.to_pylist()
+    used = {row["used"] for row in rows}
+    assert used == {"", "degenerate", "evaluation", "infra", "stale"}
+    for row in rows:
+        lengths = {len(row[name]) for name in ("ids", "mask", "logprobs", "versions")}
+        assert lengths == {len(row["ids"])}
+        assert (row["weight"] > 0) == (row["used"] == "")
+        if row["used"] in ("evaluation", "infra", "stale"):
+            assert row["advantage"] is None
+    by_id = {row["rollout_id"]: row for row in rows}
+    assert by_id["train/00009/000/01"]["reward"] is by_id["train/00009/000/02"]["reward"] is None
+    lines = (exports["jsonl"] / "data" / "rollouts.jsonl").read_text().splitlines()
+    same = [row for line in lines for row in json.loads(line)["segments"]]
+    assert [row["advantage"] for row in same] == [row["advantage"] for row in rows]
+
+
+def test_an_export_names_no_folder_and_can_be_completed(run: Path, tmp_path: Path) -> None:
+    shared, model = tmp_path / "shared", tmp_path / "models" / "small"
+    shutil.copytree(WARM_START, model)
+    shutil.copytree(run, tmp_path / "run")
+    with (tmp_path / "run" / "config.toml").open() as file:
+        text = file.read().replace('path = ""', f'path = "{model}"', 1)
+    text = text.replace('function = ""', f'function = "{tmp_path}/rewards.py:score"', 1)
+    (tmp_path / "run" / "config.toml").write_text(text)
+    for form in FORMS:
+        out = shared / form
+        insitu.export_run(tmp_path / "run", out, to=form)
+        assert not any(
+            str(tmp_path).encode() in path.read_bytes() for path in out.rglob("*") if path.is_file()
+        )
+    made = insitu.import_run(shared / "hf", tmp_path / "copy")
+    assert made.config.model.path == str(Path.cwd() / "small")
+    assert made.config.reward.function == "rewards.py:score"
+    again = insitu.import_run(shared / "jsonl", tmp_path / "again", [f"model.path={model}"])
+    assert again.config.model.path == str(model)
+
+
+def test_hidden_checks_are_not_exported(exports: dict[str, Path]) -> None:
+    for form in FORMS:
+        for found in read_export(exports[form]):
+            assert found.rollout.verdict is None or found.rollout.verdict.evidence is None
+        assert not any(b"expected" in path.read_bytes() for path in (exports[form] / "data").iterdir())
+
+
+def test_messages_are_those_of_the_main_line(exports: dict[str, Path]) -> None:
+    lines = (exports["jsonl"] / "data" / "rollouts.jsonl").read_text().splitlines()
+    messages = json.loads(lines[0])["messages"]
+    assert [message["role"] for message in messages][:3] == ["system", "user", "assistant"]
+    assert all(isinstance(message["content"], str) for message in messages)
+
+
+def test_the_card_names_both_tables(exports: dict[str, Path]) -> None:
+    card = (exports["hf"] / "README.md").read_text()
+    assert "config_name: rows" in card
+    assert "data_files: data/rollouts.parquet" in card
+    assert "| not trained: stale |" in card
+
+
+def test_json_lines_go_to_stdout(run: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert main(["export", str(run), "--phase", "eval_after"]) == 0
+    lines = capfdbinary.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert {orjson.loads(line)["phase"] for line in lines} == {"eval_after"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--to", "csv", "--out", "OUT"], "no such form: csv; there are: jsonl, parquet, hf, atif"),
+        (["--to", "verl", "--check", "--out", "OUT"], "--check reads back jsonl, parquet, hf, not verl"),
+        (["--to", "parquet"], "give --out DIR: only JSON lines without --check are written to stdout"),
+        (["--steps", "1-3", "--out", "OUT"], "--steps takes A:B, A: or :B, not '1-3'"),
+        (["--phase", "nothing", "--out", "OUT"], "holds no such rollout"),
+        (["--out", "/proc/x"], "insitu: cannot create the folder /proc/x: No such file or directory\n"),
+        (["--out", "RUN"], "exists already: an export needs a new or empty folder"),
+    ],
+)
+def test_wrong_exports_are_refused_in_one_line(
+    run: Path, tmp_path: Path, argv: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {"OUT": str(tmp_path / "out"), "RUN": str(run)}
+    assert main(["export", str(run), *(paths.get(word, word) for word in argv)]) != 0
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InsituError, match="is not a run directory"):
+        insitu.export_run(tmp_path, tmp_path / "out")
+
+
+def _changed(folder: Path, **values: object) -> None:
+    manifest = orjson.loads((folder / "manifest.json").read_bytes())
+    (folder / "manifest.json").write_bytes(orjson.dumps(manifest | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda f: (f / "manifest.json").unlink(), "is not an export of insitu"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "is not the manifest of exported rollouts"),
+        (lambda f: _changed(f, schema_version=9), "has form jsonl, schema 9; this insitu imports"),
+        (
+            lambda f: (f / "data" / "rollouts.jsonl").write_text("{}\n"),
+            "the export is damaged or was changed",
+        ),
+        (lambda f: (f / "data" / "rollouts.jsonl").unlink(), "No such file"),
+    ],
+)
+def test_damaged_exports_are_refused(run: Path, tmp_path: Path, damage: Any, line: str) -> None:
+    folder = tmp_path / "out"
+    insitu.export_run(run, folder, to="jsonl", steps=(2, 3))
+    damage(folder)
+    with pytest.raises(RecordError, match=line):
+        insitu.import_run(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("mask", [True], "lists differ in length"),
+        ("ids", [2**40], "is not an exported rollout"),
+        ("rollout_id", "other", "3 rows are expected"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(
+    run: Path, tmp_path: Path, name: str, value: object, line: str
+) -> None:
+    folder = tmp_path / "out"
+    insitu.export_run(run, folder, to="jsonl", steps=(2, 3))
+    path = folder / "data" / "rollouts.jsonl"
+    first, *others = path.read_bytes().splitlines()
+    record = orjson.loads(first)
+    record["segments"][0][name] = value
+    path.write_bytes(b"\n".join([orjson.dumps(record), *others]))
+    _changed(folder, files={})
+    with pytest.raises(RecordError, match=line):
+        list(read_export(folder))
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [({"step": 1}, "has no rowid"), ({"x) VALUES (1); --": 1}, "has no rowid"), ([], "has no rowid")],
+)
+def test_columns_do_not_come_from_a_file(run: Path, tmp_path: Path, place: object, line: str) -> None:
+    folder = tmp_path / "out"
+    insitu.export_run(run, folder, to="jsonl", steps=(2, 3))
+    path = folder / "data" / "rollouts.jsonl"
+    path.write_bytes(
+        b"\n".join(
+            orjson.dumps(orjson.loads(one) | {"place": place}) for one in path.read_bytes().splitlines()
+        )
+    )
+    _changed(folder, files={})
+    with pytest.raises(RecordError, match=line):
+        insitu.import_run(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_manifest_without_its_facts_is_refused(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    insitu.export_run(run, folder, to="jsonl", steps=(2, 3))
+    for change, line in (({"steps": [{"step": 1}]}, "committed step"), ({"form": "verl"}, "has form verl")):
+        _changed(folder, **change)
+        with pytest.raises(RecordError, match=line):
+            insitu.import_run(folder, tmp_path / "run")
+    (folder / "manifest.json").write_text('{"format": "insitu-rollouts"}')
+    with pytest.raises(RecordError, match="has no schema_version"):
+        insitu.import_run(folder, tmp_path / "run")
+
+
+def test_an_import_into_a_run_is_refused(run: Path, exports: dict[str, Path]) -> None:
+    with pytest.raises(RecordError, match="holds a run already"):
+        insitu.import_run(exports["jsonl"], run)
+
+
+def test_the_command_line_names_every_form() -> None:
+    assert EXPORT_FORMS == FORMS_OF_EXPORT

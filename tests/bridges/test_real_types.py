@@ -1,0 +1,236 @@
+"""Rows in the real types of other trainers (scripts/test-bridges)."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from played import AGENTS, played_group
+
+from insitu.bridges.rows import GroupRows, rows_of
+from insitu.bridges.to_areal import to_areal
+from insitu.bridges.to_openenv import to_openenv
+from insitu.bridges.to_prime import to_prime, to_prime_samples
+from insitu.bridges.to_skyrl import to_skyrl
+from insitu.bridges.to_tinker import datums, to_tinker
+from insitu.bridges.to_verifiers import to_verifiers
+from insitu.bridges.to_verl import to_verl
+from insitu.suites.open_renderer import Splitter, open_renderer
+from insitu.training.plan.step import PlanConfig
+
+pytestmark = pytest.mark.bridge
+Groups = tuple[GroupRows, ...]
+
+
+@pytest.fixture(scope="module")
+def all_groups(tmp_path_factory: pytest.TempPathFactory) -> list[Groups]:
+    folder = tmp_path_factory.mktemp("open") / "model"
+    renderer, splitter = open_renderer(folder), Splitter(folder / "tokenizer.json", seed=2)
+    return [rows_of([asyncio.run(played_group(agent, renderer, splitter))], PlanConfig()) for agent in AGENTS]
+
+
+def test_verifiers_reads_traces_exactly_over_msgpack_and_json(all_groups: list[Groups]) -> None:
+    import msgpack
+
+    trace = pytest.importorskip("verifiers.v1.trace")
+    for groups in all_groups:
+        items = [item for group in groups for item in group.rollouts]
+        for item, payload in zip(items, to_verifiers(groups).payload, strict=True):
+            made = trace.WireTrace.model_validate(payload)
+            wire = msgpack.unpackb(
+                msgpack.packb(made.model_dump(mode="python"), default=str), strict_map_key=False
+            )
+            record = made.to_record(float_decimals=None)
+            for back in (made, trace.WireTrace.model_validate(wire), trace.WireTrace.model_validate(record)):
+                _check_branches(item, back)
+
+
+def _check_branches(item: Any, made: Any) -> None:
+    rows = {tuple(segment.ids.tolist()): segment for segment in item.segments}
+    branches = list(made.branches)
+    assert {tuple(branch.token_ids) for branch in branches} == set(rows)
+    assert (
+        made.rewards["reward"] is None if item.rollout.reward is None else made.reward == item.rollout.reward
+    )
+    for branch in branches:
+        segment = rows[tuple(branch.token_ids)]
+        mask = np.array(branch.sampled_mask)
+        assert mask[segment.mask].all()
+        logprobs = np.array(branch.logprobs)
+        assert np.array_equal(logprobs[segment.mask].astype(np.float32), segment.logprobs[segment.mask])
+
+
+def test_tinker_takes_every_row(all_groups: list[Groups]) -> None:
+    pytest.importorskip("tinker")
+    for groups in all_groups:
+        payload = to_tinker(groups).payload
+        for made, plain in zip(datums(payload), payload, strict=True):
+            assert made.model_input.to_ints() == plain["model_input"].tolist()
+            for name, array in plain["loss_fn_inputs"].items():
+                tensor = made.loss_fn_inputs[name]
+                assert tensor.dtype == str(array.dtype)
+                assert list(tensor.data) == array.tolist()
+
+
+def _prime_types() -> Any:
+    """prime-rl's own types: INSITU_PRIME_SRC is a checkout."""
+    source = os.environ.get("INSITU_PRIME_SRC")
+    if not source:
+        pytest.skip("INSITU_PRIME_SRC names no checkout of prime-rl")
+    path = Path(source) / "src/prime_rl/transports/rollouts/types.py"
+    spec = importlib.util.spec_from_file_location("prime_types", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["prime_types"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_prime_decodes_batches_and_samples(all_groups: list[Groups]) -> None:
+    msgspec = pytest.importorskip("msgspec")
+    prime = _prime_types()
+    for groups in all_groups:
+        rows = [row for group in groups for row in group.rows]
+        wire = msgspec.msgpack.encode(to_prime(groups).payload)
+        batches = msgspec.msgpack.Decoder(list[prime.MicroBatch]).decode(wire)
+        wire = msgspec.msgpack.encode(to_prime_samples(groups).payload)
+        samples = msgspec.msgpack.Decoder(list[prime.TrainingSample]).decode(wire)
+        for row, batch, sample in zip(rows, batches, samples, strict=True):
+            assert batch.input_ids == sample.token_ids == row.ids.tolist()
+            assert batch.loss_mask == sample.mask == row.mask.tolist()
+            logprobs = np.array(batch.inference_logprobs, np.float32)
+            assert logprobs.tobytes() == row.logprobs.tobytes()
+            weights = np.where(row.mask, row.weight, 0.0).tolist()
+            assert batch.rl_weights == sample.rl_weights == weights
+            assert batch.advantages == sample.advantages == np.where(row.mask, row.advantage, 0.0).tolist()
+
+
+def test_openenv_validates_every_trace(all_groups: list[Groups]) -> None:
+    training = pytest.importorskip("openenv.core.harness.training")
+    for groups in all_groups:
+        for made in to_openenv(groups).payload:
+            trace = training.TrainingTrace.model_validate(made["trace"])
+            assert len(trace.turns) == len(made["trace"]["turns"])
+
+
+def test_datasets_reads_the_exported_folder(run: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    import insitu
+
+    insitu.export_run(run, tmp_path / "hf", to="hf")
+    rows = datasets.load_dataset(
+        str(tmp_path / "hf"), "rows", split="train", cache_dir=str(tmp_path / "cache")
+    )
+    rollouts = datasets.load_dataset(
+        str(tmp_path / "hf"), "rollouts", split="train", cache_dir=str(tmp_path / "cache")
+    )
+    stored = insitu.open_run(run).rollouts()
+    segments = {(s.rollout_id, s.index): s for one in stored for s in one.trajectory.segments}
+    assert len(rows) == len(segments)
+    for row in rows.with_format("numpy"):
+        segment = segments[str(row["rollout_id"]), int(row["segment"])]
+        assert row["logprobs"].tobytes() == segment.logprobs.tobytes()
+        assert np.array_equal(row["ids"], segment.ids)
+    assert {one["rollout_id"]: one["reward"] for one in rollouts} == {one.id: one.reward for one in stored}
+
+
+def test_harbor_reads_every_trajectory(run: Path, tmp_path: Path) -> None:
+    """Harbor needs Python 3.12, its models of trajectories do not: INSITU_HARBOR_SRC is its wheel."""
+    source = os.environ.get("INSITU_HARBOR_SRC")
+    if not source:
+        pytest.skip("INSITU_HARBOR_SRC names no unpacked wheel of Harbor")
+    import insitu
+
+    insitu.export_run(run, tmp_path / "atif", to="atif")
+    names = ("harbor", "harbor.models")
+    for name in names:
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(source, *name.split(".")))]
+        sys.modules[name] = package
+    try:
+        model = importlib.import_module("harbor.models.trajectories").Trajectory
+        paths = list((tmp_path / "atif" / "data").glob("*/*/agent/trajectory.json"))
+        assert len(paths) == len(insitu.open_run(run).rollouts())
+        for path in paths:
+            assert model.model_validate_json(path.read_bytes()).steps
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "harbor"]:
+            del sys.modules[name]
+
+
+def _taken(variable: str, file: str, names: set[str], **namespace: Any) -> dict[str, Any]:
+    """Classes and functions of a source file, without what its module imports. variable: names its folder."""
+    source = os.environ.get(variable)
+    if not source:
+        pytest.skip(f"{variable} names no folder with {file}")
+    tree = ast.parse(Path(source, file).read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") in names]
+    assert len(tree.body) == len(names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+            for argument in node.args.args:
+                argument.annotation = None
+    exec(compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+def test_verl_takes_every_output(all_groups: list[Groups]) -> None:
+    from typing import Optional
+
+    import pydantic
+
+    names = {"AgentLoopMetrics", "AgentLoopOutput"}
+    file = "verl/experimental/agent_loop/agent_loop.py"
+    types_ = {
+        "BaseModel": pydantic.BaseModel,
+        "ConfigDict": pydantic.ConfigDict,
+        "Any": Any,
+        "Optional": Optional,
+    }
+    model = _taken("INSITU_VERL_SRC", file, names, **types_)["AgentLoopOutput"]
+    for groups in all_groups:
+        for output in (output for one in to_verl(groups).payload for output in one):
+            made = model(**output)
+            assert set(output) <= set(model.model_fields)
+            assert len(made.response_mask) == len(made.response_ids) == len(made.response_logprobs)
+
+
+def test_skyrl_accepts_its_step_wise_output(all_groups: list[Groups]) -> None:
+    file = "skyrl/train/utils/trainer_utils.py"
+    names = {"validate_generator_output", "_validate_step_wise_fields"}
+    found = _taken("INSITU_SKYRL_SRC", file, names, np=np, logger=logging.getLogger("skyrl"))
+    for groups in all_groups:
+        out = to_skyrl(groups).payload
+        out["trajectory_ids"] = [types.SimpleNamespace(**one) for one in out["trajectory_ids"]]
+        for one in out["trajectory_ids"]:
+            one.to_string = lambda one=one: f"{one.instance_id}_{one.repetition_id}"
+        found["validate_generator_output"](3, out, step_wise=True)
+
+
+def test_areal_accepts_every_trajectory(all_groups: list[Groups]) -> None:
+    torch = pytest.importorskip("torch")
+    found = _taken(
+        "INSITU_AREAL_SRC",
+        "areal/infra/workflow_executor.py",
+        {"check_trajectory_format"},
+        torch=torch,
+        logging=logging,
+        InteractionWithTokenLogpReward=type("Interaction", (), {}),
+        is_multi_modal_key=lambda key: False,
+    )
+    for groups in all_groups:
+        for arrays in to_areal(groups).payload:
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            assert found["check_trajectory_format"](tensors, logger=logging.getLogger("areal"))

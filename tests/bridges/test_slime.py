@@ -1,0 +1,265 @@
+"""Contracts of the bridge to slime: samples, fan-out, rewards; its own suites with INSITU_SLIME_SRC."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from row_lab import PLAN, groups, rollout
+from slime_lab import Source
+from trl_cpu import toy_config
+
+from insitu.bridges import slime
+from insitu.bridges.rows import rows_of
+from insitu.bridges.thread import SourceThread
+from insitu.config import load_config
+from insitu.errors import ConfigError
+from insitu.types import Group, Rollout, Status
+
+
+class State(Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class Sample:
+    """The fields of slime's Sample that the bridge reads and fills."""
+
+    group_index: int | None = 0
+    index: int | None = 0
+    rollout_id: int | None = None
+    prompt: Any = "toy-1"
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    remove_sample: bool = False
+    status: State = State.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, one: Rollout, groups: Sequence[Group] = ()) -> Source:
+    source = Source(one, groups)
+    monkeypatch.setattr(slime, "_source", lambda: (source, load_config(None, [])))
+    return source
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+async def test_a_rollout_fans_out_into_its_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    source = use(monkeypatch, rollout("train/0/5/0", 0.5, rows))
+    sample = Sample(index=5, group_index=1, metadata={"task_id": "toy-7", "own": 1})
+    made = await slime.generate(None, sample, {"temperature": 1.0})
+    assert source.asked == [("toy-7", 5, False)]
+    assert len(made) == rows
+    assert {one.rollout_id for one in made} == {5}
+    for index, one in enumerate(made):
+        assert (one.group_index, one.index, one.reward, one.status) == (1, 5, 0.5, State.COMPLETED)
+        assert one.tokens == [100 * index + at for at in range(7)]
+        assert one.response_length == len(one.loss_mask) == len(one.rollout_log_probs) == 3
+        assert one.weight_versions == ["4"]
+        assert one.metadata == {"task_id": "toy-7", "own": 1, "insitu_rollout": "train/0/5/0"}
+    assert sample.tokens == []
+    last = await slime.generate_final(None, sample, {})
+    assert last.tokens == made[-1].tokens
+    judged = await slime.generate(None, sample, {}, evaluation=True)
+    assert (judged.tokens, source.asked[-1]) == (made[-1].tokens, ("toy-7", 5, True))
+
+
+async def test_a_failed_rollout_is_aborted_and_has_a_number_as_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(monkeypatch, replace(rollout("a", None, status=Status.INFRA_FAILED), error="the sandbox vanished"))
+    [one] = await slime.generate(None, Sample(), {})
+    assert (one.status, one.reward, one.remove_sample) == (State.ABORTED, 0.0, True)
+    assert one.metadata["abort_reason"] == "the sandbox vanished"
+    assert len(one.tokens) == one.response_length + 1
+
+
+async def test_what_names_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, rollout("a", 1.0))
+    with pytest.raises(ConfigError, match="task_id"):
+        await slime.generate(None, Sample(prompt=[{"role": "user", "content": "x"}]), {})
+    monkeypatch.undo()
+    monkeypatch.delenv(slime.CONFIG, raising=False)
+    with pytest.raises(ConfigError, match="INSITU_CONFIG"):
+        await slime.generate(None, Sample(), {})
+
+
+class Prompts:
+    """slime's data source: groups of empty Samples, numbered on."""
+
+    def __init__(self, n_samples_per_prompt: int) -> None:
+        self.size, self.groups = n_samples_per_prompt, 0
+
+    def get_samples(self, count: int) -> list[list[Sample]]:
+        first, self.groups = self.groups, self.groups + count
+        return [
+            [Sample(index=self.size * group + slot, group_index=group) for slot in range(self.size)]
+            for group in range(first, first + count)
+        ]
+
+
+def test_a_rollout_function_fills_groups_of_insitus_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = use(monkeypatch, rollout("a", 1.0), groups())
+    prompts = Prompts(5)
+    made = slime.generate_rollout(SimpleNamespace(n_samples_per_prompt=8, rollout_batch_size=12), 3, prompts)
+    assert source.asked == ["next"]
+    assert [[len(rows) for rows in group] for group in made] == [[2, 1, 1, 1, 1], [1] * 5]
+    states = [[rows[0].status for rows in group] for group in made]
+    done, aborted = State.COMPLETED, State.ABORTED
+    assert states == [[done, done, done, aborted, aborted], [done, done, aborted, aborted, aborted]]
+    assert made[1][4][0].metadata["abort_reason"] == "no rollout"
+    whole = [sample for group in made for rows in group for sample in rows]
+    assert [sample.rollout_id for sample in whole] == [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert all(sample.reward is not None for sample in whole)
+    # Aborted ones have no vote: the mean of the first group is 0.5, the second's rewards are equal.
+    _, found = slime.rewards(SimpleNamespace(), whole)
+    assert found == [0.5, 0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    flat = slime.generate_rollout_final(SimpleNamespace(), 4, prompts)
+    assert flat[0][0].tokens == made[0][0][-1].tokens
+
+
+def test_a_rollout_function_evaluates_held_out_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = use(monkeypatch, rollout("a", 1.0, 2, status=Status.TRUNCATED))
+    monkeypatch.setattr(slime, "task_ids", lambda config, count, *, split: [f"{split}-{n}" for n in range(2)])
+    made = slime.generate_rollout(None, 3, Prompts(1), evaluation=True)["insitu"]
+    assert source.asked == [("eval-0", 6, True), ("eval-1", 7, True)]
+    assert (made["rewards"], made["truncated"], len(made["samples"])) == ([1.0, 1.0], [True, True], 2)
+    use(monkeypatch, rollout("a", None))
+    assert slime.generate_rollout(None, 3, Prompts(1), evaluation=True)["insitu"]["rewards"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("n_samples_per_prompt", "collect.group_size = 8 must be --n-samples-per-prompt 7"),
+        ("rollout_batch_size", "collect.groups_per_step = 12 must be --rollout-batch-size 7"),
+    ],
+)
+def test_batches_of_another_size_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    source = use(monkeypatch, rollout("a", 1.0))
+    with pytest.raises(ConfigError, match=message):
+        slime.generate_rollout(SimpleNamespace(**{name: 7}), 0, Prompts(7))
+    assert source.asked == []
+
+
+def samples() -> list[Sample]:
+    def one(group: int, rid: int, reward: float, status: State = State.COMPLETED) -> Sample:
+        return Sample(group_index=group, index=rid, rollout_id=rid, reward=reward, status=status)
+
+    several = [one(0, 0, 1.0), one(0, 0, 1.0), one(0, 1, 0.0)]
+    return [*several, one(1, 2, 0.0), one(1, 3, 1.0), one(1, 4, 0.0, State.ABORTED)]
+
+
+def test_rewards_are_normalised_by_group_with_one_vote_per_rollout() -> None:
+    raw, found = slime.rewards(SimpleNamespace(), samples())
+    assert raw == [1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+    assert found == [0.5, 0.5, -0.5, -0.5, 0.5, 0.0]
+    _, scaled = slime.rewards(SimpleNamespace(grpo_std_normalization=True), samples())
+    assert scaled == pytest.approx([each / 0.70711 for each in found], rel=1e-4)
+    assert slime.rewards(SimpleNamespace(rewards_normalization=False), samples()) == (raw, raw)
+    named = [replace(each, reward={"main": each.reward}) for each in samples()]
+    assert slime.rewards(SimpleNamespace(reward_key="main"), named)[0] == raw
+    alone = slime.rewards(SimpleNamespace(), samples()[3:4])
+    assert alone == ([0.0], [0.0])
+
+
+def test_groups_become_samples_for_a_debug_file() -> None:
+    converted = slime.to_samples(rows_of(groups(), PLAN))
+    assert [row["rollout_id"] for row in converted.payload] == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert [row["status"] for row in converted.payload] == ["completed"] * 4 + ["aborted"] * 2 + [
+        "completed"
+    ] * 2
+    assert converted.payload[4]["metadata"]["abort_reason"] == "ungraded"
+    assert converted.account.captured == converted.account.trained + sum(converted.account.excluded.values())
+    assert converted.account.excluded == {"edited": 2, "infra": 3, "target_unscored": 3}
+
+
+@pytest.mark.slow
+def test_slimes_rollout_function_runs_agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = toy_config(
+        tmp_path / "run",
+        eval={"count": 1},
+        harness={"agent": "script", "workers": 2, "mode": "warm"},
+        collect={"group_size": 2, "groups_per_step": 1, "max_staleness": 0},
+    )
+    source = SourceThread(config)
+    monkeypatch.setattr(slime, "_source", lambda: (source, config))
+    args, prompts = SimpleNamespace(n_samples_per_prompt=2, rollout_batch_size=1), Prompts(2)
+    try:
+        for step in range(2):
+            [group] = slime.generate_rollout(args, step, prompts)
+            samples = [sample for rows in group for sample in rows]
+            assert {sample.index for sample in samples} == {2 * step, 2 * step + 1}
+            assert all(len(sample.loss_mask) == len(sample.rollout_log_probs) for sample in samples)
+            assert any(sum(sample.loss_mask) for sample in samples)
+        judged = slime.generate_rollout(args, 1, prompts, evaluation=True)["insitu"]
+        assert len(judged["rewards"]) == 1
+    finally:
+        source.close()
+
+
+def _slime_source() -> str:
+    source = os.environ.get("INSITU_SLIME_SRC")
+    if not source:
+        pytest.skip("INSITU_SLIME_SRC names no checkout of slime")
+    return source
+
+
+def _run(source: str, *arguments: str) -> str:
+    folders = (source, str(Path(__file__).parent), str(Path(__file__).parents[2] / "src"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True, text=True, timeout=600, env=environment, cwd=source, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.bridge
+def test_slimes_own_conversion_takes_the_samples() -> None:
+    """Its default normalises the whole batch as one group and counts aborted rollouts as 0."""
+    printed = _run(_slime_source(), str(Path(__file__).parent / "slime_conversion.py"))
+    found = json.loads(printed.splitlines()[-1])
+    ours, file = found["ours"], found["file"]
+    assert ours["rewards"] == [0.5, 0.5, -0.5] + [0.0] * 8
+    assert found["default"]["rewards"][:3] == pytest.approx([13 / 22, 13 / 22, -9 / 22])
+    assert ours["rollout_ids"] == [0, 0, *range(1, 10)]
+    assert ours["rollout_mask_sums"] == [6, 6, 3, 3, 0, 0, 3, 3, 0, 0, 0]
+    # The debug file has no places without a rollout.
+    for name in ("rewards", "rollout_ids", "rollout_mask_sums", "tokens"):
+        assert file[name] == ours[name][:8]
+
+
+@pytest.mark.bridge
+@pytest.mark.parametrize(
+    ("suite", "option", "name"),
+    [
+        ("generate", "custom-generate-function-path", "generate_final"),
+        ("runtime_hook", "custom-reward-post-process-path", "rewards"),
+        ("rollout", "rollout-function-path", "generate_rollout_final"),
+    ],
+)
+def test_slimes_own_suites_pass(suite: str, option: str, name: str) -> None:
+    source = _slime_source()
+    file = Path(source) / "tests" / "plugin_contracts" / f"test_plugin_{suite}_contracts.py"
+    assert " passed" in _run(source, str(file), f"--{option}", f"slime_plugin.{name}")

@@ -1,0 +1,246 @@
+"""Rows in the forms of other trainers, of recorded sessions of seven agents: shapes, values, the account."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from played import AGENTS, played_group
+
+import insitu
+from insitu.bridges.calls import row_calls
+from insitu.bridges.equality import difference
+from insitu.bridges.records import StoredRollout, read_rollout, rollout_record, row_records
+from insitu.bridges.rows import GroupRows, rows_of
+from insitu.bridges.targets import TARGETS
+from insitu.bridges.to_areal import to_areal
+from insitu.bridges.to_nemo import to_nemo
+from insitu.bridges.to_openenv import to_openenv
+from insitu.bridges.to_prime import to_prime, to_prime_samples
+from insitu.bridges.to_rllm import to_rllm
+from insitu.bridges.to_skyrl import to_skyrl
+from insitu.bridges.to_tinker import to_tinker
+from insitu.bridges.to_verifiers import to_verifiers
+from insitu.bridges.to_verl import to_verl
+from insitu.cli import main
+from insitu.suites.open_renderer import Splitter, open_renderer
+from insitu.training.plan.step import PlanConfig, PlanRow
+
+Groups = tuple[GroupRows, ...]
+
+
+@pytest.fixture(scope="module")
+def all_groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Groups]:
+    folder = tmp_path_factory.mktemp("open") / "model"
+    renderer, splitter = open_renderer(folder), Splitter(folder / "tokenizer.json", seed=2)
+    groups = {agent: asyncio.run(played_group(agent, renderer, splitter)) for agent in AGENTS}
+    return {agent: rows_of([group], PlanConfig()) for agent, group in groups.items()}
+
+
+@pytest.fixture(params=AGENTS)
+def groups(request: pytest.FixtureRequest, all_groups: dict[str, Groups]) -> Groups:
+    return all_groups[request.param]
+
+
+def trained(groups: Groups) -> list[PlanRow]:
+    return [row for group in groups for row in group.rows]
+
+
+def scored(groups: Groups) -> list[tuple[Any, Any]]:
+    return [(item, s) for group in groups for item in group.scored for s in item.segments]
+
+
+def as_floats(values: Any) -> bytes:
+    return np.array(values, np.float32).tobytes()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_captured_token_is_in_the_payload_or_excluded_by_name(name: str, groups: Groups) -> None:
+    account = TARGETS[name](groups).account
+    ledgers = [item.rollout.trajectory.ledger for group in groups for item in group.rollouts]
+    assert account.captured == sum(ledger.captured for ledger in ledgers)
+    assert account.captured == account.trained + sum(account.excluded.values())
+    own = sum(int(row.mask.sum()) for row in trained(groups))
+    everything = sum(int(s.mask.sum()) for _, s in scored(groups))
+    assert account.trained == (own if name in ("prime", "rllm", "tinker", "verifiers") else everything)
+    unscored = account.excluded.get("target_unscored", 0) + account.excluded.get("ungraded", 0)
+    assert unscored == ledgers[3].trained
+
+
+def test_recorded_sessions_have_forks_and_subagents(all_groups: dict[str, Groups]) -> None:
+    labels = {s.label for groups in all_groups.values() for _, s in scored(groups)}
+    assert {"final", "subagent", "wipe"} <= labels
+
+
+def test_records_are_read_back_bit_for_bit(groups: Groups) -> None:
+    for item in (item for group in groups for item in group.rollouts):
+        place = {"ulid": "", "phase": "train", "step": 1, "group_no": 0, "slot": 0}
+        stored = StoredRollout(item=item, step=1, place=place, state={})
+        record = orjson.loads(
+            orjson.dumps({**rollout_record(stored, "r", 1.0), "ids": None, "logprobs": None})
+        )
+        kept = rollout_record(stored, "r", 1.0)
+        back = read_rollout(
+            {**record, "ids": kept["ids"], "logprobs": kept["logprobs"]}, row_records(stored, "r", 1.0)
+        )
+        assert difference(item.rollout, back.rollout) == ""
+        in_rows = {turn["index"] for turn in kept["turns"] if turn["row"] >= 0}
+        assert in_rows >= {c.turn.index for _, calls in row_calls(item) for c in calls}
+
+
+def test_tinker(groups: Groups) -> None:
+    for row, datum in zip(trained(groups), to_tinker(groups).payload, strict=True):
+        inputs = datum["loss_fn_inputs"]
+        assert np.array_equal(datum["model_input"], row.ids[:-1])
+        assert np.array_equal(inputs["target_tokens"], row.ids[1:])
+        assert {len(array) for array in inputs.values()} == {len(row.ids) - 1}
+        assert as_floats(inputs["logprobs"]) == as_floats(row.logprobs[1:])
+        total = inputs["advantages"].astype(np.float64).sum()
+        assert total == pytest.approx(row.advantage * row.weight * row.mask.sum(), rel=1e-5)
+        assert not inputs["advantages"][~row.mask[1:]].any()
+
+
+def test_prime(groups: Groups) -> None:
+    batches, samples = to_prime(groups).payload, to_prime_samples(groups, temperature=0.7).payload
+    for row, batch, sample in zip(trained(groups), batches, samples, strict=True):
+        assert len(batch) == 14
+        assert len(sample) == 13
+        assert batch[0] == sample[0] == row.ids.tolist()
+        assert batch[1] == sample[1] == row.mask.tolist()
+        assert as_floats(batch[3]) == as_floats(sample[2]) == as_floats(row.logprobs)
+        assert batch[13] == sample[9] == np.where(row.mask, row.weight, 0.0).tolist()
+        assert batch[2] == sample[12] == np.where(row.mask, row.advantage, 0.0).tolist()
+        assert sample[3] == [0.7] * len(row.ids)
+
+
+def branches(nodes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Paths to the leaves, in the order of the leaves."""
+    inner = {node["parent"] for node in nodes}
+    found = []
+    for leaf in (index for index in range(len(nodes)) if index not in inner):
+        path, at = [], leaf
+        while at is not None:
+            path.append(nodes[at])
+            at = nodes[at]["parent"]
+        found.append(path[::-1])
+    return found
+
+
+def test_verifiers_branches_are_the_rows(groups: Groups) -> None:
+    items = [item for group in groups for item in group.rollouts]
+    for item, trace in zip(items, to_verifiers(groups).payload, strict=True):
+        paths = branches(trace["nodes"])
+        rows = {tuple(s.ids.tolist()) for s in item.segments}
+        assert {tuple(i for node in path for i in node["token_ids"]) for path in paths} == rows
+        mask = sum(sum(node["mask"]) for node in trace["nodes"])
+        assert mask == sum(int(s.mask.sum()) for s in item.segments), "a shared call is trained once"
+        for node in trace["nodes"]:
+            assert len(node["mask"]) == len(node["token_ids"])
+            assert len(node.get("logprobs", ())) == sum(node["mask"])
+        weights = sum(sum(node.get("loss_weights", {"rl": [0]})["rl"]) for node in trace["nodes"])
+        assert weights == pytest.approx(sum(row.weight * row.mask.sum() for row in item.rows))
+        assert (trace["rewards"]["reward"] is None) == (item.rollout.reward is None)
+
+
+def test_openenv_turns_stand_row_by_row(groups: Groups) -> None:
+    for made in to_openenv(groups).payload:
+        turns = made["trace"]["turns"]
+        assert len({turn["node_id"] for turn in turns}) == len(turns)
+        for turn in turns:
+            length = len(turn["prompt_token_ids"]) + len(turn["completion_token_ids"])
+            assert len(turn["loss_mask"]) == length
+            assert sum(turn["loss_mask"]) == len(turn["completion_token_ids"]) == len(turn["per_token_logps"])
+        ids = [tuple(t["prompt_token_ids"] + t["completion_token_ids"]) for t in turns]
+        extends = sum(b[: len(a)] == a for a, b in pairwise(ids))
+        item = next(i for g in groups for i in g.rollouts if i.rollout.id == made["rollout_id"])
+        assert extends >= len(turns) - len(item.segments), "at most one fork per further row"
+
+
+def test_verl_takes_all_rows_or_the_last(groups: Groups) -> None:
+    rows = scored(groups)
+    outputs = [output for one in to_verl(groups).payload for output in one]
+    for (item, segment), output in zip(rows, outputs, strict=True):
+        assert output["prompt_ids"] + output["response_ids"] == segment.ids.tolist()
+        first = len(output["prompt_ids"])
+        assert output["response_mask"] == segment.mask[first:].astype(int).tolist()
+        assert as_floats(output["response_logprobs"]) == as_floats(segment.logprobs[first:])
+        assert output["reward_score"] == item.rollout.reward
+        assert output["metrics"] == {"generate_sequences": 0.5, "tool_calls": 1.5, "compute_score": 0.25}
+    last = to_verl(groups, several="last")
+    assert all(len(one) == 1 for one in last.payload)
+    assert set(last.refused.values()) <= {"target_one_row", "target_unscored"}
+    short = to_verl(groups, max_response=1)
+    assert short.account.trained == 0
+    assert short.account.excluded["target_length"] > 0
+
+
+def test_skyrl_rows_of_a_rollout_are_contiguous(groups: Groups) -> None:
+    out = to_skyrl(groups).payload
+    rows = scored(groups)
+    assert {len(out[name]) for name in out if name != "rollout_metrics"} == {len(rows)}
+    order = [(t["instance_id"], t["repetition_id"]) for t in out["trajectory_ids"]]
+    assert len([key for key, _ in groupby(order)]) == len(set(order))
+    for key, members in groupby(zip(order, out["is_last_step"], strict=True), key=lambda pair: pair[0]):
+        assert [last for _, last in members][-1] is True, key
+    assert out["rewards"] == [item.rollout.reward for item, _ in rows]
+    for index, (_, segment) in enumerate(rows):
+        assert out["prompt_token_ids"][index] + out["response_ids"][index] == segment.ids.tolist()
+
+
+def test_areal_arrays_have_one_shape(groups: Groups) -> None:
+    found = to_areal(groups)
+    items = [item for group in groups for item in group.scored]
+    for item, arrays in zip(items, found.payload, strict=True):
+        assert len({a.shape for name, a in arrays.items() if name != "rewards"}) == 1
+        types = {name: str(array.dtype) for name, array in arrays.items()}
+        assert types == {
+            "input_ids": "int32", "attention_mask": "bool", "loss_mask": "int32", "logprobs": "float32",
+            "versions": "int32", "rewards": "float32",
+        }  # fmt: skip
+        for row, segment in enumerate(item.segments):
+            assert np.array_equal(arrays["input_ids"][row][arrays["attention_mask"][row]], segment.ids)
+            assert (arrays["versions"][row][: len(segment.ids)][~segment.mask] == -1).all()
+        assert arrays["loss_mask"].sum() == sum(s.mask.sum() for s in item.segments)
+
+
+def test_nemo_messages_are_contiguous(groups: Groups) -> None:
+    for (item, segment), datum in zip(scored(groups), to_nemo(groups).payload, strict=True):
+        log = datum["message_log"]
+        assert np.array_equal(np.concatenate([m["token_ids"] for m in log]), segment.ids)
+        own = [m for m in log if m["role"] == "assistant"]
+        assert sum(len(m["generation_logprobs"]) for m in own) == segment.mask.sum()
+        assert datum["length"] == len(segment.ids)
+        assert datum["reward"] == item.rollout.reward
+    assert "target_contiguous" in set(to_nemo(groups, several="last").refused.values()) or all(
+        len(item.segments) == 1 for group in groups for item in group.scored
+    )
+
+
+def test_rllm_steps_are_the_trained_calls(groups: Groups) -> None:
+    episodes = to_rllm(groups).payload
+    items = [item for group in groups for item in group.rollouts if item.rows]
+    for item, episode in zip(items, episodes, strict=True):
+        steps = [step for trajectory in episode["trajectories"] for step in trajectory["steps"]]
+        assert sum(len(step["response_ids"]) for step in steps) == sum(row.mask.sum() for row in item.rows)
+        assert all(len(step["logprobs"]) == len(step["response_ids"]) for step in steps)
+        assert {step["advantage"] for step in steps} == {item.advantage}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_is_a_form_of_export(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / name
+    assert main(["export", str(run), "--to", name, "--out", str(out), "--json"]) == 0
+    report = orjson.loads(capsys.readouterr().out)
+    account = report["account"]
+    assert account["captured"] == account["trained"] + sum(account["excluded"].values())
+    assert account["trained"] >= sum(step.ledger.trained for step in insitu.open_run(run).steps)
+    steps = sorted(path.stem for path in (out / "data").iterdir())
+    assert steps == ["train-00001", "train-00002", "train-00003"]
+    assert (out / "manifest.json").exists()

@@ -1,0 +1,130 @@
+"""The agent loop for verl: real agents, sandboxes and source; verl's servers and module by stand-ins."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from trl_cpu import toy_config
+
+from insitu.bridges import task_ids, verl
+from insitu.config import WARM_START, Config, dump_toml
+from insitu.errors import ConfigError
+from tests.fakes.sampler import ChanceModel
+
+STEP = 7
+MODULE = "verl.experimental.agent_loop.agent_loop"
+
+
+class Servers:
+    """What the loop calls of verl's LLMServerClient, at training step 7: a model of chance."""
+
+    def __init__(self) -> None:
+        tokenizer = Tokenizer.from_file(str(Path(WARM_START) / "tokenizer.json"))
+        self.model, self.asked = ChanceModel(tokenizer.get_vocab_size(), "w"), list[Any]()
+        self.random = np.random.default_rng(0)
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any) -> Any:
+        self.asked.append((request_id, sampling_params))
+        ids, logprobs = list[int](), list[float]()
+        while len(ids) < min(24, sampling_params["max_tokens"]):
+            row = self.model.logprobs([*prompt_ids, *ids], sampling_params["temperature"])
+            ids.append(int(self.random.choice(len(row), p=np.exp(row))))
+            logprobs.append(float(row[ids[-1]]))
+            if ids[-1] in sampling_params["stop_token_ids"]:
+                break
+        steps = {"global_steps": STEP, "min_global_steps": STEP, "max_global_steps": STEP}
+        return SimpleNamespace(token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields=steps)
+
+
+def real_output() -> Any:
+    """verl's own class: INSITU_VERL_SRC names an unpacked wheel."""
+    source = os.environ.get("INSITU_VERL_SRC")
+    if not source:
+        pytest.skip("INSITU_VERL_SRC names no unpacked wheel of verl")
+    from typing import Optional
+
+    import pydantic
+
+    names = {"AgentLoopMetrics", "AgentLoopOutput"}
+    tree = ast.parse(Path(source, "verl/experimental/agent_loop/agent_loop.py").read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") in names]
+    space: dict[str, Any] = {"BaseModel": pydantic.BaseModel, "Any": Any, "Optional": Optional}
+    exec(compile(tree, "agent_loop.py", "exec", dont_inherit=True), space)
+    return space["AgentLoopOutput"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Config]:
+    monkeypatch.delenv(verl.KEY, raising=False)
+    config = toy_config(
+        tmp_path / "run",
+        engine={"kind": "external", "key_env": verl.KEY},
+        harness={"agent": "script", "workers": 2, "mode": "warm"},
+        limits={"max_calls": 2, "max_call_tokens": 24},
+    )
+    (tmp_path / "insitu.toml").write_text(dump_toml(config))
+    monkeypatch.setenv(verl.CONFIG, str(tmp_path / "insitu.toml"))
+    verl._starting.cache_clear()
+    yield config
+    verl._starting.cache_clear()
+    monkeypatch.delenv(verl.KEY, raising=False)
+
+
+@pytest.mark.slow
+async def test_rollouts_are_sampled_by_verls_servers(
+    started: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await check(started, SimpleNamespace, monkeypatch)
+
+
+@pytest.mark.bridge
+async def test_the_outputs_are_verls_own(started: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    await check(started, real_output(), monkeypatch)
+
+
+async def check(started: Config, output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType(MODULE)
+    module.AgentLoopOutput = output  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    servers = Servers()
+    loop = verl.AgentLoop(server_manager=servers, tokenizer=None, processor=None)
+    [task] = task_ids(started, 1)
+    try:
+        first = await loop.run({"temperature": 1.0}, raw_prompt=[{"role": "user", "content": task}])
+        second = await loop.run({"temperature": 1.0}, extra_info={"task_id": task})
+    finally:
+        source, _, answering = await verl._starting(servers)
+        source.close()
+        answering.cancel()
+    for outputs in (first, second):
+        assert outputs
+        for one in outputs:
+            assert len(one.response_ids) == len(one.response_mask) == len(one.response_logprobs)
+            assert any(one.response_mask)
+            assert one.extra_fields["min_global_steps"] == one.extra_fields["max_global_steps"] == STEP
+        assert outputs[-1].reward_score is not None
+    assert {asked["top_p"] for _, asked in servers.asked} == {1.0}
+    assert len({name for name, _ in servers.asked}) >= 2
+
+
+async def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    verl._starting.cache_clear()
+    monkeypatch.delenv(verl.CONFIG, raising=False)
+    with pytest.raises(ConfigError, match="INSITU_CONFIG must name"):
+        await verl.AgentLoop(Servers()).run({})
+    (tmp_path / "a.toml").write_text(dump_toml(toy_config(tmp_path / "run")))
+    monkeypatch.setenv(verl.CONFIG, str(tmp_path / "a.toml"))
+    with pytest.raises(ConfigError, match="engine.kind must be external"):
+        await verl.AgentLoop(Servers()).run({})
+    with pytest.raises(ConfigError, match="needs the id of a task"):
+        verl._task({"raw_prompt": None})
+    verl._starting.cache_clear()

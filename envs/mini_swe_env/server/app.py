@@ -1,0 +1,20 @@
+"""FastAPI application of mini_swe_env: `uvicorn server.app:app`, or `python -m mini_swe_env.server.app`.
+
+Configured by INSITU_ENV_CONFIG, INSITU_ENV_TRUST_CALLERS and MAX_CONCURRENT_ENVS (README.md).
+"""
+
+from insitu.bridges.openenv.agent import AgentEnvironment
+from insitu.bridges.openenv.environment import make_app
+
+app = make_app("mini_swe_env", AgentEnvironment)
+
+
+def main() -> None:
+    """Serve on port 8000."""
+    import uvicorn
+
+    uvicorn.run(app, host="0.0.0.0", port=8000)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,13 +2,18 @@
 
 Run `python -m benchmarks view` (--json: one object on the last line). A store of `--rollouts` rollouts in the
 real schema is made in a temporary folder: 16 rollouts by the recorder, copied by SQL, and one of a million
-tokens. Figures are CPU seconds of the first call of each page in a new process state (nothing kept).
-`live_core_share` is the CPU time of one viewer's requests (watch, newest page, overview) per second beside a
-writer. `tokens_main_thread_ms` is measured in a browser, not here.
+tokens. Figures are CPU seconds of the first call of each page (nothing kept). `served_bytes` are all files of
+the pages as they are sent, compressed. With Chromium and playwright, else null: `tokens_main_thread_ms` to
+open a row and scroll five pages of 4,096 coloured tokens on, `tokens_read_ms` to scroll through as many
+window by window; beside a writer of one commit per second the server's share of a core with a tab on the
+overview (`live_core_share`) and without one (`idle_core_share`), and the median wall time of those commits
+(`commit_viewed_ms`, `commit_ms`).
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import sqlite3
 import sys
@@ -21,11 +26,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks._arguments import Arguments, count
-from insitu.config import load_config
-from insitu.storage import queries as sql
+from benchmarks._view_tab import beside_a_writer, browser, main_thread_ms, server
+from insitu.chat.load import load_renderer
+from insitu.config import WARM_START, load_config
 from insitu.storage.run_dir import RunDir
 from insitu.types import (
     CallTimes,
+    IntArray,
     Ledger,
     Outcome,
     Rollout,
@@ -40,18 +47,34 @@ from insitu.view.web import pages, token_page
 from insitu.view.web.context import Context
 from insitu.view.web.query import Query
 from insitu.view.web.routes import PAGES
-from insitu.view.web.runs import RunHandle, Runs
-from insitu.view.web.serve import STATIC
+from insitu.view.web.runs import Runs
+from insitu.view.web.serve import _TYPES, STATIC, _read_static
 
 SLOTS = 16
 LONG = 1_000_000
+VOCABULARY = 454
+OF_BROWSER = (
+    "tokens_main_thread_ms", "tokens_read_ms", "live_core_share", "idle_core_share", "commit_ms",
+    "commit_viewed_ms",
+)  # fmt: skip
 TABLES = ("rollouts", "attempts", "turns", "segments", "verdicts", "states")
+
+
+@functools.cache
+def _text_ids() -> IntArray:
+    """Return ids of the demo's vocabulary that are 1 to 12 printable characters, 4 on average, as in code."""
+    pieces = load_renderer(WARM_START).codec.pieces(np.arange(VOCABULARY, dtype=np.int32))
+    texts = [bytes(piece).decode("latin-1").replace("\n", " ") for piece in pieces]
+    fits = [
+        i for i, text in enumerate(texts) if 1 <= len(text) <= 12 and text.isascii() and text.isprintable()
+    ]
+    return np.array(fits, dtype=np.int32)
 
 
 def rollout(step: int, slot: int, tokens: int = 400) -> Rollout:
     name = f"train/{step:05d}/{slot:03d}/00"
     rng = np.random.default_rng(1000 * step + slot)
-    ids = rng.integers(0, 500, tokens, dtype=np.int32)
+    ids = rng.choice(_text_ids(), tokens)
     half = tokens // 2
     mask = np.arange(tokens) >= half
     logprobs = np.where(mask, -rng.random(tokens), 0).astype(np.float32)
@@ -122,25 +145,6 @@ def cpu_s(function: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def live_share(run: RunHandle, context: Context, seconds: int) -> float:
-    """Return CPU seconds of one viewer's requests per second, with a commit in each."""
-    used, began = 0.0, time.monotonic()
-    with RunDir.open(run.path) as opened, opened.store() as store:
-        for number in range(seconds):
-            store.put_rollout("live", 0, number, 0, rollout(90_000, number))
-
-            def look() -> None:
-                run.signature()
-                with run.reader() as reader:
-                    reader.one(sql.WATCH)
-                    reader.page({}, limit=50)
-                PAGES["overview"](context, run, Query({}))
-
-            used += cpu_s(look)
-            time.sleep(max(0.0, began + number + 1 - time.monotonic()))
-    return used / (time.monotonic() - began)
-
-
 def measure(path: Path, live_s: int) -> dict[str, Any]:
     """Return the figures."""
     run = Runs([path]).all()[0]
@@ -161,10 +165,26 @@ def measure(path: Path, live_s: int) -> dict[str, Any]:
         "facets_s": cpu_s(lambda: PAGES["facets"](context, run, Query({}))),
         "sort_s": cpu_s(read(lambda reader: reader.page({}, sort="-agent_s"))),
         "tokens_page_s": cpu_s(read(lambda reader: token_page.token_page(reader, words, long, 0, 0, 4096))),
-        "tokens_main_thread_ms": None,
-        "served_bytes": sum(file.stat().st_size for file in STATIC.rglob("*") if file.is_file()),
+        "served_bytes": sum(
+            len(_read_static(file)[1]) for file in STATIC.rglob("*") if file.suffix in _TYPES
+        ),
+        **dict.fromkeys(OF_BROWSER),
     }
-    figures["live_core_share"] = live_share(run, context, live_s)
+    with (
+        RunDir.open(path) as opened,
+        opened.store() as store,
+        browser() as chromium,
+        server(path) as (url, pid),
+    ):
+        slots = itertools.count()
+
+        def commit() -> None:
+            number = next(slots)
+            store.put_rollout("live", 0, number, 0, rollout(90_000, number))
+
+        if chromium is not None:
+            figures |= beside_a_writer(chromium, url, pid, path.name, commit, live_s)
+            figures |= main_thread_ms(chromium, url, path.name, long)
     return {name: round(v, 4) if isinstance(v, float) else v for name, v in figures.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +216,17 @@ def test_the_curve_is_svg_inside_its_frame() -> None:
     assert rising == sorted(rising, reverse=True), "a higher solve rate is drawn higher"
 
 
+def test_the_curve_has_colours_for_a_dark_page_and_a_title_for_readers() -> None:
+    during = tuple(CurvePoint(step=i, score=score(i, 10)) for i in (0, 4, 8))
+    graded = CurvePoint(step=2, score=Score(solved=0, total=4, reward_sum=1.5))
+    text = curve_svg(Curve(title="Tasks solved by pi", train=(graded, graded), heldout=during))
+    assert "@media (prefers-color-scheme:dark)" in text
+    assert "<title>Tasks solved by pi</title>" in text
+    assert not re.search(r'(fill|stroke)="#', text), "colours are in the style only"
+    assert text.count('r="5" class="heldout"') == 3, "held-out points during training"
+    assert "mean reward of both" in text
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_the_curve_of_almost_nothing(steps: int) -> None:
     points = tuple(CurvePoint(step=i, score=score(1, 2)) for i in range(steps))
@@ -290,14 +302,14 @@ def test_the_curve_draws_mean_rewards_where_they_are_partial() -> None:
     svg = "{http://www.w3.org/2000/svg}"
     texts = [text.text for text in root.iter(svg + "text")]
     assert "mean reward of both" in texts
-    dots = [c for c in root.iter(svg + "circle") if c.attrib["fill"] == "#2f8f4e"]
+    dots = [c for c in root.iter(svg + "circle") if c.attrib["class"] == "reward"]
     heights = [float(c.attrib["cy"]) for c in dots[1:]]
     assert len(heights) == 2
     assert heights[0] > heights[1], "a higher reward is drawn higher, though no rollout was solved"
-    lines = [p for p in root.iter(svg + "path") if p.attrib.get("stroke") == "#2f8f4e"]
+    lines = [p for p in root.iter(svg + "path") if p.attrib.get("class") == "reward"]
     assert len(lines) == 2, "the moving mean of training and the held-out points"
     binary = svg_of(Curve(title="t", train=points(score(0, 2), score(1, 2)), heldout=points(score(1, 2))))
-    assert not [c for c in binary.iter(svg + "circle") if c.attrib["fill"] == "#2f8f4e"]
+    assert not [c for c in binary.iter(svg + "circle") if c.attrib["class"] == "reward"]
 
 
 def test_what_was_not_measured_is_not_a_zero() -> None:
@@ -346,7 +358,7 @@ def rollout(name: str, *, solved: bool, category: str = "swap", tokens: int = 0)
 
 
 def stored_run(folder: Path) -> Path:
-    config = load_config(None, [f"run.dir={folder}", "run.steps=2", "run.eval_tasks=4"])
+    config = load_config(None, [f"run.dir={folder}", "run.steps=2", "eval.count=4"])
     with RunDir.create(config) as run, run.store() as store:
         fill(store)
     return folder

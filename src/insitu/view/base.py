@@ -6,6 +6,7 @@ terminal.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -132,11 +133,16 @@ class Progress:
         return max(0, remaining) * seconds / (len(self._pace) - 1)
 
 
+def rounded(rate: float) -> str:
+    """Return a share with two digits; 0.125 is rounded up, as the viewer's percentages are."""
+    return f"{math.floor(100 * rate + 0.5) / 100:.2f}"
+
+
 def rate_text(score: Score) -> str:
     """Return the solve rate as text, with the mean reward if there are partial rewards."""
     if not score.total:
         return "none graded"
-    return f"{score.rate:.2f}" + (f", mean reward {score.reward_mean:.2f}" if score.partial else "")
+    return rounded(score.rate) + (f", mean reward {score.reward_mean:.2f}" if score.partial else "")
 
 
 def duration(seconds: float | None) -> str:

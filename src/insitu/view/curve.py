@@ -13,14 +13,25 @@ from xml.sax.saxutils import escape
 
 from insitu.storage.score import Score
 from insitu.storage.store import Store
+from insitu.view.base import rounded
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 56
 _MEAN_OF = 5
 """Window of the centred moving mean, in steps."""
 _Z95 = 1.959964
-_REWARD = "#2f8f4e"
-"""Colour of mean rewards."""
+_TRAIN, _HELDOUT, _REWARD = "train", "heldout", "reward"
+"""Classes of what is drawn; mean rewards of both are `reward`."""
+STYLE = """<style>
+.paper{fill:#fff}.grid{stroke:#e3e6ea}text{fill:#30363d}
+.each{fill:#9db7d5}.train{fill:#2f6db3;stroke:#2f6db3}.heldout{fill:#c2571a;stroke:#c2571a}
+.reward{fill:#2f8f4e;stroke:#2f8f4e}path{fill:none!important}
+@media (prefers-color-scheme:dark){
+.paper{fill:#0d1117}.grid{stroke:#30363d}text{fill:#d1d7de}
+.each{fill:#3d5a80}.train{fill:#6ca8f0;stroke:#6ca8f0}.heldout{fill:#f0883e;stroke:#f0883e}
+.reward{fill:#56d364;stroke:#56d364}}
+</style>"""
+"""Colours for a light and a dark page; the browser chooses, also in an <img>."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,48 +87,46 @@ def curve_svg(curve: Curve) -> str:
     last = max((p.step for p in (*curve.train, *curve.heldout)), default=0) or 1
     parts = [*_frame(curve, last)]
     for point in curve.train:
-        parts.append(_dot(_x(point.step, last), _y(point.score.rate), 3, "#9db7d5"))
-    parts += _moving_mean(curve.train, [p.score.rate for p in curve.train], last, "#2f6db3")
+        parts.append(_dot(_x(point.step, last), _y(point.score.rate), 3, "each"))
+    parts += _moving_mean(curve.train, [p.score.rate for p in curve.train], last, _TRAIN)
     if curve.partial:
         parts += _moving_mean(curve.train, [p.score.reward_mean for p in curve.train], last, _REWARD)
         parts += [_dot(_x(p.step, last), _y(p.score.reward_mean), 4, _REWARD) for p in curve.heldout]
         parts += _dotted([(_x(p.step, last), _y(p.score.reward_mean)) for p in curve.heldout], _REWARD)
     for point in curve.heldout:
         parts += _interval(_x(point.step, last), point.score)
-    parts += _dotted([(_x(p.step, last), _y(p.score.rate)) for p in curve.heldout], "#c2571a")
+    parts += _dotted([(_x(p.step, last), _y(p.score.rate)) for p in curve.heldout], _HELDOUT)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif">'
     )
-    return "\n".join([head, *parts, "</svg>"]) + "\n"
+    return "\n".join([head, f"<title>{escape(curve.title)}</title>", STYLE, *parts, "</svg>"]) + "\n"
 
 
 def _moving_mean(
-    points: Sequence[CurvePoint], values: Sequence[float], last: int, colour: str
+    points: Sequence[CurvePoint], values: Sequence[float], last: int, kind: str
 ) -> Iterable[str]:
     if len(points) < 2:
         return
     means = [sum(window) / len(window) for window in _windows(values)]
     line = _path((_x(p.step, last), _y(m)) for p, m in zip(points, means, strict=True))
-    yield f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    yield f'<path d="{line}" class="{kind}" stroke-width="2"/>'
 
 
-def _dotted(points: Sequence[tuple[float, float]], colour: str) -> Iterable[str]:
+def _dotted(points: Sequence[tuple[float, float]], kind: str) -> Iterable[str]:
     if len(points) > 1:
-        yield f'<path d="{_path(points)}" fill="none" stroke="{colour}" stroke-dasharray="2 4"/>'
+        yield f'<path d="{_path(points)}" class="{kind}" stroke-dasharray="2 4"/>'
 
 
 def _frame(curve: Curve, last: int) -> Iterable[str]:
-    yield f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>'
+    yield f'<rect width="{_WIDTH}" height="{_HEIGHT}" class="paper"/>'
     yield _text(_LEFT, 24, curve.title, size=15, weight="bold")
-    yield _dot(_LEFT + 4, 41, 4, "#2f6db3") + _text(
-        _LEFT + 14, 45, f"training tasks (mean of {_MEAN_OF} steps)"
-    )
-    yield _dot(_LEFT + 244, 41, 4, "#c2571a") + _text(_LEFT + 254, 45, "held-out tasks with 95 % interval")
+    yield _dot(_LEFT + 4, 41, 4, _TRAIN) + _text(_LEFT + 14, 45, f"training tasks (mean of {_MEAN_OF} steps)")
+    yield _dot(_LEFT + 244, 41, 4, _HELDOUT) + _text(_LEFT + 254, 45, "held-out tasks with 95 % interval")
     if curve.partial:
         yield _dot(_LEFT + 474, 41, 4, _REWARD) + _text(_LEFT + 484, 45, "mean reward of both")
     for tick in range(6):
         y = _y(tick / 5)
-        yield f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#e3e6ea"/>'
+        yield f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" class="grid"/>'
         yield _text(_LEFT - 8, y + 4, f"{tick / 5:.1f}", anchor="end")
     stride = max(1, math.ceil(last / 10))
     for step in range(0, last + 1, stride):
@@ -132,11 +141,11 @@ def _frame(curve: Curve, last: int) -> Iterable[str]:
 def _interval(x: float, score: Score) -> Iterable[str]:
     low, high = (_y(bound) for bound in wilson(score))
     bar = f"M{x - 5:.1f} {low:.1f}h10M{x - 5:.1f} {high:.1f}h10M{x:.1f} {low:.1f}V{high:.1f}"
-    yield f'<path d="{bar}" stroke="#c2571a"/>'
-    yield _dot(x, _y(score.rate), 5, "#c2571a")
+    yield f'<path d="{bar}" class="heldout"/>'
+    yield _dot(x, _y(score.rate), 5, _HELDOUT)
     above = score.rate < 0.5
     y = high - 8 if above else low + 18
-    yield _text(x, y, f"{score.rate:.2f}", anchor="middle", weight="bold")
+    yield _text(x, y, rounded(score.rate), anchor="middle", weight="bold")
 
 
 def _x(step: float, last: int) -> float:
@@ -156,12 +165,12 @@ def _path(points: Iterable[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
-def _dot(x: float, y: float, radius: float, colour: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"/>'
+def _dot(x: float, y: float, radius: float, kind: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{kind}"/>'
 
 
 def _text(
     x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", weight: str = "normal"
 ) -> str:
-    style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" fill="#30363d"'
+    style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

@@ -1,10 +1,11 @@
-"""Live terminal view (rich): stage, rollouts, solve rate, tokens/s and time left."""
+"""Live terminal view (rich): stage, rollouts, solve rate, curve, what one agent does, time left."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -24,6 +25,9 @@ _LABEL = len("  last step")
 _FIRST = ("reward_mean", "loss", "tokens_trained", "max_logprob_gap")
 """Step metrics that are shown first."""
 _METRICS = 6
+_BARS = "▁▂▃▄▅▆▇█"
+SPARK = 40
+"""Most bars of the curve."""
 _LATEST = 3
 """Evaluations shown after the first one."""
 
@@ -31,7 +35,15 @@ _LATEST = 3
 class LiveView:
     """View that redraws the terminal in place from the first stage until `close`."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        agent: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Take a terminal; `agent` returns what one agent does now, in one line."""
+        self._agent = agent
+        self._rewards: list[float] = []
         self._progress = Progress(clock=clock)
         self._notes: deque[str] = deque(maxlen=_NOTES)
         self._metrics: Metrics = {}
@@ -57,6 +69,8 @@ class LiveView:
 
     def step_done(self, step: int, steps: int, metrics: Metrics) -> None:
         self._metrics = metrics
+        if isinstance(reward := metrics.get("reward_mean"), int | float):
+            self._rewards.append(reward)
 
     def eval_done(self, name: str, score: Score) -> None:
         self._progress.evals[name] = score
@@ -75,6 +89,9 @@ class LiveView:
             self._facts(),
             self._results(),
         ]
+        if doing := self._agent():
+            label = f"{'  agent':<{_LABEL + 2}}"
+            parts.append(Text.assemble((label, "dim"), doing, overflow="ellipsis", no_wrap=True))
         parts += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in self._notes]
         # The terminal echoes ^C after the last line: a full line would wrap and shift the next redraw.
         return Group(*parts, Text(""))
@@ -111,6 +128,11 @@ class LiveView:
         grid.add_column(style="dim", no_wrap=True, min_width=_LABEL)
         grid.add_column()
         rates = [f"{name} {rate_text(s)} ({s.solved}/{s.total})" for name, s in self._progress.evals.items()]
+        if len(self._rewards) > 1:
+            curve = (
+                f"{sparkline(self._rewards)}  mean reward {self._rewards[0]:.2f} -> {self._rewards[-1]:.2f}"
+            )
+            grid.add_row("  curve", Text(curve, no_wrap=True, overflow="ellipsis"))
         for label, values in (
             ("  scores", rates[:1] + rates[1:][-_LATEST:]),
             ("  last step", self._shown()),
@@ -128,3 +150,11 @@ class LiveView:
             f"{name} {counts[name]:.3g}" if isinstance(counts[name], float) else f"{name} {counts[name]}"
             for name in names[:_METRICS]
         ]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return values from 0 to 1 as bars, at most SPARK of them, each the mean of its share."""
+    count = min(len(values), SPARK)
+    edges = [len(values) * i // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    return "".join(_BARS[min(len(_BARS) - 1, int(max(0.0, mean) * len(_BARS)))] for mean in means)

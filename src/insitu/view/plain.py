@@ -11,7 +11,7 @@ from typing import TextIO
 
 from insitu.storage.metrics import Metrics
 from insitu.storage.store import Score
-from insitu.view.base import Progress, duration
+from insitu.view.base import Progress, duration, rounded
 
 _EVERY_S = 10.0
 
@@ -44,12 +44,11 @@ class PlainView:
         self._write_progress()
 
     def step_done(self, step: int, steps: int, metrics: Metrics) -> None:
-        self._write(f"step {step}/{steps} {_tail(metrics)} left={duration(self._progress.seconds_left)}")
+        self._write(f"{step_text(step, steps, metrics)} left={duration(self._progress.seconds_left)}")
 
     def eval_done(self, name: str, score: Score) -> None:
         self._progress.evals[name] = score
-        mean = f", mean reward {score.reward_mean:.3f}" if score.partial else ""
-        self._write(f"{name}: {score.rate:.3f} ({score.solved}/{score.total} solved){mean}")
+        self._write(eval_text(name, score))
 
     def note(self, text: str) -> None:
         self._write(text)
@@ -62,7 +61,7 @@ class PlainView:
         if p.clock() - self._written_s < _EVERY_S:
             return
         total = f"/{p.stage_total}" if p.stage_total else ""
-        rate = f" solved={p.score.rate:.2f}" if p.score.total else ""
+        rate = f" solved={rounded(p.score.rate)}" if p.score.total else ""
         rate += f" reward={p.score.reward_mean:.2f}" if p.score.partial else ""
         if p.finished or p.running:
             rate = f", {len(p.running)} running{rate} tokens/s={p.tokens_per_s:.0f}"
@@ -74,5 +73,11 @@ class PlainView:
         self._stream.flush()
 
 
-def _tail(metrics: Metrics) -> str:
-    return " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
+def step_text(step: int, steps: int, metrics: Metrics) -> str:
+    tail = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
+    return f"step {step}/{steps} {tail}"
+
+
+def eval_text(name: str, score: Score) -> str:
+    mean = f", mean reward {score.reward_mean:.3f}" if score.partial else ""
+    return f"{name}: {score.rate:.3f} ({score.solved}/{score.total} solved){mean}"

@@ -11,7 +11,7 @@ from typing import Literal
 
 from insitu.storage.store import Score
 from insitu.types import Ledger
-from insitu.view.base import duration
+from insitu.view.base import duration, rounded
 from insitu.view.curve import wilson
 
 _TOOL_LINES = 6
@@ -99,7 +99,9 @@ def score_text(score: Score) -> str:
         return "none graded"
     low, high = wilson(score)
     mean = f", mean reward {score.reward_mean:.2f}" if score.partial else ""
-    return f"{score.rate:.2f} ({score.solved}/{score.total}, 95 % {low:.2f} to {high:.2f}){mean}"
+    return (
+        f"{rounded(score.rate)} ({score.solved}/{score.total}, 95 % {rounded(low)} to {rounded(high)}){mean}"
+    )
 
 
 def _scores(report: FinalReport) -> Iterator[str]:
@@ -111,7 +113,8 @@ def _scores(report: FinalReport) -> Iterator[str]:
         counts = f"({before.solved}/{before.total} -> {after.solved}/{after.total})"
         mean = f", mean reward {before.reward_mean:.2f} -> {after.reward_mean:.2f}"
         partial = before.partial or after.partial
-        yield f"    {name:<{wide}}  {before.rate:.2f} -> {after.rate:.2f}  {counts}{mean if partial else ''}"
+        rates = f"{rounded(before.rate)} -> {rounded(after.rate)}"
+        yield f"    {name:<{wide}}  {rates}  {counts}{mean if partial else ''}"
 
 
 def _ledger(ledger: Ledger) -> Iterator[str]:

@@ -92,7 +92,7 @@ def _checks(verdict: Mapping[str, Any] | None) -> Iterator[str]:
     for check in verdict["evidence"] or ():
         line = f"  {check['name']}: {check['outcome']}"
         if check["expected"] or check["got"]:
-            line += f"; expected {check['expected']}, got {check['got']}"
+            line += f"; expected {check['expected']}" + (f", got {check['got']}" if check["got"] else "")
         yield printable(line)
         yield from _indented("    ", check["tail"])
     if verdict["dropped_paths"]:

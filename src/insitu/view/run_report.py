@@ -25,7 +25,8 @@ NAMED_VERDICTS = 3
 
 def finish(run_dir: Path, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()) -> str:
     """Write curve.svg and report.txt of a finished run and return the report's text."""
-    title = f"insitu: {summary['agent']}, seed {summary['seed']}"
+    steps, agent = summary["rl_steps"], summary["agent"]
+    title = f"Tasks solved by {agent} over {steps} steps of training (seed {summary['seed']})"
     with read_store(run_dir) as store:
         write_text(run_dir / CURVE, curve_svg(curve_of(store, title)))
         report = report_of(run_dir, store, summary, shown)
@@ -87,11 +88,11 @@ def show_run(run_dir: Path) -> str:
     config = read_config(run_dir)
     with read_store(run_dir) as store:
         kind = store.meta().get(KIND)
-        agent = "served" if kind == "serve" else config.harness.agent
+        agent = "served" if kind == "serve" else config.agent_names
         head = f"{run_dir}: {agent}, seed {config.run.seed}"
         if kind is not None:
             return "\n".join([head, *_decided_lines(run_dir, store, kind)]) + "\n"
-        lines = [head, *_step_lines(store), *_eval_lines(store, config.run.eval_tasks)]
+        lines = [head, *_step_lines(store), *_eval_lines(store, config.eval[0].count)]
         lines += [f"  drift: {line}" for line in drift_totals(store.drifts())]
         lines += _attempt_lines(store)
         summary = read_summary(run_dir)
@@ -122,7 +123,9 @@ def _decided_lines(run_dir: Path, store: Store, kind: str) -> Iterator[str]:
         rollouts = store.outcomes(phase, step)
         ends = Counter(o.status.value if o.outcome is None else o.outcome.value for o in rollouts)
         yield f"  {len(rollouts)} rollouts so far: {', '.join(f'{name} {n}' for name, n in ends.items())}"
-    if kind == "serve":
+    if kind == "bridge":
+        yield "not finished: its trainer is running, or was killed"
+    elif kind == "serve":
         yield f"not finished: serving, or killed (insitu recover {run_dir})"
     else:
         yield f"not finished; continue with: insitu {kind} --resume {run_dir}"

@@ -7,11 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from insitu.view.base import duration
+from insitu.view.base import duration, rounded
 from insitu.view.web.findings import compare_runs, compare_tasks
 from insitu.view.web.runs import RunHandle, Runs, run_info
 
 _RUN_COLUMNS = ("name", "agent", "model", "kind", "step", "state", "before -> after", "last write")
+
+_CELLS = ("both", "only_a", "only_b", "neither")
+_PAIR_COLUMNS = {
+    1: ("solved both times", "only before", "only after", "never"),
+    2: ("both solved", "only A solved", "only B solved", "neither"),
+}
+"""Number of runs of a pair -> names of its cells."""
 
 
 def printable(text: object) -> str:
@@ -49,7 +56,7 @@ def runs_text(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _run_row(info: Mapping[str, Any]) -> list[object]:
     before, now, last_s = info["heldout_before"], info["heldout_now"], info["last_write_s"]
-    rates = "" if before is None else f"{before:.2f} -> " + ("" if now is None else f"{now:.2f}")
+    rates = "" if before is None else f"{rounded(before)} -> " + ("" if now is None else rounded(now))
     state = f"{info['state']}: {info['problem']}" if info["problem"] else info["state"]
     step = f"{info['step']} of {info['steps']}" if info["steps"] is not None else info["step"]
     age = "" if last_s is None else f"{duration(max(0.0, time.time() - last_s))} ago"
@@ -67,7 +74,12 @@ def comparison(a: RunHandle, b: RunHandle) -> dict[str, Any]:
     if all(points) and a.path != b.path:
         sides.append((a, b, points[0][-1], points[1][-1]))
     pairs = [
-        {"a": [x.name, *of_x], "b": [y.name, *of_y], **compare_tasks(x, y, of_x, of_y)}
+        {
+            "runs": 1 if x is y else 2,
+            "a": [x.name, *of_x],
+            "b": [y.name, *of_y],
+            **compare_tasks(x, y, of_x, of_y),
+        }
         for x, y, of_x, of_y in sides
     ]
     return {**found, "pairs": pairs}
@@ -84,7 +96,8 @@ def _evaluations(shown: Mapping[str, Any]) -> list[tuple[str, int]]:
 def comparison_text(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the comparison as text: scores, tables of tasks, differing keys."""
     rows = [
-        (name, f"{p['phase']} {p['step']}", f"{p['rate']:.2f}", f"{p['low']:.2f} to {p['high']:.2f}",
+        (name, f"{p['phase']} {p['step']}", rounded(p["rate"]),
+         f"{rounded(p['low'])} to {rounded(p['high'])}",
          f"{p['solved']} of {p['total']}")
         for name, shown in zip("AB", found["runs"], strict=True)
         for p in shown["heldout"] if not p["category"]
@@ -95,10 +108,7 @@ def comparison_text(found: Mapping[str, Any]) -> Iterator[str]:
     for pair in found["pairs"]:
         cells = pair["table"]
         yield from ("", printable("{} {} {} against {} {} {}, tasks:".format(*pair["a"], *pair["b"])))
-        yield from table(
-            ("", "then solved", "then unsolved"),
-            [("solved", cells["both"], cells["only_a"]), ("unsolved", cells["only_b"], cells["neither"])],
-        )
+        yield from table(_PAIR_COLUMNS[pair["runs"]], [[cells[name] for name in _CELLS]])
         yield f"McNemar's exact test: p = {pair['p']:.3g}"
     yield ""
     if not found["differences"]:

@@ -40,6 +40,7 @@ def addresses(run: str, task: str) -> dict[str, str]:
         "group": f"{at}/group/train/1/0",
         "rollouts": f"{at}/rollouts",
         "filtered": f"{at}/rollouts?outcome=unresolved&sort=-agent_s&q=shop",
+        "search": f"{at}/search?text=fix",
         "tasks": f"{at}/tasks",
         "task": f"{at}/task/{quote(task, safe='')}",
         "health": f"{at}/health",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from addresses import FOREIGN, HOSTILE, ROLLOUT, addresses, task_of
-from browser_lab import Tab
+from browser_lab import Served, Tab, open_tab
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
+URL_SAFE = "!'()*~"
+"""What encodeURIComponent leaves as it is."""
 
 
 def test_hostile_text_runs_nothing_on_any_page(tab: Tab, runs: Path) -> None:
@@ -45,6 +52,9 @@ def test_every_page_has_one_title_and_fits_a_narrow_window(tab: Tab, runs: Path)
             "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
         )
         assert wide <= 0, f"{name} is {wide} px too wide"
+    tab.open(f"#/compare/lab,{quote(HOSTILE, safe='')}")
+    tab.page.wait_for_selector("h2:has-text('The same held-out tasks')")
+    assert tab.page.evaluate("() => document.documentElement.scrollWidth") <= 320
     assert tab.problems == []
 
 
@@ -86,7 +96,12 @@ def test_the_keyboard_alone_leads_from_the_runs_to_a_token(tab: Tab) -> None:
     page.keyboard.press("g")
     page.keyboard.press("s")
     page.wait_for_selector(".window tbody tr td.id a")
-    for key in ("j", "j", "k", "Enter"):
+    for _ in range(20):
+        page.keyboard.press("j")
+        page.wait_for_timeout(100)
+        if page.query_selector(".window tr.here"):
+            break
+    for key in ("j", "k", "Enter"):
         page.keyboard.press(key)
     page.wait_for_selector(".transcript .turn")
     page.keyboard.press("k")
@@ -104,6 +119,72 @@ def test_the_keyboard_alone_leads_from_the_runs_to_a_token(tab: Tab) -> None:
     assert tab.problems == []
 
 
+def test_y_copies_the_command_that_opens_this_place(browser: Any, served: Served, runs: Path) -> None:
+    for tab in open_tab(browser, served, permissions=["clipboard-read", "clipboard-write"]):
+        for name, query in (("lab", "tab=tokens&at=7"), (HOSTILE, "tab=verdict")):
+            place = f"{quote(name, safe=URL_SAFE)}/rollout/{ROLLOUT}?{query}"
+            tab.open(f"#/{place}")
+            tab.page.keyboard.press("y")
+            tab.page.wait_for_selector("text=copied: the command that opens this view")
+            copied = tab.page.evaluate("navigator.clipboard.readText()")
+            assert shlex.split(copied) == ["insitu", "view", str(runs / name), "--at", place]
+
+
+def test_a_place_of_the_command_line_is_the_first_page(tab: Tab, runs: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "insitu",
+        "view",
+        str(runs / "lab"),
+        "--no-open",
+        "--json",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen([*command, "--at", "#/lab/health"], stdout=subprocess.PIPE, text=True) as viewer:
+        assert viewer.stdout is not None
+        try:
+            tab.page.goto(json.loads(viewer.stdout.readline())["url"])
+            tab.page.wait_for_selector("h1:has-text('Health')")
+        finally:
+            viewer.terminate()
+
+
+def test_each_chart_is_also_a_table(tab: Tab) -> None:
+    """Opened with the keyboard, with one row per point."""
+    tab.open("#/lab")
+    charts = tab.page.locator("figure.chart")
+    tables = tab.page.locator("figure.chart > details.as-table > summary")
+    assert tables.count() == charts.count() > 2
+    tables.first.focus()
+    tab.page.keyboard.press("Enter")
+    rows = tab.page.locator("figure.chart").first.locator("tbody tr")
+    rows.first.wait_for()
+    shown = {row.split("%")[0][:2].strip() for row in rows.all_text_contents()}
+    assert {"1", "2", "3"} <= {text[:1] for text in shown}
+    assert "training tasks" in tab.page.locator("figure.chart").first.locator("thead").text_content()
+    assert tab.problems == []
+
+
+def test_j_k_and_enter_open_rows_where_a_page_has_no_keys_of_its_own(tab: Tab) -> None:
+    for address, opened in (("#/lab", "#/lab/rollout"), ("#/lab/tasks", "#/lab/task/")):
+        tab.open(address)
+        tab.page.wait_for_selector("main .bar-row, main tbody tr a")
+        for key in ("j", "j", "k"):
+            tab.page.keyboard.press(key)
+        first = tab.page.evaluate("document.activeElement.getAttribute('href')")
+        tab.page.keyboard.press("Enter")
+        tab.page.wait_for_function("href => location.hash === href", arg=first)
+        assert first.startswith(opened)
+    tab.open("#/lab/tasks?show=changed")
+    tab.page.get_by_role("button", name="Held-out tasks").click()
+    tab.page.wait_for_selector("main tbody tr")
+    assert tab.page.locator("main tbody tr").count() == 3
+    tab.open("#/lab/step/abc")
+    assert "There is no step abc" in tab.page.text_content("main")
+
+
 def test_a_search_of_what_is_not_there_says_so(tab: Tab) -> None:
     tab.open("#/lab/rollouts?q=nothing-is-called-this")
     assert "No rollout passes these filters." in tab.page.text_content("main")
@@ -115,8 +196,6 @@ def test_a_search_of_what_is_not_there_says_so(tab: Tab) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_scheme_follows_the_system_and_the_switch(browser: Any, served: Any, scheme: str) -> None:
-    from browser_lab import open_tab
-
     for tab in open_tab(browser, served, color_scheme=scheme):
         tab.open("#/lab")
         luminance = (

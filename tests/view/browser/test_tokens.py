@@ -18,6 +18,12 @@ from insitu.types import IntArray, Ledger, Rollout, Segment, Trajectory, Turn
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 TOKENS = 200_000
 LONG = "long/00099/000/00"
+FRAMED = """() => {
+  const [at, view] = ['.minimap-at', '.minimap-view'].map(name => document.querySelector(name)?.style);
+  const [token, start, width] = [at?.left, view?.left, view?.width].map(parseFloat);
+  return token >= start && token <= start + width && width < 2;
+}"""
+"""Whether the frame of the minimap holds the chosen token and is about as small as what is in view."""
 
 
 def long_rollout(tokens: int) -> Rollout:
@@ -99,7 +105,26 @@ def test_an_address_leads_to_its_token(tab: Tab) -> None:
           return place.top >= box.top - 2 && place.bottom <= box.bottom + 2;
         }"""
         assert tab.page.evaluate(visible), token
+        tab.page.wait_for_function(FRAMED)
     assert tab.problems == []
+
+
+def test_without_a_token_in_the_address_the_first_sampled_one_is_in_view(tab: Tab) -> None:
+    tab.open(f"#/long/rollout/{LONG}?tab=tokens")
+    tab.page.wait_for_selector(".tokpage")
+    tab.page.wait_for_function(
+        """() => {
+          const range = [...CSS.highlights.values()].flatMap(tone => [...tone])[0];
+          if (!range) return false;
+          const box = document.querySelector('.tokens').getBoundingClientRect();
+          const live = document.createRange();
+          live.setStart(range.startContainer, range.startOffset);
+          live.setEnd(range.endContainer, range.endOffset);
+          const place = live.getClientRects()[0];
+          return place.top >= box.top - 2 && place.bottom <= box.bottom + 2;
+        }"""
+    )
+    assert "at=" not in tab.page.evaluate("location.hash")
 
 
 def test_keys_go_from_token_to_token_and_to_flagged_ones(tab: Tab) -> None:
@@ -112,6 +137,11 @@ def test_keys_go_from_token_to_token_and_to_flagged_ones(tab: Tab) -> None:
     found = readout(tab)
     assert float(found["log-probability"].split()[0].replace("\u2212", "-")) < np.log(0.01)
     assert int(found["token"].replace(",", "")) > 4096
+    # Line ends are only in the prompt.
+    tab.open("#/long")
+    tab.page.wait_for_selector("h2")
+    tab.open(f"#/long/rollout/{LONG}?tab=tokens&at=0")
+    at_token(tab, 0)
     tab.page.keyboard.press("w")
     tab.page.wait_for_selector(".newline")
     assert tab.problems == []

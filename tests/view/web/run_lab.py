@@ -79,7 +79,8 @@ def make_run(path: Path, *, hostile: bool = False, steps: int = STEPS, **tables:
     flavour = Flavour(hostile)
     config = load_config(
         tables={
-            "run": {"dir": str(path), "steps": steps, "eval_tasks": 4},
+            "run": {"dir": str(path), "steps": steps},
+            "eval": {"count": 4},
             "collect": {"group_size": SLOTS},
             **tables,  # type: ignore[dict-item]
         }

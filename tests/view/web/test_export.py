@@ -15,7 +15,8 @@ import pytest
 from run_lab import make_run
 
 from insitu.errors import ConfigError, SetupError
-from insitu.view.web.export import ExportOptions, bundle, export
+from insitu.view.web.bundle import bundle
+from insitu.view.web.export import ExportOptions, export
 
 
 def write(run: Path, file: Path, **options: Any) -> str:
@@ -43,6 +44,7 @@ def test_a_file_holds_the_pages_and_the_telling_rollouts(lab_run: Path, tmp_path
     assert len(json.loads(held["lab\nrollouts"])["rows"]) == 56
     assert any(key.startswith("compare\nid_a=") for key in held)
     assert any(key.startswith("lab\ntokens\n") for key in held)
+    assert not any(str(lab_run).encode() in answer for answer in held.values())
 
 
 def test_failing_checks_are_left_out_unless_asked_for(lab_run: Path, tmp_path: Path) -> None:
@@ -98,11 +100,25 @@ def test_a_file_that_cannot_be_written_gets_one_line(lab_run: Path, tmp_path: Pa
         write(lab_run, tmp_path)
 
 
-def test_more_than_one_run_is_refused(lab_run: Path, hostile_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--export takes one run, and there are 2"):
+def test_several_runs_are_in_one_file_with_their_comparison(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 1)):
+        make_run(tmp_path / "runs" / name, steps=1, train={"lr": 1e-4 * (1 + seed)})
+    file = tmp_path / "report.html"
+    said = write(tmp_path / "runs", file, tokens=False)
+    held = answers(file)
+    assert {"a\noverview", "b\noverview", "compare"} <= set(held)
+    assert any("runs=a,b" in key for key in held)
+    assert any("runs=b,a" in key for key in held)
+    assert {row["key"] for row in json.loads(held["compare"])["differences"]} == {"train.lr"}
+    whole = sum(key.split("\n")[1:2] == ["rollout"] for key in held)
+    assert f"{whole} of 48 rollouts are here whole" in said
+
+
+def test_ids_name_rollouts_of_one_run(lab_run: Path, hostile_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--rollouts with ids takes one run, and there are 2"):
         export(
             ExportOptions(
-                paths=[lab_run, hostile_run], file=tmp_path / "x", rollouts="", redact=[], tokens=True,
+                paths=[lab_run, hostile_run], file=tmp_path / "x", rollouts="train/1", redact=[], tokens=True,
                 checks=False, max_mib=25,
             ),
             io.StringIO(),

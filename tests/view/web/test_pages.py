@@ -19,12 +19,13 @@ from web_lab import Client, viewing
 from insitu.storage.queries import FILTERS, SORTS
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
+from insitu.view.web import search
 from tests.fakes.old_store import make_old
 
 ONE = "train/00002/000/00"
 TROUBLED = "train/00001/000/03"
 STORED = STEPS * GROUPS * SLOTS + 8
-OF_RUN = ("overview", "rollouts", "facets", "tasks", "health", "cheats", "config", "run_log")
+OF_RUN = ("overview", "rollouts", "facets", "tasks", "health", "checks", "cheats", "config", "run_log")
 OF_ROLLOUT = ("rollout", "transcript", "minimap", "diff", "log", "raw", "artifacts")
 
 
@@ -76,6 +77,11 @@ async def test_overview_and_step_agree_with_the_store(lab_run: Path) -> None:
         assert {row["text"] for row in shown["why"]} >= {"case # raised NameError"}
         reasons = {row["telling"] for row in shown["telling"]}
         assert "the agent tampered with the tests" in reasons
+        assert any(why.startswith("the most frequent cause: ") for why in reasons)
+        causes = (await client.json("/api/lab/facets"))["causes"]
+        assert [cause["text"] for cause in causes] == [cause["text"] for cause in shown["why"]]
+        listed = await client.json("/api/lab/rollouts", why="case # raised NameError", solved=0)
+        assert listed["count"] == sum(c["n"] for c in causes if "NameError" in c["text"])
         assert "a held-out task that was solved before and is not now" in reasons
         assert (await client.json("/api/lab/overview", after=2))["steps"]["step"] == [3]
 
@@ -407,3 +413,51 @@ async def test_links_inside_a_run_are_not_followed(lab_run: Path, tmp_path: Path
         paths = [file["path"] for file in (await client.json("/api/linked/artifacts", id=ONE))["artifacts"]]
         assert paths == ["1/work/notes.txt"]
         assert (await client.get("/api/linked/download", id=ONE, artifact="1/link.txt"))[0] == 404
+
+
+async def test_an_overview_that_has_not_changed_is_not_sent_again(lab_run: Path) -> None:
+    async with viewing(lab_run) as client:
+        status, _, answer = await client.get("/api/lab/overview")
+        headers = {"Authorization": f"Bearer {client.viewer.token}", "If-None-Match": answer.headers["ETag"]}
+        async with client.session.get(f"{client.origin}/api/lab/overview", headers=headers) as again:
+            assert (status, again.status, await again.read()) == (200, 304, b"")
+        headers["If-None-Match"] = '"other"'
+        async with client.session.get(f"{client.origin}/api/lab/overview", headers=headers) as again:
+            assert (again.status, (await again.json())["run"]["name"]) == (200, "lab")
+
+
+async def test_parts_of_held_out_tasks_are_the_evaluations(lab_run: Path) -> None:
+    async with viewing(lab_run) as client:
+        held = await client.json("/api/lab/tasks", phase="eval_after")
+        assert held["parts"] == ["eval_before", "eval_after"]
+        assert [task["parts"] for task in held["tasks"]] == [
+            [[1, 1], [0, 1]], [[0, 1], [1, 1]], [[0, 1], [1, 1]], [[0, 1], [0, 1]],
+        ]  # fmt: skip
+        train = await client.json("/api/lab/tasks")
+        assert train["tasks"][0]["parts"] == [[2, 4], [0, 0], [0, 0]]
+
+
+async def test_a_search_finds_what_agents_wrote_and_read(
+    lab_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with viewing(lab_run) as client:
+        prompt = await client.json("/api/lab/search", text="FIX shop.py")
+        assert {match["where"] for match in prompt["matches"]} == {"prompt"}
+        assert all(match["match"] == "Fix shop.py" for match in prompt["matches"])
+        reply = (await client.json("/api/lab/search", text="looked"))["matches"][0]
+        turns = (await client.json("/api/lab/transcript", id=reply["id"]))["turns"]
+        assert reply["where"] == "reply"
+        assert "looked" in next(t for t in turns if t["turn"] == reply["turn"])["reply"]["text"]["text"]
+        whole = await client.json("/api/lab/search", text="nowhere to be found")
+        assert (whole["matches"], whole["next"], whole["problem"]) == ([], None, "")
+
+        monkeypatch.setattr(search, "MAX_MATCHES", 3)
+        monkeypatch.setattr(search, "TURNS", 7)
+        searched, found, before = 0, [], "9" * 15
+        while before:
+            part = await client.json("/api/lab/search", text="looked", before=before)
+            searched += part["searched"]
+            found += [(match["id"], match["turn"]) for match in part["matches"]]
+            before = part["next"]
+        assert searched == whole["searched"]
+        assert len(found) == len(set(found)) > 3

@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+import insitu
 from insitu.cli import main
+from insitu.errors import RecordError
+from insitu.view.base import rounded
 
 Capture = pytest.CaptureFixture[str]
 MANY = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n"
@@ -96,6 +100,43 @@ def test_two_runs_are_compared_with_intervals_and_tables(
     found = json.loads(looked(capsys, "compare", lab_run, lab_run, "--json"))
     assert found["differences"] == []
     assert found["pairs"][0]["table"] == {"both": 0, "only_a": 1, "only_b": 2, "neither": 1}
+
+
+def test_cells_of_two_runs_name_the_runs(lab_run: Path, hostile_run: Path, capsys: Capture) -> None:
+    text = looked(capsys, "compare", lab_run, hostile_run)
+    assert "both solved  only A solved  only B solved  neither" in text
+    assert "solved both times  only before  only after  never" in text
+    alone = looked(capsys, "compare", lab_run, lab_run)
+    assert "only A solved" not in alone
+
+
+def test_numbers_of_a_query_have_six_digits_and_all_of_them_as_json(lab_run: Path, capsys: Capture) -> None:
+    assert looked(capsys, "query", lab_run, "SELECT 2.0 / 3 AS x").split() == ["x", "0.666667"]
+    assert looked(capsys, "query", lab_run, "SELECT 2.0 / 3 AS x", "--json") == '{"x":0.6666666666666666}\n'
+
+
+def test_a_share_is_rounded_half_up() -> None:
+    assert [rounded(share) for share in (0.125, 0.12, 0.375, 0.0, 1.0)] == [
+        "0.13", "0.12", "0.38", "0.00", "1.00"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_failed_rollouts_are_refused(lab_run: Path, capsys: Capture, count: int) -> None:
+    assert "--failed takes a positive number" in looked(capsys, "show", lab_run, "--failed", count, code=2)
+
+
+@pytest.mark.parametrize("verb", ["top", "show", "track"])
+def test_a_damaged_store_is_one_line(lab_run: Path, tmp_path: Path, capsys: Capture, verb: str) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(lab_run, half, ignore=shutil.ignore_patterns("run.sqlite-*", "logs"))
+    with (half / "run.sqlite").open("rb+") as file:
+        file.truncate(10_000)
+    more = ("--to", "tensorboard") if verb == "track" else ()
+    line = f"insitu: cannot read {half / 'run.sqlite'}: database disk image is malformed\n"
+    assert looked(capsys, verb, half, *more, code=1) == line
+    with pytest.raises(RecordError, match="database disk image is malformed"):
+        insitu.open_run(half)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import quote
 
 import orjson
 
@@ -17,6 +18,7 @@ from insitu.view.web.guard import is_loopback
 from insitu.view.web.serve import serving
 
 DEFAULT_FOLDER = Path("runs")
+_IN_ADDRESS = "/?&=%,:;@!$'()*+~"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class ViewOptions:
     opens: bool
     """Open a browser where there is a desktop."""
     json: bool
+    at: str = ""
+    """Address of the first page, as it follows `#/` in the browser."""
 
 
 async def view(options: ViewOptions, out: TextIO) -> None:
@@ -41,15 +45,18 @@ async def view(options: ViewOptions, out: TextIO) -> None:
     async with serving(
         paths, host=options.host, port=options.port, allow_network=options.allow_network
     ) as viewer:
+        url = viewer.url
+        if options.at:
+            url += "#/" + quote(options.at.removeprefix("#").removeprefix("/"), safe=_IN_ADDRESS)
         if options.json:
-            line = orjson.dumps({"url": viewer.url, "token": viewer.token, "port": viewer.port}).decode()
+            line = orjson.dumps({"url": url, "token": viewer.token, "port": viewer.port}).decode()
         else:
-            line = f"{viewer.url}\nCtrl-C ends it"
+            line = f"{url}\nCtrl-C ends it"
             if not is_loopback(options.host):
                 line += "; traffic is not encrypted: `ssh -L` is safer"
         print(line, file=out, flush=True)
         if options.opens and not options.json and _has_desktop():
-            await asyncio.to_thread(webbrowser.open, viewer.url)
+            await asyncio.to_thread(webbrowser.open, url)
         await asyncio.Event().wait()
 
 

@@ -23,11 +23,19 @@ FREE_S = 0.1
 KEPT = 64
 
 
+class Tagged(dict[str, Any]):
+    """A page with an entity tag: it is not sent again to a client that has it."""
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        super().__init__(found)
+        self.tag = f'"{time.time_ns()}"'
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """A page that was made before."""
 
-    found: Mapping[str, Any]
+    found: Tagged
     signature: object
     """Of the run when it was made."""
     until_s: float
@@ -64,7 +72,7 @@ class Context:
         if kept is not None and (kept.signature == signature or now < kept.until_s):
             return kept.found
         cpu_s = time.thread_time()
-        found = make()
+        found = Tagged(make())
         cpu_s = time.thread_time() - cpu_s
         until_s = time.monotonic() + cpu_s / SHARE if cpu_s > FREE_S else 0.0
         while len(self.answers) >= KEPT:

@@ -9,10 +9,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from insitu.errors import InsituError
 from insitu.storage.queries import ONE_STEP, RunReader
 from insitu.training.plan.step import PlanConfig, plan_step
-from insitu.training.replay import stored_groups
+from insitu.training.recovery import stored_groups
 from insitu.view.web.runs import RunHandle
 
 PLAN_S = 30.0
@@ -81,8 +83,10 @@ def _credit(run: RunHandle, step: int) -> StepCredit:
         groups = stored_groups(reader, step)
     plan = plan_step(groups, PlanConfig.of(run.config()))
     credit = StepCredit(proof="identical" if plan.digest == record["plan_hash"] else "differs")
-    credit.reasons.update(plan.exclusion_reasons)
-    for row in plan.rows:
+    bad = orjson.loads(record["metrics"]).get("bad")
+    reasons = plan.exclusion_reasons
+    credit.reasons.update({name: why or "bad_step" for name, why in reasons.items()} if bad else reasons)
+    for row in () if bad else plan.rows:
         shown = {
             "segment": row.segment,
             "advantage": row.advantage,

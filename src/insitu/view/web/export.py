@@ -1,4 +1,4 @@
-"""`insitu view RUN --export FILE`: the pages of one run in one file that opens from disk.
+"""`insitu view RUN… --export FILE`: the pages of runs in one file that opens from disk.
 
 The file holds what the server would answer to each path of its pages (routes.PAGES), redacted, and the same
 modules as one inline script; static/embedded.js answers from them.
@@ -9,19 +9,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import itertools
 import json
 import re
-import socket
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from insitu.errors import ConfigError, InsituError, SetupError
-from insitu.storage.logs import SECRET
+from insitu.storage.redaction import Redaction
+from insitu.view.web.bundle import bundle, icon
 from insitu.view.web.context import Context
-from insitu.view.web.findings import compare_tasks
+from insitu.view.web.findings import compare_runs, compare_tasks
+from insitu.view.web.pages import tasks_page
 from insitu.view.web.query import Query
 from insitu.view.web.routes import PAGES, compare
 from insitu.view.web.runs import RunHandle, Runs, run_info
@@ -30,13 +32,8 @@ from insitu.view.web.serve import STATIC, encode
 PACK_BYTES = 4 << 20
 """Uncompressed size after which another pack begins: a page decompresses one pack."""
 TOKENS = 4096
-"""Tokens of one page, as PAGE_TOKENS of static/tokens_strip.js."""
+"""Tokens of one page, as PAGE_TOKENS of static/tokens_page.js."""
 MAX_PAIRS = 12
-_KEYS = re.compile(r"\b(?:sk-|gh[opsu]_|github_pat_|hf_|xox[abp]-|AKIA)[A-Za-z0-9_-]{16,}")
-_HOMES = re.compile(r"/(?:home|Users)/[^/\s\"'`:;,<>()\\]+")
-_IMPORT = re.compile(r'^import \{ ([\w, ]+) \} from "(\.{1,2}/[\w/.-]+)";$', re.MULTILINE)
-_EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class|let) (\w+))", re.MULTILINE)
-_NAMES = re.compile(r"export\{([\w $,]+)\};?\s*$")
 _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; base-uri 'none';"
     " form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -60,12 +57,13 @@ class ExportOptions:
 
 def export(options: ExportOptions, out: TextIO) -> None:
     """Write the file. Raises InsituError, also when the file would be larger than `max_mib`."""
-    runs = Runs(options.paths)
-    if len(runs.all()) != 1:
-        raise ConfigError(f"--export takes one run, and there are {len(runs.all())} at the given paths")
-    pages = _Pages(
-        Context(runs=runs), runs.all()[0], _Redaction(options.redact), options.tokens, options.checks
-    )
+    found = Runs(options.paths)
+    runs = found.all()
+    if not runs:
+        raise ConfigError("--export: there is no run at the given paths")
+    if len(runs) > 1 and not re.fullmatch(r"|all|\d+", options.rollouts):
+        raise ConfigError(f"--rollouts with ids takes one run, and there are {len(runs)} at the given paths")
+    pages = _Pages(Context(runs=found), runs, Redaction(options.redact), options.tokens, options.checks)
     pages.add_all(options.rollouts)
     body = _document(pages).encode("utf-8", "replace")
     if len(body) > options.max_mib << 20:
@@ -80,87 +78,73 @@ def export(options: ExportOptions, out: TextIO) -> None:
     print(f"{options.file}: {len(body) / (1 << 20):.1f} MiB. {pages.left_out()}", file=out)
 
 
-class _Redaction:
-    """Replacement of secrets, home paths, the host name and chosen patterns in text."""
-
-    def __init__(self, chosen: Sequence[str]) -> None:
-        """Take regular expressions; raise ConfigError for one that is not valid."""
-        self._patterns = [(SECRET, "***"), (_KEYS, "***"), (_HOMES, "~")]
-        home, host = str(Path.home()), socket.gethostname()
-        if home != "/":
-            self._patterns.append((re.compile(re.escape(home) + r"(?![\w.-])"), "~"))
-        if len(host) > 2 and host != "localhost":
-            self._patterns.append((re.compile(rf"(?<![\w-]){re.escape(host)}(?![\w-])"), "HOST"))
-        for text in chosen:
-            try:
-                self._patterns.append((re.compile(text), "***"))
-            except re.error as error:
-                raise ConfigError(f"--redact {text} is not a regular expression: {error}") from error
-
-    def text(self, text: str) -> str:
-        for pattern, instead in self._patterns:
-            text = pattern.sub(instead, text)
-        return text
-
-    def hits(self, text: str) -> bool:
-        """Return whether something in a text would be replaced."""
-        return any(pattern.search(text) for pattern, _ in self._patterns)
-
-    def value(self, value: Any) -> Any:
-        """Return JSON with every text and key replaced."""
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, dict):
-            return {self.text(key): self.value(item) for key, item in value.items()}
-        return [self.value(item) for item in value] if isinstance(value, list) else value
-
-
 @dataclass(slots=True)
 class _Pages:
     """Answers of the viewer's pages, packed, by path and parameters."""
 
     context: Context
-    run: RunHandle
-    redaction: _Redaction
+    runs: Sequence[RunHandle]
+    redaction: Redaction
     tokens: bool
     checks: bool
     index: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Path and parameters -> pack, offset, length."""
     packs: list[bytearray] = field(default_factory=lambda: [bytearray()])
     chosen: dict[str, None] = field(default_factory=dict)
-    """Ids of the rollouts that are there whole, in order."""
+    """Ids of the rollouts of the current run that are there whole, in order."""
     added: set[tuple[str, ...]] = field(default_factory=set)
-    """Groups, steps and tasks that are there."""
+    """Groups, steps and tasks that are there, with their run."""
+    run: RunHandle = field(init=False)
+    """The run whose pages are being added."""
+    whole: int = 0
     total: int = 0
     without_tokens: int = 0
     withheld: int = 0
     """Verdicts whose failing checks are left out."""
 
     def add_all(self, rollouts: str) -> None:
-        """Add the pages of the run and of the chosen rollouts."""
-        self._put(["runs"], {}, {"runs": [run_info(self.run)]})
+        """Add the pages of the runs and of their chosen rollouts."""
+        self._put(["runs"], {}, {"runs": [run_info(run) for run in self.runs]})
+        # Complete: static/embedded.js takes the columns of the runs that are compared.
+        self._put(["compare"], {}, json.loads(encode(compare_runs(self.runs))))
+        for run in self.runs:
+            self.run = run
+            self._add_run(rollouts)
+        for a, b in itertools.permutations(self.runs, 2):
+            self._compare_ends(a, b)
+
+    def _add_run(self, rollouts: str) -> None:
         pairs = self._pairs()
         self.chosen = dict.fromkeys(self._choose(rollouts, pairs))
+        self.whole += len(self.chosen)
         for rollout_id in self.chosen:
             self._add_rollout(rollout_id)
-        for name in ("overview", "facets", "health", "cheats", "config", "run_log"):
+        for name in ("overview", "facets", "health", "checks", "cheats", "config", "run_log"):
             self._add(name)
         self._add_list()
         phases = (self._add("tasks") or {}).get("phases", [])
         for phase in {row["phase"] for row in phases}:
             self._add("tasks", phase=phase)
-        self._compare()
+        if held := held_out(self.run):
+            self._compare(of_a=held[0], of_b=held[-1])
         for before, after in pairs:
             self._compare(id_a=before, id_b=after)
 
     def _put(self, path: Sequence[str], query: Mapping[str, str], found: Any) -> None:
-        raw = found if isinstance(found, bytes) else encode(self.redaction.value(found))
+        raw = found if isinstance(found, bytes) else encode(self.redaction.value(self._named(found)))
         if len(self.packs[-1]) > PACK_BYTES:
             self.packs.append(bytearray())
         values = [f"{name}={value}" for name, value in sorted(query.items())]
         key = self.redaction.text("\n".join([*path, *values]))
         self.index[key] = (len(self.packs) - 1, len(self.packs[-1]), len(raw))
         self.packs[-1] += raw
+
+    def _named(self, found: Any) -> Any:
+        """Return a page with the names of run directories for their paths."""
+        text = encode(found)
+        for run in self.runs:
+            text = text.replace(str(run.path).encode(), run.name.encode())
+        return json.loads(text)
 
     def _answer(self, name: str, query: Mapping[str, str]) -> Any:
         """Return a page as JSON values or bytes, None where the run has no such page."""
@@ -191,20 +175,15 @@ class _Pages:
             count, cursor = count or page["count"], page["next"]
             if not cursor:
                 break
-        self.total = count
+        self.total += count
         self._put([self.run.name, "rollouts"], {}, {"rows": rows, "next": None, "count": count})
-
-    def _held_out(self) -> list[tuple[str, int]]:
-        """Return phase and step of each evaluation; empty when there are fewer than two."""
-        page = self._answer("tasks", {"phase": "train"}) or {"phases": []}
-        held = [(row["phase"], row["step"]) for row in page["phases"] if row["phase"].startswith("eval")]
-        return held if len(held) > 1 else []
 
     def _pairs(self) -> list[tuple[str, str]]:
         """Return rollouts of held-out tasks before and after training, changed ones first."""
-        if not (held := self._held_out()):
+        if not (held := held_out(self.run)):
             return []
-        pairs = compare_tasks(self.run, self.run, held[0], held[-1])["pairs"]
+        first, last = (place.rsplit(":", 1) for place in (held[0], held[-1]))
+        pairs = compare_tasks(self.run, self.run, (first[0], int(first[1])), (last[0], int(last[1])))["pairs"]
         pairs.sort(key=lambda pair: ("only_b", "only_a").index(pair["cell"]) if "only" in pair["cell"] else 2)
         return [(pair["a"][0], pair["b"][0]) for pair in pairs[:MAX_PAIRS]]
 
@@ -259,9 +238,10 @@ class _Pages:
                 self._compare(id_a=first, id_b=second)
 
     def _add_once(self, name: str, query: Mapping[str, str]) -> Any:
-        if (name, *query.values()) in self.added:
+        key = (self.run.name, name, *query.values())
+        if key in self.added:
             return None
-        self.added.add((name, *query.values()))
+        self.added.add(key)
         return self._add(name, **query)
 
     def _add_tokens(self, rollout_id: str, page: Mapping[str, Any]) -> None:
@@ -287,19 +267,20 @@ class _Pages:
         for segment in page["segments"]:
             self._add("minimap", id=rollout_id, segment=str(segment["segment"]))
 
-    def _compare(self, **ids: str) -> None:
-        """Add the comparison of the run with itself: before and after, or two rollouts."""
-        asked = [ids]
-        if not ids and (held := self._held_out()):
-            (phase_a, step_a), (phase_b, step_b) = held[0], held[-1]
-            asked.append({"of_a": f"{phase_a}:{step_a}", "of_b": f"{phase_b}:{step_b}"})
-        for query in asked:
-            given = {"runs": self.run.name, **query}
-            self._put(["compare"], given, json.loads(encode(compare(self.context, self.run, Query(given)))))
+    def _compare(self, runs: str = "", **query: str) -> None:
+        """Add a comparison of two sides or two rollouts, of the current run with itself or of `runs`."""
+        given = {"runs": runs or self.run.name, **query}
+        self._put(["compare"], given, json.loads(encode(compare(self.context, self.runs[0], Query(given)))))
+
+    def _compare_ends(self, a: RunHandle, b: RunHandle) -> None:
+        """Add the last evaluations of two runs task by task."""
+        ends = [held_out(run, fewest=1)[-1:] for run in (a, b)]
+        if all(ends):
+            self._compare(f"{a.name},{b.name}", of_a=ends[0][0], of_b=ends[1][0])
 
     def left_out(self) -> str:
         """Return what the file holds and what was left out, in sentences."""
-        parts = [f"{len(self.chosen)} of {self.total} rollouts are here whole"]
+        parts = [f"{self.whole} of {self.total} rollouts are here whole"]
         parts.append("secrets, home paths, the host name and patterns of --redact are replaced")
         if not self.tokens:
             parts.append("tokens are left out")
@@ -308,6 +289,16 @@ class _Pages:
         if self.withheld:
             parts.append(f"failing checks of {self.withheld} verdicts are left out")
         return "; ".join([*parts, "files of agents are left out"]) + "."
+
+
+def held_out(run: RunHandle, fewest: int = 2) -> list[str]:
+    """Return the evaluations of a run in order as `PHASE:STEP`; empty when there are fewer than `fewest`."""
+    try:
+        phases = tasks_page(run, "train")["phases"]
+    except InsituError:
+        return []
+    held = [f"{row['phase']}:{row['step']}" for row in phases if row["phase"].startswith("eval")]
+    return held if len(held) >= fewest else []
 
 
 def text_of(page: bytes) -> str:
@@ -321,18 +312,19 @@ def text_of(page: bytes) -> str:
 def _document(pages: _Pages) -> str:
     """Return the file: policy, what was left out, the script, the data."""
     styles = [(STATIC / name).read_text("utf-8") for name in ("vendor/uPlot.min.css", "app.css")]
-    names = ("theme.js", "vendor/uPlot.iife.min.js")
-    scripts = [*((STATIC / name).read_text("utf-8") for name in names), bundle()]
+    plain = ("theme.js", "vendor/uPlot.iife.min.js")
+    scripts = [*((STATIC / name).read_text("utf-8") for name in plain), bundle()]
     policy = _POLICY.format(scripts=_hashes(scripts), styles=_hashes(styles))
     packs = [encode(pages.index), *pages.packs]
     data = [base64.b64encode(zlib.compress(bytes(pack), 9)).decode() for pack in packs]
-    title, note = html.escape(pages.redaction.text(pages.run.name)), html.escape(pages.left_out())
+    names = ", ".join(run.name for run in pages.runs)
+    title, note = html.escape(pages.redaction.text(names)), html.escape(pages.left_out())
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<title>{title} · insitu</title><link rel="icon" href="{_icon()}">',
+            f'<title>{title} · insitu</title><link rel="icon" href="{icon()}">',
             *(f"<style>{style}</style>" for style in styles),
             f"<script>{scripts[0]}</script></head><body>",
             f'<p class="exported" role="note"><b>Exported from {title}.</b> {note}</p>',
@@ -348,48 +340,3 @@ def _document(pages: _Pages) -> str:
 def _hashes(texts: Iterable[str]) -> str:
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-
-def _icon() -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
-
-
-def bundle() -> str:
-    """Return the modules as one script: each a function that returns its exports, after those it imports."""
-    order: list[Path] = []
-    for name in ("embedded.js", "main.js"):  # main.js draws at once, so the data comes first
-        _visit(STATIC / name, order)
-    parts = ['"use strict";', *(_module(path) for path in order)]
-    return "\n".join(parts).replace('src="icon.svg"', f'src="{_icon()}"')
-
-
-def _imports(path: Path) -> Iterator[Path]:
-    for match in _IMPORT.finditer(path.read_text("utf-8")):
-        yield (path.parent / match[2]).resolve()
-
-
-def _visit(path: Path, order: list[Path]) -> None:
-    if path in order:
-        return
-    for needed in _imports(path):
-        _visit(needed, order)
-    order.append(path)
-
-
-def _module(path: Path) -> str:
-    text = path.read_text("utf-8")
-    if named := _NAMES.search(text):  # vendored: export{a as h,b as html}
-        pairs = [pair.split(" as ") for pair in named[1].split(",")]
-        exported = ", ".join(f"{shown}: {held}" for held, shown in pairs)
-        text = text[: named.start()]
-    else:
-        exported = ", ".join(match[2] for match in _EXPORT.finditer(text))
-    text = _EXPORT.sub(r"\1", text)
-    text = _IMPORT.sub(
-        lambda match: f"const {{ {match[1]} }} = {_name((path.parent / match[2]).resolve())};", text
-    )
-    return f"const {_name(path)} = (() => {{\n{text}\nreturn {{ {exported} }};\n}})();"
-
-
-def _name(path: Path) -> str:
-    return "m_" + re.sub(r"\W", "_", path.relative_to(STATIC.resolve()).as_posix())

@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 
 from insitu.errors import RecordError
+from insitu.storage import evidence
 from insitu.storage import queries as sql
 from insitu.storage.attempts import ENDS
 from insitu.storage.queries import RunReader, ulid_seconds
@@ -20,6 +21,7 @@ from insitu.view.web.runs import RunHandle, open_inside, run_info, summary_of
 
 WAITS = ("queued_s", "agent_s", "engine_s", "grade_s", "total_s")
 _ADVICE_S = 30.0
+ADVICE_STEPS = 5
 MAX_TIMELINE_BYTES = 1 << 20
 
 
@@ -64,7 +66,7 @@ def timeline(run: RunHandle) -> dict[str, Any] | None:
             gauges.append({"time_s": time_s, **line})
         elif event == "begin":
             phases.append({"phase": line["phase"], "step": line["step"], "began_s": time_s, "ended_s": None})
-        elif phases and phases[-1]["phase"] == line["phase"]:
+        elif event == "end" and phases and phases[-1]["phase"] == line["phase"]:
             phases[-1]["ended_s"] = time_s
     names = [name for name in (gauges[-1] if gauges else ()) if name != "schema_version"]
     return {"gauges": {name: [line.get(name) for line in gauges] for name in names}, "phases": phases}
@@ -97,7 +99,7 @@ def _lane(row: Mapping[str, Any]) -> dict[str, Any]:
 def advice(steps: Mapping[str, Any], matrix: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return alarms, and hints for tuning only where there are none."""
     metrics = steps["metrics"]
-    recent = {name: [v for v in values[-5:] if v is not None] for name, values in metrics.items()}
+    recent = {name: [v for v in values[-ADVICE_STEPS:] if v is not None] for name, values in metrics.items()}
     found = [
         {"level": "alarm", "text": f"{name.removesuffix('_alarm').replace('_', ' ')}: alarm in the last step"}
         for name, values in metrics.items()
@@ -128,15 +130,28 @@ def advice(steps: Mapping[str, Any], matrix: Sequence[Mapping[str, Any]]) -> lis
     return found
 
 
+def checks_page(run: RunHandle) -> dict[str, Any]:
+    """Return what the overview says of the pages cheats and health: counts of evidence, and advice."""
+    with run.reader() as reader:
+        kinds = [
+            {"evidence": name} | (reader.one(count) or {}) for name, count in evidence.SUSPECT_COUNTS.items()
+        ]
+        last = (reader.one(sql.WATCH) or {})["steps"] or 0
+        return {
+            "kinds": kinds,
+            "advice": advice(step_columns(reader, last - ADVICE_STEPS), reader.all(sql.STATUS_OUTCOME)),
+        }
+
+
 def cheats_page(run: RunHandle) -> dict[str, Any]:
     """Return evidence of cheating; none of it is a verdict on its own."""
     with run.reader() as reader:
         kinds = []
-        for name, query in sql.SUSPECTS.items():
-            counted = reader.one(sql.SUSPECT_COUNTS[name]) or {"n": 0}
+        for name, query in evidence.SUSPECTS.items():
+            counted = reader.one(evidence.SUSPECT_COUNTS[name]) or {"n": 0}
             kinds.append({"evidence": name, "n": counted["n"], "rollouts": reader.rows(query)})
         steps = step_columns(reader)
-        shared = reader.all(sql.SHARED_DIFFS)
+        shared = reader.all(evidence.SHARED_DIFFS)
     alarms = {
         name: [step for step, value in zip(steps["step"], values, strict=True) if value]
         for name, values in steps["metrics"].items()
@@ -151,7 +166,7 @@ def compare_runs(runs: Sequence[RunHandle]) -> dict[str, Any]:
     for run in runs:
         with run.reader() as reader:
             shown = {"info": run_info(run), "summary": summary_of(run), "steps": step_columns(reader)}
-            found.append({**shown, "heldout": heldout(reader), "phases": reader.all(sql.PHASES)})
+            found.append({**shown, "heldout": heldout(reader)})
     flat = [flat_config(run) for run in runs]
     keys = list(dict.fromkeys(key for config in flat for key in config))
     differences = [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import orjson
 
-from insitu.config import Config
+from insitu.config import tables_of
 from insitu.errors import RecordError
+from insitu.storage import evidence
 from insitu.storage import queries as sql
 from insitu.storage.attempts import ENDS
 from insitu.storage.queries import RunReader
@@ -39,16 +41,16 @@ def overview(run: RunHandle, after: int) -> dict[str, Any]:
 def _stored_overview(reader: RunReader, after: int) -> dict[str, Any]:
     steps = step_columns(reader, after)
     ends = reader.attempts_by_end()
+    why = reader.all(sql.WHY)
     return {
         "steps": steps,
         "heldout": heldout(reader),
         "states": reader.all(sql.STATES),
         "attempts": {end: ends[end] for end in ENDS},
         "running": reader.all(sql.RUNNING),
-        "why": reader.all(sql.WHY),
+        "why": why,
         "alarms": _alarms(steps),
-        "telling": telling(reader),
-        "phases": reader.all(sql.PHASES),
+        "telling": telling(reader, why),
     }
 
 
@@ -57,20 +59,19 @@ def step_columns(reader: RunReader, after: int = -1) -> dict[str, Any]:
     rows = reader.all(sql.STEPS, after=after)
     metrics = [orjson.loads(row["metrics"]) for row in rows]
     names = {name: None for found in metrics for name, v in found.items() if isinstance(v, int | float)}
-    ledger: dict[str, dict[int, int]] = {}
-    for entry in reader.all(sql.LEDGER, after=after):
-        ledger.setdefault(entry["entry"], {})[entry["step"]] = entry["tokens"]
+    ledger = {
+        row["entry"]: dict(zip(orjson.loads(row["steps"]), orjson.loads(row["tokens"]), strict=True))
+        for row in reader.all(sql.LEDGER, after=after)
+    }
     scores = {row["step"]: row for row in reader.step_scores()}
     steps = [row["step"] for row in rows]
     return {
         "step": steps,
-        "committed_s": [row["committed_s"] for row in rows],
-        "plan_hash": [row["plan_hash"] for row in rows],
-        "skipped": [found.get("skipped") or "" for found in metrics],
+        "committed_s": [round(row["committed_s"], 1) for row in rows],
         "solved": [scores[step]["solved"] if step in scores else 0 for step in steps],
         "total": [scores[step]["total"] if step in scores else 0 for step in steps],
-        "reward_sum": [scores[step]["reward_sum"] if step in scores else 0.0 for step in steps],
-        "ledger": {entry: [held.get(step, 0) for step in steps] for entry, held in sorted(ledger.items())},
+        "reward_sum": [_number(scores[step]["reward_sum"]) if step in scores else 0 for step in steps],
+        "ledger": {entry: [held.get(step, 0) for step in steps] for entry, held in ledger.items()},
         "metrics": {name: [_number(found.get(name)) for found in metrics] for name in sorted(names)},
     }
 
@@ -105,12 +106,17 @@ def _alarms(steps: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def telling(reader: RunReader) -> list[dict[str, Any]]:
-    """Return the rollouts most worth reading, each once, with the reason."""
+def telling(reader: RunReader, why: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rollouts most worth reading, each once, with the reason. why: rows of `WHY`."""
     found: dict[str, dict[str, Any]] = {}
-    for why, query in sql.TELLING.items():
+    total = sum(cause["n"] for cause in why)
+    for cause in why[:1]:
+        for row in reader.rows(sql.ONE_ROW, id=cause["example"]):
+            share = f"the most frequent cause: {cause['n']} of {total} unsolved"
+            found[row["id"]] = {**row, "telling": share}
+    for reason, query in evidence.TELLING.items():
         for row in reader.rows(query):
-            found.setdefault(row["id"], {**row, "telling": why})
+            found.setdefault(row["id"], {**row, "telling": reason})
     return list(found.values())[:MAX_TELLING]
 
 
@@ -121,9 +127,7 @@ def step_page(run: RunHandle, credits: Credits, step: int) -> dict[str, Any]:
         if record is None:
             raise RecordError(f"step {step} is not committed")
         rows = reader.rows(sql.STEP_ROWS, step=step)
-        ledger = {
-            e["entry"]: e["tokens"] for e in reader.all(sql.LEDGER, after=step - 1) if e["step"] == step
-        }
+        ledger = {row["entry"]: row["tokens"] for row in reader.all(sql.STEP_LEDGER, step=step)}
     credit = credits.of(run, step)
     groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for row in rows:
@@ -231,21 +235,40 @@ def last_words(reader: RunReader, words: Words | None, rollout_id: str) -> str:
 
 
 def tasks_page(run: RunHandle, phase: str) -> dict[str, Any]:
-    """Return every task of a phase with its tries and solve rate in three parts of the run."""
+    """Return every task of a phase with its tries and its solve rate in parts of the run.
+
+    Parts are thirds of the steps; of held-out tasks, the evaluations.
+    """
+    held = phase.startswith("eval")
     with run.reader() as reader:
         span = reader.one(sql.STEP_SPAN, phase=phase) or {}
         first, last = span.get("first") or 0, span.get("last") or 0
         rows = reader.all(sql.TASKS, phase=phase)
-        thirds: dict[str, list[list[int]]] = {}
-        for row in reader.all(sql.TASK_THIRDS, phase=phase, first=first, span=last - first + 1):
-            thirds.setdefault(row["task"], [[0, 0], [0, 0], [0, 0]])[row["third"]] = [row["solved"], row["n"]]
-        phases = reader.all(sql.PHASES)
+        found = reader.all(sql.PHASES)
+        # Of the steps of training one is enough to name the phase.
+        phases = [row for row in found if row["phase"] != "train"]
+        phases += [row for row in found if row["phase"] == "train"][:1]
+        if held:
+            places = [(row["phase"], row["step"]) for row in phases if row["phase"].startswith("eval")]
+            names = [name if name != "eval_during" else f"step {step}" for name, step in places]
+            found = reader.all(sql.TASK_EVALUATIONS)
+        else:
+            places = [(phase, third) for third in range(3)]
+            names = ["first third", "middle third", "last third"]
+            found = reader.all(sql.TASK_THIRDS, phase=phase, first=first, span=last - first + 1)
+    parts: dict[str, list[list[int]]] = {row["task"]: [[0, 0] for _ in names] for row in rows}
+    for row in found:
+        if row["task"] in parts:
+            parts[row["task"]][places.index((row["phase"], row["part"]))] = [row["solved"], row["n"]]
     for row in rows:
-        row["thirds"] = thirds.get(row["task"], [[0, 0], [0, 0], [0, 0]])
+        row["parts"] = parts[row["task"]]
         score = Score(solved=row["solved"], total=row["n"] - row["failed"], reward_sum=row["reward_sum"])
         row["low"], row["high"] = wilson(score)
         row["rate"] = score.rate if score.total else None
-    return {"phase": phase, "first_step": first, "last_step": last, "phases": phases, "tasks": rows}
+    return {
+        "phase": phase, "first_step": first, "last_step": last, "parts": names, "phases": phases,
+        "tasks": rows,
+    }  # fmt: skip
 
 
 def task_page(run: RunHandle, words: Words | None, task: str) -> dict[str, Any]:
@@ -266,8 +289,7 @@ def config_page(run: RunHandle) -> dict[str, Any]:
     """Return the resolved configuration: each key with value, default and meaning."""
     config = run.config()
     tables = []
-    for table in Config.model_fields:
-        values = config.__dict__[table]
+    for table, values in tables_of(config):
         keys = [
             {
                 "key": key,
@@ -279,7 +301,10 @@ def config_page(run: RunHandle) -> dict[str, Any]:
             for key, info in type(values).model_fields.items()
         ]
         tables.append({"table": table, "keys": keys})
-    return {"tables": tables, "resume": f"insitu train --resume {run.path}"}
+    return {
+        "tables": tables,
+        "resume": "" if run.state() == "finished" else f"insitu train --resume {run.path}",
+    }
 
 
 def _is_default(value: Any, info: Any) -> bool:
@@ -289,11 +314,13 @@ def _is_default(value: Any, info: Any) -> bool:
 def flat_config(run: RunHandle) -> dict[str, Any]:
     """Return the configuration as `table.key` -> value."""
     config = run.config()
-    return {
-        f"{table}.{key}": plain(value)
-        for table in Config.model_fields
-        for key, value in config.__dict__[table].__dict__.items()
-    }
+    seen = Counter[str]()
+    flat: dict[str, Any] = {}
+    for name, values in tables_of(config):
+        seen[name] += 1
+        prefix = f"{name}.{seen[name]}" if seen[name] > 1 else name
+        flat |= {f"{prefix}.{key}": plain(value) for key, value in values.__dict__.items()}
+    return flat
 
 
 def plain(value: Any) -> Any:
@@ -306,4 +333,7 @@ def plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> float | int | None:
-    return value if isinstance(value, int | float) else None
+    """Return a number with 6 digits, more than a chart shows; None for anything else."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    return value if isinstance(value, int) else None

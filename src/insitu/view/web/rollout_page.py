@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from insitu.chat.message_text import MAX_CHARS, clamped
 from insitu.errors import RecordError
 from insitu.storage import queries as sql
 from insitu.storage.logs import MAX_LOG_BYTES
@@ -16,7 +17,7 @@ from insitu.storage.queries import RunReader
 from insitu.view.web.credit import Credits
 from insitu.view.web.runs import RunHandle, open_inside
 from insitu.view.web.token_page import row_spans
-from insitu.view.web.words import MAX_CHARS, Words, clamped, message_spans
+from insitu.view.web.words import Words, message_spans
 
 TIMES = ("began_s", "first_s", "ended_s", "cached")
 MAX_TURNS = 100
@@ -46,7 +47,6 @@ def rollout_page(run: RunHandle, credits: Credits, rollout_id: str) -> dict[str,
     found["has"] = {
         "log": (run.path / "logs" / _log_name(rollout_id)).is_file(),
         "artifacts": bool(_artifact_paths(run, rollout_id, most=1)),
-        "scores": False,
         "times": any(turn["began_s"] for turn in found.get("turns", ())),
     }
     account = None if row is None else row["account"]
@@ -62,6 +62,7 @@ def _decided(reader: RunReader, row: dict[str, Any]) -> dict[str, Any]:
     spans = row_spans(heads, segments)
     for segment, held in zip(segments, spans, strict=True):
         segment["turns"] = [span.turn for span in held]
+        segment["sampled"] = held[0].sampled if held else 0
     return {
         "components": orjson.loads(stored["components"]),
         "deleted": orjson.loads(stored["deleted"]),

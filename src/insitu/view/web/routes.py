@@ -11,10 +11,12 @@ from insitu.view.web.context import Context
 from insitu.view.web.credit import StepCredit
 from insitu.view.web.query import BadRequest, Query
 from insitu.view.web.runs import RunHandle
+from insitu.view.web.search import search_page
 
 MAX_CHARS = 2_000_000
+MAX_CAUSES = 30
 Page = Callable[[Context, RunHandle, Query], Mapping[str, Any] | bytes]
-HEAVY = frozenset({"step", "group", "rollout", "transcript", "task"})
+HEAVY = frozenset({"step", "group", "rollout", "search", "transcript", "task"})
 """Pages that plan a step or decode text."""
 
 
@@ -56,6 +58,7 @@ def _facets(context: Context, run: RunHandle, query: Query) -> Mapping[str, Any]
         return {
             "facets": reader.all(sql.FACETS),
             "categories": reader.all(sql.CATEGORIES),
+            "causes": reader.all(sql.WHY)[:MAX_CAUSES],
             "states": reader.all(sql.STATES),
             "sorts": list(sql.SORTS),
             "filters": list(sql.FILTERS),
@@ -104,6 +107,10 @@ def _task(context: Context, run: RunHandle, query: Query) -> Mapping[str, Any]:
     return pages.task_page(run, words, query.text("task"))
 
 
+def _search(context: Context, run: RunHandle, query: Query) -> Mapping[str, Any]:
+    return search_page(run, *context.words_of(run), query.text("text"), query.whole("before", 2**53))
+
+
 JsonPage = Callable[[Context, RunHandle, Query], Mapping[str, Any]]
 Named = Callable[[RunHandle, str], Mapping[str, Any]]
 
@@ -131,6 +138,7 @@ PAGES: Mapping[str, Page] = {
     "rollouts": _rollouts,
     "facets": _reused("facets", _facets),
     "rollout": _rollout,
+    "search": _search,
     "transcript": _transcript,
     "tokens": _tokens,
     "minimap": _minimap,
@@ -142,6 +150,7 @@ PAGES: Mapping[str, Page] = {
     "artifacts": _by_id(rollout_page.artifacts),
     "run_log": _of_run(rollout_page.run_log),
     "health": _reused("health", _of_run(findings.health_page)),
+    "checks": _reused("checks", _of_run(findings.checks_page)),
     "cheats": _reused("cheats", _of_run(findings.cheats_page)),
     "config": _of_run(pages.config_page),
 }

@@ -13,7 +13,7 @@ from typing import Any
 from insitu.config import Config
 from insitu.errors import InsituError, RecordError
 from insitu.storage.queries import HELDOUT_SCORES, LAST_ROLLOUT, RunReader, ulid_seconds
-from insitu.storage.run_dir import KIND, read_config, read_summary
+from insitu.storage.run_dir import KIND, read_config, read_summary, run_state
 from insitu.storage.store import EmptyStore
 
 SPARK_POINTS = 60
@@ -49,10 +49,8 @@ class RunHandle:
         return tuple(_size_and_time(self.path / name) for name in WATCHED)
 
     def state(self) -> str:
-        """Return `running` while a process holds the lock, else `finished` or `stopped`."""
-        if _is_locked(self.path / "lock"):
-            return "running"
-        return "finished" if (self.path / "summary.json").exists() else "stopped"
+        """Return `running`, `finished` or `stopped`."""
+        return run_state(self.path)
 
 
 class Runs:
@@ -103,9 +101,9 @@ def run_info(run: RunHandle, reader: RunReader | None = None) -> Mapping[str, An
         config = run.config()
         model = config.engine.model if config.engine.kind == "upstream" else Path(config.model.path).name
         info |= {
-            "agent": config.harness.command[0] if config.harness.command else config.harness.agent,
+            "agent": config.agent_names,
             "model": model or "warm start of the demo",
-            "tasks": config.tasks.source + (f" {Path(config.tasks.path).name}" if config.tasks.path else ""),
+            "tasks": " + ".join(f"{one.source} {Path(one.path).name}".strip() for one in config.tasks),
             "engine": config.engine.kind,
             "seed": config.run.seed,
             "steps": config.run.steps,
@@ -113,6 +111,8 @@ def run_info(run: RunHandle, reader: RunReader | None = None) -> Mapping[str, An
         }
         with contextlib.nullcontext(reader) if reader else run.reader() as opened:
             info |= _stored_info(opened)
+        if info["kind"] == "serve":  # agent and tasks are not those of the configuration
+            info |= {"agent": "served sessions", "tasks": ""}
     except EmptyStore:
         info["problem"] = "no rollouts yet"
     except InsituError as error:
@@ -201,13 +201,3 @@ def _private(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return not path.stat().st_mode & (stat.S_IROTH | stat.S_IXOTH)
     return True
-
-
-def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the flock; taking it would disturb a run that starts."""
-    try:
-        inode = str(path.stat().st_ino)
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return False
-    return any(line.split()[5].rpartition(":")[2] == inode for line in lines if " FLOCK " in line)

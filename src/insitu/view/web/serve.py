@@ -23,7 +23,7 @@ from aiohttp import web
 from insitu.errors import ConfigError, InsituError, SetupError
 from insitu.storage.queries import interrupted
 from insitu.storage.store import EmptyStore
-from insitu.view.web.context import Context
+from insitu.view.web.context import Context, Tagged
 from insitu.view.web.events import stream_events
 from insitu.view.web.guard import DOWNLOAD_HEADERS, HEADERS, Guard, is_loopback, refusal
 from insitu.view.web.query import BadRequest, Query
@@ -116,16 +116,21 @@ async def _answer(
         if interrupted(error):
             return refusal(503, "the query took too long: narrow it by a filter")
         return refusal(404, without_paths(error, run))
+    if isinstance(found, Tagged):
+        headers = {**HEADERS, "ETag": found.tag}
+        if request.headers.get("If-None-Match") == found.tag:
+            return web.Response(status=304, headers=headers)
+        return _json(found, headers)
     return _json(found)
 
 
-def _json(found: Mapping[str, Any] | bytes) -> web.Response:
+def _json(found: Mapping[str, Any] | bytes, headers: Mapping[str, str] = HEADERS) -> web.Response:
     binary = isinstance(found, bytes)
     body = found if isinstance(found, bytes) else encode(found)
     if len(body) > MAX_ANSWER_BYTES:
         return refusal(413, f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB: ask for less")
     kind = "application/octet-stream" if binary else "application/json"
-    answer = web.Response(body=body, headers={**HEADERS, "Content-Type": kind})
+    answer = web.Response(body=body, headers={**headers, "Content-Type": kind})
     if len(body) > 4096:
         answer.enable_compression()
     return answer

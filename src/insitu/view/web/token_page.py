@@ -18,7 +18,9 @@ import orjson
 
 from insitu.capture.export import by_index, chain_ends
 from insitu.errors import RecordError
-from insitu.storage.queries import SEGMENT_HEADS, STATE, TURN_HEADS, TURN_ROWS, RunReader
+from insitu.storage.queries import ONE_STEP, SEGMENT_HEADS, STATE, TURN_HEADS, TURN_ROWS, RunReader
+from insitu.storage.run_dir import SCORES
+from insitu.storage.scores import RowScores, read_row
 from insitu.types import Turn
 from insitu.view.web.words import Words
 
@@ -110,14 +112,41 @@ def token_page(
         "mask": mask,
         "reason": reasons,
     }
+    scores, unscored = _row_scores(reader, rollout_id, segment)
+    if scores is not None:
+        arrays |= _window(scores, start, count)
     info = {
-        "rollout": rollout_id,
-        "segment": segment,
-        "start": start,
-        "count": count,
-        "total": head["tokens"],
+        "rollout": rollout_id, "segment": segment, "start": start, "count": count, "total": head["tokens"],
+        "label": head["label"], "kind": head["kind"], "reasons": names, "unscored": unscored,
+    }  # fmt: skip
+    return encode(info, arrays, words, ids)
+
+
+def _row_scores(reader: RunReader, rollout_id: str, segment: int) -> tuple[RowScores | None, str]:
+    """Return the trainer's scores of a row, or None and why there are none."""
+    state = reader.one(STATE, id=rollout_id)
+    step = None if state is None else reader.one(ONE_STEP, step=state["account"])
+    if step is None:
+        return None, "no committed step has trained this rollout"
+    try:
+        folder = reader.run_dir / SCORES
+        return read_row(folder, step["step"], step["plan_hash"], rollout_id, segment), ""
+    except RecordError as error:
+        return None, str(error)
+
+
+def _window(scores: RowScores, start: int, count: int) -> dict[str, npt.NDArray[Any]]:
+    """Return gap and entropy (NaN = not trained) and flags of the tokens of a window."""
+    at = np.flatnonzero(scores.mask[start : start + count])
+    first = int(scores.mask[:start].sum())
+    found: dict[str, npt.NDArray[Any]] = {
+        "gap": np.full(count, np.nan, np.float32),
+        "entropy": np.full(count, np.nan, np.float32),
+        "flags": np.zeros(count, np.uint8),
     }
-    return encode(info | {"label": head["label"], "kind": head["kind"], "reasons": names}, arrays, words, ids)
+    for name, array in found.items():
+        array[at] = getattr(scores, name)[first : first + len(at)]
+    return found
 
 
 def turn_page(
@@ -154,8 +183,11 @@ def turn_page(
         "mask": mask if not head["excluded"] else np.zeros_like(mask),
         "reason": reasons,
     }
-    info = {"rollout": rollout_id, "turn": turn, "start": start, "count": count, "total": total}
-    return encode(info | {"label": "", "kind": "sampled", "reasons": [CONTEXT, fate]}, arrays, words, ids)
+    info = {
+        "rollout": rollout_id, "turn": turn, "start": start, "count": count, "total": total, "label": "",
+        "kind": "sampled", "reasons": [CONTEXT, fate], "unscored": "recorded for segments, not for turns",
+    }  # fmt: skip
+    return encode(info, arrays, words, ids)
 
 
 def encode(
@@ -200,7 +232,7 @@ def decode(body: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]], li
 
 
 def minimap(reader: RunReader, rollout_id: str, segment: int) -> dict[str, Any]:
-    """Return a whole row in at most BUCKETS buckets: share of masked tokens, least log-probability, turns."""
+    """Return a whole row in at most BUCKETS buckets: share of masked tokens, extremes, turns."""
     segments = reader.all(SEGMENT_HEADS, id=rollout_id)
     head = _segment(segments, segment)
     total = head["tokens"]
@@ -220,12 +252,23 @@ def minimap(reader: RunReader, rollout_id: str, segment: int) -> dict[str, Any]:
         "edges": edges.tolist(),
         "masked": [round(float(share), 4) for share in shares],
         "min_logprob": [round(float(value), 4) for value in lowest],
-        "max_gap": None,
+        "max_gap": _largest_gaps(_row_scores(reader, rollout_id, segment)[0], edges, total),
         "turns": [
             {"turn": s.turn, "start": s.start, "sampled": s.sampled, "stop": s.stop, "excluded": s.excluded}
             for s in spans
         ],
     }
+
+
+def _largest_gaps(
+    scores: RowScores | None, edges: npt.NDArray[np.int64], total: int
+) -> list[float | None] | None:
+    """Return the largest |gap| of each bucket, None for one without trained tokens; None without scores."""
+    if scores is None:
+        return None
+    gaps = np.full(total, -1.0, np.float32)
+    gaps[np.flatnonzero(scores.mask)] = np.abs(scores.gap)
+    return [float(f"{v:.4g}") if v >= 0 else None for v in np.maximum.reduceat(gaps, edges).tolist()]
 
 
 def _segment(segments: list[dict[str, Any]], index: int) -> dict[str, Any]:

@@ -12,9 +12,21 @@ export function isEmbedded() {
   return embedded !== null;
 }
 
-/** Return the JSON at `path` ("runs", "run/NAME/overview"). @param {string} path @param {AbortSignal} [signal] */
+/** The newest answers that the server named by an entity tag. @type {Map<string, {tag: string, data: any}>} */
+const kept = new Map();
+const KEPT = 16;
+
+/** Return the JSON at `path` ("runs", "run/NAME/overview"); the same object while the answer is the same. @param {string} path @param {AbortSignal} [signal] */
 export async function get(path, signal) {
-  return JSON.parse(new TextDecoder().decode(await bytes(path, signal)));
+  const old = kept.get(path);
+  const reply = embedded ? null : await request(path, signal, old ? { "If-None-Match": old.tag } : {});
+  if (reply?.status === 304) return old?.data;
+  const data = reply ? await reply.json() : JSON.parse(new TextDecoder().decode(await bytes(path, signal)));
+  const tag = reply?.headers.get("ETag");
+  kept.delete(path);
+  if (tag) kept.set(path, { tag, data });
+  if (kept.size > KEPT) kept.delete(kept.keys().next().value ?? "");
+  return data;
 }
 
 /** Return the bytes at `path`. @param {string} path @param {AbortSignal} [signal] @returns {Promise<Uint8Array>} */
@@ -24,8 +36,13 @@ export async function bytes(path, signal) {
     if (!found) throw new Error("this is not in the exported file");
     return found;
   }
-  const reply = await fetch(`api/${path}`, { signal, credentials: "same-origin" });
-  if (reply.ok) return new Uint8Array(await reply.arrayBuffer());
+  return new Uint8Array(await (await request(path, signal)).arrayBuffer());
+}
+
+/** @param {string} path @param {AbortSignal} [signal] @param {Record<string, string>} [headers] */
+async function request(path, signal, headers = {}) {
+  const reply = await fetch(`api/${path}`, { signal, headers, credentials: "same-origin", cache: "no-store" });
+  if (reply.ok || reply.status === 304) return reply;
   if (reply.status === 401) throw new Error("the viewer was restarted: open the address that `insitu view` prints");
   let message = reply.statusText || `status ${reply.status}`;
   try {

@@ -1,8 +1,25 @@
 // Charts: uPlot for curves, SVG for the small ones. Each has a sentence and a table for those who cannot see it.
-import { html, useEffect, useLayoutEffect, useMemo, useRef } from "./vendor/preact-htm.module.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact-htm.module.js";
 import { isNumber, num, when } from "./format.js";
 
 /* global uPlot */
+
+const TABLE_ROWS = 1000;
+
+/** The numbers of a chart as a table, built when it is opened: {label, texts} per column. */
+function AsTable({ title, columns }) {
+  const [open, setOpen] = useState(false);
+  const rows = columns[0].texts.length;
+  const first = Math.max(0, rows - TABLE_ROWS);
+  return html`<details class="as-table" onToggle=${(event) => setOpen(event.currentTarget.open)}><summary aria-label=${`${title} as a table`}>as a table</summary>
+    ${open && html`<div class="scroll" tabindex="0" role="region" aria-label=${`${title}: table`}><table><thead><tr>${columns.map(({ label }) => html`<th scope="col">${label}</th>`)}</tr></thead>
+      <tbody>${columns[0].texts.slice(first).map((text, i) => html`<tr><th scope="row">${text}</th>${columns.slice(1).map(({ texts }) => html`<td>${texts[first + i]}</td>`)}</tr>`)}</tbody></table>
+      ${first > 0 && html`<p class="note">the last ${TABLE_ROWS} of ${rows} rows</p>`}</div>`}</details>`;
+}
+
+function textsOf(values, format, low, high) {
+  return values.map((y, i) => (!isNumber(y) ? "" : low && isNumber(low[i]) ? `${format(y)} (${format(low[i])} – ${format(high[i])})` : format(y)));
+}
 
 /** The colour of a CSS variable as the canvas needs it. */
 export function cssColour(name) {
@@ -80,6 +97,7 @@ export function Chart({ title, xs, series, height = 160, range = undefined, log 
     ${legend ? html`<${Legend} series=${series} />` : ""}
     <div ref=${box} class=${`plot ${onPick ? "pickable" : ""}`} role="img" aria-label=${summary(title, xs, main.values)}></div>
     <div ref=${readout} class="readout" aria-hidden="true"></div>
+    <${AsTable} title=${title} columns=${[{ label: axis, texts: xs.map((x) => (axis === "time" ? when(x) : num(x))) }, ...series.filter((s) => !s.quiet).map((s) => ({ label: s.label, texts: textsOf(s.values, format, s.low, s.high) }))]} />
   </figure>`;
 }
 
@@ -95,16 +113,22 @@ function showCursor(u, element, series, format, axis) {
   element.textContent = values.length ? `${axis === "time" ? when(u.data[0][at]) : `${axis} ${num(u.data[0][at])}`} · ${values.map(([s, y]) => (series.length > 1 ? `${s.label} ${format(y)}` : format(y))).join(" · ")}` : "";
 }
 
+/** A time as a tick: the date at midnight, else the time of day. */
+function clock(time, incr) {
+  const [date, clocked] = when(time).split(" ");
+  return clocked === "00:00:00" ? date.slice(5) : clocked.slice(0, incr < 60 ? 8 : 5);
+}
+
 function plotOptions({ series, range, log, sync, format, axis, height, width }) {
   const [grid, text] = [cssColour("--grid"), cssColour("--dim")];
   const font = "11px system-ui, sans-serif";
   return {
-    width, height, padding: [8, 10, 0, 0], hooks: {},
+    width, height, padding: [8, axis === "time" ? 26 : 10, 0, 0], hooks: {},
     legend: { show: false },
     cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false }, ...(sync ? { sync: { key: sync } } : {}) },
     scales: { x: { time: axis === "time" }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
     axes: [
-      { stroke: text, font, grid: { show: false }, ticks: { show: false }, size: 24, gap: 4, space: 40, ...(axis === "time" ? {} : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5, 1e6] }) },
+      { stroke: text, font, grid: { show: false }, ticks: { show: false }, size: 24, gap: 4, ...(axis === "time" ? { space: 64, values: (_u, ticks, _axis, _space, incr) => ticks.map((t) => clock(t, incr)) } : { space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5, 1e6] }) },
       { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false }, size: 54, gap: 4, space: 28, values: (_u, ticks) => ticks.map((y) => (isNumber(y) ? format(y) : "")) },
     ],
     series: [{}, ...series.map((s) => plotSeries(s))],
@@ -182,6 +206,7 @@ export function Stack({ title, xs, parts, height = 110, share = false, link = un
     <${Legend} series=${parts.filter((part) => part.values.some((v) => v > 0))} />
     <svg viewBox=${`0 0 ${width} ${height}`} preserveAspectRatio="none" height=${height} role=${link ? "group" : "img"} aria-label=${`${title}: ${xs.length} bars, last ${last >= 0 ? format(totals[last]) : "none"}`}>${columns}</svg>
     <div class="ends" aria-hidden="true"><span>${xs.length ? `${axis} ${num(xs[0])}` : ""}</span><span>${share ? "" : `highest ${format(Math.max(...totals))}`}</span><span>${xs.length > 1 ? num(xs.at(-1)) : ""}</span></div>
+    <${AsTable} title=${title} columns=${[{ label: axis, texts: xs.map(num) }, ...parts.map((part) => ({ label: part.label, texts: textsOf(part.values, format) }))]} />
   </figure>`;
 }
 
@@ -208,7 +233,14 @@ export function Histogram({ title, values, bins = 24, format = num, height = 72,
       ${counts.map((n, i) => n > 0 && html`<rect x=${(i * slot + 0.5).toFixed(2)} width=${(slot - 1).toFixed(2)} y=${(height - (height * n) / top).toFixed(2)} height=${((height * n) / top).toFixed(2)} fill=${`var(${colour})`}><title>${`${n} from ${format(low + (i * (high - low)) / counts.length)}`}</title></rect>`)}
     </svg>
     <div class="ends" aria-hidden="true"><span>${format(low)}</span><span>${high > low ? format(high) : ""}</span></div>
+    <${AsTable} title=${title} columns=${[{ label: "from", texts: counts.map((_, i) => format(low + (i * (high - low)) / counts.length)) }, { label: "values", texts: counts.map(String) }]} />
   </figure>`;
+}
+
+/** The mean of the last 5 values; null without one. @param {(number|null)[]|undefined} values */
+export function recentMean(values) {
+  const shown = (values ?? []).filter(isNumber).slice(-5);
+  return shown.length ? shown.reduce((a, b) => a + b, 0) / shown.length : null;
 }
 
 /** The centred moving mean over `size` values, without those that are missing. */

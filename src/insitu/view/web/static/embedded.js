@@ -36,7 +36,20 @@ async function answer(path) {
     const list = await json(stored(parts.join("\n")));
     return new TextEncoder().encode(JSON.stringify(chosen(list, query)));
   }
+  if (place === "compare" && search.startsWith("runs=") && !search.includes("&")) {
+    const found = columnsOf(await json(stored("compare")), query.runs.split(","));
+    return found && new TextEncoder().encode(JSON.stringify(found));
+  }
   return stored([...parts, ...Object.entries(query).sort(([a], [b]) => (a < b ? -1 : 1)).map(([k, v]) => `${k}=${v}`)].join("\n"));
+}
+
+/** The comparison of some runs, from that of all runs of the file. */
+function columnsOf(all, names) {
+  const at = names.map((name) => all.runs.findIndex((run) => run.info.name === name));
+  if (at.includes(-1)) return null;
+  const differences = all.differences.map(({ key, values }) => ({ key, values: at.map((i) => values[i]) }));
+  const differs = ({ values }) => values.some((value) => JSON.stringify(value) !== JSON.stringify(values[0]));
+  return { runs: at.map((i) => all.runs[i]), differences: differences.filter(differs) };
 }
 
 const varying = (text) => (text ?? "").replace(/0x[0-9a-fA-F]+|[0-9a-fA-F]{12,}|\d+/g, "#");

@@ -48,4 +48,12 @@ function handle(event) {
   return undefined;
 }
 
+/** Focus the link of the next row (or the one before) of lists and tables; Enter opens it. @param {1|-1} by */
+export function focusRow(by) {
+  const rows = [...document.querySelectorAll("main tbody tr, main .bar-row, main .rowlink")];
+  const links = rows.map((row) => /** @type {HTMLElement|null} */ (row.matches("a") ? row : row.querySelector("a"))).filter((link) => link !== null);
+  const at = links.findIndex((link) => link === document.activeElement);
+  links[Math.max(0, Math.min(links.length - 1, at + (at < 0 ? 1 : by)))]?.focus();
+}
+
 addEventListener("keydown", handle);

@@ -3,7 +3,7 @@ import { createContext, useContext, useEffect, useRef, useState } from "./vendor
 import { apiPath, isEmbedded } from "./api.js";
 import { plural } from "./format.js";
 
-/** @typedef {{version: number, message: string, rollouts: number|null, running: number|null}} Live */
+/** @typedef {{version: number, message: string, rollouts: number|null, running: number|null, state?: string}} Live */
 
 /** The run that the page shows: {run: its info, live, name}. */
 export const RunContext = createContext({ run: /** @type {any} */ (null), live: { version: 0, message: "", rollouts: null, running: null }, name: "" });
@@ -38,13 +38,15 @@ export function useEvents(run) {
     let source = null;
     let spoken = 0;
     let first = true;
+    setLive({ version: 0, message: "", rollouts: null, running: null });
     const onChange = (event) => {
       const now = JSON.parse(event.data);
       setLive((old) => {
         const grown = old.rollouts !== null && now.rollouts > old.rollouts;
         const speak = grown && Date.now() - spoken > 10_000;
         if (speak) spoken = Date.now();
-        const message = speak ? `${plural(now.rollouts - (old.rollouts ?? 0), "new rollout")}` : old.message;
+        const ended = old.state === "running" && now.state !== "running";
+        const message = ended ? `the run ${now.state}` : speak ? `${plural(now.rollouts - (old.rollouts ?? 0), "new rollout")}` : old.message;
         // The first event says where the run is; the page has just been loaded.
         const version = first ? old.version : old.version + 1;
         first = false;

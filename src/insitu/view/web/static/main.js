@@ -1,7 +1,8 @@
 // The shell: header, pages, keys, live events.
 import { h, html, render, useEffect, useErrorBoundary, useRef, useState } from "./vendor/preact-htm.module.js";
+import { isEmbedded } from "./api.js";
 import { RunContext, useEvents } from "./live.js";
-import { activeKeys, useKeys } from "./keys.js";
+import { activeKeys, focusRow, useKeys } from "./keys.js";
 import { go, href, rolloutHref, useRoute } from "./router.js";
 import { Badge, useData, Waiting } from "./ui.js";
 import { Line } from "./text.js";
@@ -15,22 +16,25 @@ import { TasksPage, TaskPage } from "./pages/tasks.js";
 import { HealthPage } from "./pages/health.js";
 import { CheatsPage } from "./pages/cheats.js";
 import { ComparePage } from "./pages/compare.js";
+import { SearchPage } from "./pages/search.js";
 import { ConfigPage } from "./pages/config.js";
 
 const PAGES = {
   runs: RunsPage, overview: OverviewPage, step: StepPage, group: GroupPage, rollouts: RolloutsPage, rollout: RolloutPage,
-  tasks: TasksPage, task: TaskPage, health: HealthPage, cheats: CheatsPage, compare: ComparePage, config: ConfigPage,
+  tasks: TasksPage, task: TaskPage, health: HealthPage, cheats: CheatsPage, compare: ComparePage, config: ConfigPage, search: SearchPage,
 };
-const MENU = [["overview", "Overview"], ["rollouts", "Rollouts"], ["tasks", "Tasks"], ["health", "Health"], ["cheats", "Cheats"], ["config", "Config"]];
+const MENU = [["overview", "Overview"], ["rollouts", "Rollouts"], ["search", "Search"], ["tasks", "Tasks"], ["health", "Health"], ["cheats", "Cheats"], ["config", "Config"]];
 const PARENT = { step: "overview", group: "rollouts", rollout: "rollouts", task: "tasks" };
 
 function App() {
   const route = useRoute();
   const [help, setHelp] = useState(false);
   const live = useEvents(route.run);
-  const { data, error } = useData(route.run ? "runs" : "", live.running === null ? 0 : Number(live.running > 0));
+  const { data, error } = useData(route.run || route.page === "compare" ? "runs" : "", live.running === null ? 0 : Number(live.running > 0));
   const run = data?.runs.find((info) => info.name === route.run);
-  useKeys(globalKeys(route, () => setHelp(true)));
+  const [said, setSaid] = useState("");
+  const copy = () => void copyPlace(route, data?.runs ?? []).then((text) => (setSaid(text), setTimeout(() => setSaid(""), 3000)));
+  useKeys(globalKeys(route, () => setHelp(true), copy));
   useEffect(() => {
     document.title = [pageTitle(route), route.run, "insitu"].filter(Boolean).join(" · ");
   }, [route]);
@@ -42,8 +46,9 @@ function App() {
         <a class="brand" href="#/" aria-label="insitu: all runs"><img src="icon.svg" alt="" /><span>insitu</span></a>
         ${route.run && html`<span class="crumb"><span class="up"><a href="#/">runs</a><span class="sep" aria-hidden="true">/</span></span><a href=${href(route.run)}><${Line} text=${route.run} /></a></span>`}
         ${route.page === "compare" && html`<span class="crumb"><a href="#/">runs</a><span class="sep" aria-hidden="true">/</span>compare</span>`}
-        ${run && html`<${Badge} value=${run.state} />`}
+        ${run && html`<${Badge} value=${live.state ?? run.state} />`}
         <span class="grow"></span>
+        <span class="note" role="status">${said}</span>
         <span class="icons">
           <button onClick=${switchTheme} title="Switch between dark and light" aria-label="Switch between dark and light">◐</button>
           <button onClick=${() => setHelp(true)} title="Keys (?)" aria-label="Keys">?</button>
@@ -81,15 +86,36 @@ function pageTitle({ page, parts }) {
   return [page, ...parts].join(" ");
 }
 
-function globalKeys(route, help) {
+function globalKeys(route, help, copy) {
   const to = (page) => [`go to ${page || "overview"}`, () => route.run && go(href(route.run, page))];
   return {
     "?": ["show the keys", help],
+    "j": ["next row, Enter opens it", () => focusRow(1)],
+    "k": ["previous row", () => focusRow(-1)],
     "u": ["up one level", () => go(parentOf(route))],
-    "g o": to(""), "g s": to("rollouts"), "g t": to("tasks"), "g h": to("health"), "g e": to("cheats"), "g k": to("config"),
+    "g o": to(""), "g s": to("rollouts"), "g f": to("search"), "g t": to("tasks"), "g h": to("health"), "g e": to("cheats"), "g k": to("config"),
     "g r": ["go to all runs", () => go("#/")],
-    "y": ["copy the address of this view", () => void navigator.clipboard.writeText(location.href)],
+    "y": ["copy the command that opens this view", copy],
   };
+}
+
+/** Copy `insitu view … --at …`, or the address of an exported file; return what was done. */
+async function copyPlace(route, runs) {
+  const names = route.page === "compare" ? (route.parts[0] ?? "").split(",") : [route.run];
+  const paths = runs.filter((run) => names.includes(run.name)).map((run) => run.path);
+  const command = ["insitu view", ...paths.map(shellWord), "--at", shellWord(location.hash.replace(/^#\/?/, ""))].join(" ");
+  const text = isEmbedded() || !paths.length ? location.href : command;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    return "the browser does not allow copying";
+  }
+  return `copied: ${text === command ? "the command that opens this view" : "the address"}`;
+}
+
+/** One word of a POSIX shell. */
+function shellWord(text) {
+  return /^[\w./:=,@%+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 }
 
 function parentOf({ run, page, parts, query }) {

@@ -1,26 +1,13 @@
-// A scrolling strip of up to a million tokens: pages of 4,096 in the DOM, at most five, spacers for the rest.
-// Colours are CSS highlights over short text nodes: no element per token.
+// A scrolling strip of up to a million tokens: fetched in pages of 4,096, drawn in parts of about 512 around what
+// is in view. Colours are CSS highlights over short text nodes: no element per token. Chromium draws every
+// highlight in the document again when one changes, so what is not near the view must not be there.
 import { bytes } from "./api.js";
 import { controlName, isHidden } from "./text.js";
-import { TONES_OF_TOKENS } from "./tokens_signals.js";
+import { decodeTokens, endsOf, PAGE_TOKENS, pageOf, PART_TOKENS, PARTS, startsOf, textOf, tokenOfOffset } from "./tokens_page.js";
+import { kindsOf, TONES_OF_TOKENS } from "./tokens_signals.js";
 
-export const PAGE_TOKENS = 4096;
 const NODE_TOKENS = 256;
-const MAX_PAGES = 5;
-const TYPES = { u32: Uint32Array, i32: Int32Array, f32: Float32Array, u8: Uint8Array };
-
-/** @typedef {{header: any, columns: Record<string, any>, text: string, count: number}} TokenPage */
-
-/** Decode the binary answer: header length, header, arrays, text. @param {Uint8Array} raw @returns {TokenPage} */
-export function decodeTokens(raw) {
-  const length = new DataView(raw.buffer, raw.byteOffset).getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(raw.subarray(4, 4 + length)));
-  const body = raw.slice(4 + length);
-  const columns = {};
-  for (const { name, type, offset, length: n } of header.arrays) columns[name] = new TYPES[type](body.buffer, offset, n);
-  const text = new TextDecoder().decode(body.subarray(header.text.offset, header.text.offset + header.text.bytes));
-  return { header, columns, text: columns.end?.length ? text : "", count: header.count };
-}
+const MAX_PARTS = 16;
 
 /** Highlights are shared by all pages: one per tone. */
 function highlights() {
@@ -43,13 +30,19 @@ export class TokenStrip {
   constructor(box, options) {
     this.box = box;
     this.options = options;
-    this.pages = Math.ceil(options.total / PAGE_TOKENS);
+    this.parts = Math.ceil(options.total / PART_TOKENS);
     /** @type {Map<number, Promise<TokenPage>>} */
     this.loading = new Map();
+    /** @type {Map<number, TokenPage>} */
+    this.ready = new Map();
+    /** First token of each part, by page. @type {Map<number, number[]>} */
+    this.starts = new Map();
     /** @type {Map<number, any>} */
     this.shown = new Map();
     this.heights = new Map();
     this.rowsPerToken = 0.9;
+    /** @type {Float64Array|null} */
+    this.tops = null;
     this.paint = { signal: null, only: null, context: {} };
     this.spaces = false;
     this.marked = -1;
@@ -61,6 +54,7 @@ export class TokenStrip {
     box.addEventListener("scroll", this.onScroll, { passive: true });
     this.resize = new ResizeObserver(() => {
       this.heights.clear();
+      this.tops = null;
       this.update();
     });
     this.resize.observe(box);
@@ -79,72 +73,119 @@ export class TokenStrip {
     if (!this.loading.has(index)) {
       const start = index * PAGE_TOKENS;
       const page = bytes(this.options.pathOf(start, Math.min(PAGE_TOKENS, this.options.total - start))).then(decodeTokens);
-      page.then(this.options.onPage, (error) => (this.loading.delete(index), this.options.onError(error.message)));
+      page.then((found) => {
+        this.starts.set(index, startsOf(found));
+        this.ready.set(index, found);
+        this.options.onPage(found);
+      }, (error) => (this.loading.delete(index), this.options.onError(error.message)));
       this.loading.set(index, page);
       // Twenty pages are about 1.6 MB: the oldest that is not shown goes.
-      for (const old of this.loading.keys()) if (this.loading.size > 20 && !this.shown.has(old) && old !== index) this.loading.delete(old);
+      const kept = new Set([index, ...[...this.shown.keys()].map(pageOf)]);
+      for (const old of this.loading.keys()) if (this.loading.size > 20 && !kept.has(old)) this.loading.delete(old), this.ready.delete(old);
     }
     return /** @type {Promise<TokenPage>} */ (this.loading.get(index));
   }
 
+  /** The first token of a part; by the even division until its page is there. */
+  startOf(index) {
+    if (index >= this.parts) return this.options.total;
+    return this.starts.get(pageOf(index))?.[index % PARTS] ?? index * PART_TOKENS;
+  }
+
   tokensIn(index) {
-    return Math.min(PAGE_TOKENS, this.options.total - index * PAGE_TOKENS);
+    return this.startOf(index + 1) - this.startOf(index);
+  }
+
+  partOf(token) {
+    let index = Math.min(this.parts - 1, Math.floor(token / PART_TOKENS));
+    if (this.startOf(index) > token) index--;
+    return index;
   }
 
   heightOf(index) {
-    return this.heights.get(index) ?? Math.max(20, this.tokensIn(index) * this.rowsPerToken);
+    return this.heights.get(index) ?? Math.max(20, PART_TOKENS * this.rowsPerToken);
   }
 
+  /** Where each part begins, and the end of the last; estimated until a part was drawn. */
   topOf(index) {
-    let top = 0;
-    for (let i = 0; i < index; i++) top += this.heightOf(i);
-    return top;
-  }
-
-  pageAt(y) {
-    let top = 0;
-    for (let i = 0; i < this.pages; i++) {
-      const height = this.heightOf(i);
-      if (y < top + height) return { index: i, share: Math.max(0, (y - top) / height) };
-      top += height;
+    if (!this.tops) {
+      this.tops = new Float64Array(this.parts + 1);
+      for (let i = 0; i < this.parts; i++) this.tops[i + 1] = this.tops[i] + this.heightOf(i);
     }
-    return { index: Math.max(0, this.pages - 1), share: 1 };
+    return this.tops[index];
   }
 
-  /** Show the pages in view and one beside them; place them by their tops. */
+  partAt(y) {
+    let [low, high] = [0, this.parts - 1];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.topOf(middle + 1) > y) high = middle;
+      else low = middle + 1;
+    }
+    return { index: low, share: Math.min(1, Math.max(0, (y - this.topOf(low)) / Math.max(1, this.heightOf(low)))) };
+  }
+
+  /** Show the parts in view and one beside them; place them by their tops. */
   update() {
-    if (this.destroyed || !this.pages) return;
-    const first = this.pageAt(this.box.scrollTop);
-    const last = this.pageAt(this.box.scrollTop + this.box.clientHeight);
+    if (this.destroyed || !this.parts) return;
+    const first = this.partAt(this.box.scrollTop);
+    const last = this.partAt(this.box.scrollTop + this.box.clientHeight);
     const from = Math.max(0, first.index - (first.share < 0.3 ? 1 : 0));
-    const to = Math.min(this.pages - 1, last.index + (last.share > 0.7 ? 1 : 0), from + MAX_PAGES - 1);
+    const to = Math.min(this.parts - 1, last.index + (last.share > 0.7 ? 1 : 0), from + MAX_PARTS - 1);
     for (const index of [...this.shown.keys()]) if (index < from || index > to) this.hide(index);
-    for (let index = from; index <= to; index++) if (!this.shown.has(index)) this.show(index);
+    const added = [];
+    for (let index = from; index <= to; index++) if (!this.shown.has(index)) added.push(this.show(index));
+    this.draw(added.filter((entry) => entry.page));
     this.place();
-    const tokenAt = ({ index, share }) => Math.round(index * PAGE_TOKENS + share * this.tokensIn(index));
-    this.options.onView(tokenAt(first), tokenAt(last));
+    const top = this.box.getBoundingClientRect().top;
+    this.options.onView(this.tokenNear(first, top), this.tokenNear(last, top + this.box.clientHeight));
+  }
+
+  /** The first token whose line ends below `y` of the window; by its share of the height until its page is drawn. */
+  tokenNear({ index, share }, y) {
+    const entry = this.shown.get(index);
+    if (!entry?.page) return Math.round(this.startOf(index) + share * this.tokensIn(index));
+    let [low, high] = [entry.from, entry.to];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (placeOf(this.rangeOf(entry, middle, middle)).bottom > y) high = middle;
+      else low = middle + 1;
+    }
+    return entry.page.header.start + low;
   }
 
   place() {
-    this.inner.style.height = `${this.topOf(this.pages)}px`;
+    this.inner.style.height = `${this.topOf(this.parts)}px`;
     for (const [index, { element }] of this.shown) element.style.top = `${this.topOf(index)}px`;
   }
 
   show(index) {
     const element = document.createElement("div");
     element.className = "tokpage";
-    const entry = { index, element, page: null, pieces: [], ranges: [] };
+    const page = this.ready.get(pageOf(index)) ?? null;
+    const entry = { index, element, page, from: 0, to: 0, pieces: [], ranges: [] };
     this.shown.set(index, entry);
     this.inner.append(element);
-    this.load(index).then((page) => {
-      if (this.destroyed || this.shown.get(index) !== entry) return;
-      entry.page = page;
+    if (!page) this.load(pageOf(index)).then((loaded) => this.arrived(entry, loaded), () => {});
+    return entry;
+  }
+
+  arrived(entry, page) {
+    if (this.destroyed || this.shown.get(entry.index) !== entry) return;
+    entry.page = page;
+    this.draw([entry]);
+    this.update();
+  }
+
+  /** Fill all, then measure all: a height read between two changes lays the document out once more. */
+  draw(entries) {
+    if (!entries.length) return;
+    for (const entry of entries) {
+      [entry.from, entry.to] = [entry.index, entry.index + 1].map((index) => this.startOf(index) - entry.page.header.start);
       this.fill(entry);
-      this.measure(index, entry);
-      this.colour(entry);
-      this.waiting?.(index);
-      this.update();
-    }, () => {});
+    }
+    this.measure(entries);
+    for (const entry of entries) this.colour(entry);
   }
 
   hide(index) {
@@ -154,27 +195,31 @@ export class TokenStrip {
     this.shown.delete(index);
   }
 
-  /** Keep what is read in its place when a page above turns out taller or shorter than estimated. */
-  measure(index, entry) {
-    const old = this.heightOf(index);
-    const height = entry.element.offsetHeight;
-    this.heights.set(index, height);
-    if (entry.page.count === PAGE_TOKENS && this.heights.size === 1) this.rowsPerToken = height / PAGE_TOKENS;
-    const above = this.topOf(index) + old <= this.box.scrollTop + 1;
+  /** Keep what is read in its place when parts above turn out taller or shorter than estimated. */
+  measure(entries) {
+    const heights = entries.map((entry) => entry.element.offsetHeight);
+    if (!this.heights.size) this.rowsPerToken = heights[0] / Math.max(1, this.tokensIn(entries[0].index));
+    let shift = 0;
+    entries.forEach(({ index }, i) => {
+      const [old, end] = [this.heightOf(index), this.topOf(index + 1)];
+      if (end <= this.box.scrollTop + 1) shift += heights[i] - old;
+      this.heights.set(index, heights[i]);
+    });
+    this.tops = null;
     this.place();
-    if (above) this.box.scrollTop += height - old;
+    if (shift) this.box.scrollTop += shift;
   }
 
-  /** Fill a page: a text node per 256 tokens, boxes for invisible characters. */
+  /** Fill a part: a text node per 256 tokens, boxes for invisible characters. */
   fill(entry) {
     const { page } = entry;
     entry.pieces = [];
     const fragment = document.createDocumentFragment();
     const ends = endsOf(page);
     const text = textOf(page);
-    for (let i = 0; i < page.count; i += NODE_TOKENS) {
+    for (let i = entry.from; i < entry.to; i += NODE_TOKENS) {
       const start = i ? ends[i - 1] : 0;
-      this.addText(entry, fragment, text, start, ends[Math.min(i + NODE_TOKENS, page.count) - 1]);
+      this.addText(entry, fragment, text, start, ends[Math.min(i + NODE_TOKENS, entry.to) - 1]);
     }
     entry.element.replaceChildren(fragment);
   }
@@ -232,13 +277,9 @@ export class TokenStrip {
 
   setSpaces(spaces) {
     this.spaces = spaces;
-    for (const [index, entry] of this.shown) {
-      if (!entry.page) continue;
-      this.uncolour(entry);
-      this.fill(entry);
-      this.measure(index, entry);
-      this.colour(entry);
-    }
+    const drawn = [...this.shown.values()].filter((entry) => entry.page);
+    drawn.forEach((entry) => this.uncolour(entry));
+    this.draw(drawn);
   }
 
   /** Tokens in a row with the same tone are one range. */
@@ -248,10 +289,12 @@ export class TokenStrip {
     const { signal, only, context } = this.paint;
     if (!signal || !this.tones) return;
     const { page } = entry;
-    let from = 0;
-    let tone = toneOf(signal, only, context, page, 0);
-    for (let i = 1; i <= page.count; i++) {
-      const next = i < page.count ? toneOf(signal, only, context, page, i) : null;
+    const kinds = kindsOf(signal, page, context);
+    const tones = signal.buckets.map((bucket, n) => (only === null || only === n ? bucket.tone || null : null));
+    let from = entry.from;
+    let tone = tones[kinds[from]] ?? null;
+    for (let i = from + 1; i <= entry.to; i++) {
+      const next = i < entry.to ? (tones[kinds[i]] ?? null) : null;
       if (next === tone) continue;
       if (tone) {
         const range = this.rangeOf(entry, from, i - 1);
@@ -275,38 +318,36 @@ export class TokenStrip {
     const old = caret ? null : document.caretRangeFromPoint?.(x, y);
     const node = caret?.offsetNode ?? old?.startContainer;
     const offset = caret?.offset ?? old?.startOffset ?? 0;
-    for (const [index, entry] of this.shown) {
+    for (const entry of this.shown.values()) {
       const piece = entry.page && node && entry.element.contains(node) ? entry.pieces.find((p) => p.node === node) : null;
       if (!piece) continue;
       const at = piece.box ? piece.start : piece.start + offset;
-      return index * PAGE_TOKENS + tokenOfOffset(endsOf(entry.page), at);
+      return entry.page.header.start + tokenOfOffset(endsOf(entry.page), at);
     }
     return null;
   }
 
-  /** Mark a token and scroll to it; resolves to its page. */
-  async goTo(token, scroll = true) {
-    const index = Math.floor(token / PAGE_TOKENS);
-    const page = await this.load(index);
-    const local = token - index * PAGE_TOKENS;
-    // Heights are estimates until pages are drawn: the first jump may end beside the page.
+  /** Mark a token and scroll to it, or only scroll; resolves to its page. */
+  async goTo(token, scroll = true, mark = true) {
+    const page = await this.load(Math.floor(token / PAGE_TOKENS));
+    const index = this.partOf(token);
+    const local = token - page.header.start;
+    // Heights are estimates until parts are drawn: the first jump may end beside the part.
     for (let jumps = 0; scroll && jumps < 4 && !this.shown.get(index)?.page; jumps++) {
-      const ready = new Promise((done) => (this.waiting = (i) => i === index && done(undefined)));
-      this.box.scrollTop = this.topOf(index) + (this.heightOf(index) * local) / page.count - this.box.clientHeight / 3;
+      this.box.scrollTop = this.topOf(index) + (this.heightOf(index) * (token - this.startOf(index))) / this.tokensIn(index) - this.box.clientHeight / 3;
       this.update();
-      await Promise.race([ready, new Promise((done) => setTimeout(done, 5000))]);
     }
-    this.marked = token;
+    if (mark) this.marked = token;
     const entry = this.shown.get(index);
-    const range = entry?.page && this.mark(entry);
+    const range = entry?.page && (mark ? this.mark(entry) : this.rangeOf(entry, local, local));
     if (range && scroll) this.reveal(range);
     return page;
   }
 
-  /** Mark the chosen token if it is on this page; returns its range. */
+  /** Mark the chosen token if it is in this part; returns its range. */
   mark(entry) {
-    const local = this.marked - entry.index * PAGE_TOKENS;
-    if (!(local >= 0 && local < entry.page.count)) return null;
+    const local = this.marked - entry.page.header.start;
+    if (!(local >= entry.from && local < entry.to)) return null;
     const range = this.rangeOf(entry, local, local);
     this.tones?.here.clear();
     if (range) this.tones?.here.add(range);
@@ -314,43 +355,17 @@ export class TokenStrip {
   }
 
   reveal(range) {
-    const live = document.createRange();
-    live.setStart(range.startContainer, range.startOffset);
-    live.setEnd(range.endContainer, range.endOffset);
-    const [at, box] = [live.getBoundingClientRect(), this.box.getBoundingClientRect()];
-    if (at.top < box.top || at.bottom > box.bottom) this.box.scrollTop += at.top - box.top - box.height / 3;
+    const [at, box] = [placeOf(range), this.box.getBoundingClientRect()];
+    // The box may end below the window.
+    const bottom = Math.max(box.top + 60, Math.min(box.bottom, innerHeight));
+    if (at.top < box.top || at.bottom > bottom) this.box.scrollTop += at.top - box.top - (bottom - box.top) / 3;
   }
 }
 
-/** Ends of the pieces; without a tokenizer the ids are the text. */
-function endsOf(page) {
-  if (!page.ends) {
-    if (page.columns.end?.length) page.ends = page.columns.end;
-    else {
-      let end = 0;
-      page.ends = Uint32Array.from(page.columns.id, (id) => (end += String(id).length + 1));
-    }
-  }
-  return page.ends;
+function placeOf(range) {
+  const live = document.createRange();
+  live.setStart(range.startContainer, range.startOffset);
+  live.setEnd(range.endContainer, range.endOffset);
+  return live.getBoundingClientRect();
 }
 
-function textOf(page) {
-  return page.columns.end?.length ? page.text : Array.from(page.columns.id, (id) => `${id} `).join("");
-}
-
-export function toneOf(signal, only, context, page, i) {
-  for (let n = 0; n < signal.buckets.length; n++) {
-    if (signal.buckets[n].test(page, i, context)) return only === null || only === n ? signal.buckets[n].tone || null : null;
-  }
-  return null;
-}
-
-function tokenOfOffset(ends, offset) {
-  let [low, high] = [0, ends.length - 1];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (ends[middle] > offset) high = middle;
-    else low = middle + 1;
-  }
-  return low;
-}

@@ -19,13 +19,17 @@ const MEANING = {
 /** What alone is a reason to look; the others are often harmless. */
 const STRONG = new Set(["tampered", "protected paths changed", "network attempts", "solved without a change"]);
 
+export function strongOf(kinds) {
+  return kinds.filter((kind) => kind.n > 0 && STRONG.has(kind.evidence));
+}
+
 export function CheatsPage({ route }) {
   const loaded = useData(apiPath([route.run, "cheats"]), useRunVersion(15));
   if (!loaded.data) return html`<h1>Cheats</h1><${Waiting} of=${loaded} />`;
   const { kinds, shared_diffs: shared, alarms } = loaded.data;
   const found = kinds.filter((kind) => kind.n > 0).sort((a, b) => Number(STRONG.has(b.evidence)) - Number(STRONG.has(a.evidence)) || a.n - b.n);
   const nothing = kinds.filter((kind) => !kind.n);
-  const strong = found.filter((kind) => STRONG.has(kind.evidence));
+  const strong = strongOf(found);
   return html`<div class="title"><h1>Cheats</h1><span class="sub">Evidence to look at, strongest first. None of it is a verdict on its own.</span></div>
     ${strong.length ? html`<div class="notice bad"><b>Look at:</b> ${strong.map((kind, i) => html`${i ? ", " : ""}${kind.evidence} (${int(kind.n)})`)}</div>` : html`<div class="notice good"><b>✓ No strong evidence:</b> no tampering, no protected file changed, no network attempt, nothing solved without a change.</div>`}
     ${Object.entries(alarms).filter(([, steps]) => steps.length).map(([name, steps]) => html`<div class="notice warn"><b>${words(name.replace(/_alarm$/, ""))} alarm</b> in ${steps.slice(-12).map((step, i) => html`${i ? ", " : ""}<a href=${href(route.run, "step", [step])}>step ${step}</a>`)}</div>`)}

@@ -5,7 +5,7 @@ import { int, num, pct, plural, secs, signed, words } from "../format.js";
 import { compareHref, href, rolloutHref, setQuery } from "../router.js";
 import { Badge, Empty, More, Panel, Table, useData, Waiting } from "../ui.js";
 import { Line } from "../text.js";
-import { Chart, movingMean } from "../chart.js";
+import { Chart, movingMean, recentMean } from "../chart.js";
 import { Pair } from "./pair.js";
 
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
@@ -53,8 +53,8 @@ function Side({ runs }) {
     ["State", (run) => html`<${Badge} value=${run.info.state} />`], ["Agent", (run) => html`<${Line} text=${run.info.agent} />`], ["Model", (run) => html`<${Line} text=${run.info.model} max=${40} />`],
     ["Steps", (run) => `${int(run.info.step)} of ${int(run.info.steps)}`], ["Rollouts", (run) => int(run.info.rollouts)],
     ["Held-out before", (run) => held(heldPoints(run)[0])], ["Held-out now", (run) => held(heldPoints(run).length > 1 ? heldPoints(run).at(-1) : null)],
-    ["Tokens trained", (run) => html`${int(total(run, "trained"))} <span class="dim">of ${int(total(run, "captured"))}</span>`],
-    ["Time per step, last", (run) => secs(last(run, "step_s"))], ["Largest logprob gap", (run) => num(Math.max(0, ...(run.steps.metrics.max_logprob_gap ?? []).filter((v) => v !== null)))], ["Entropy, last", (run) => num(last(run, "entropy"))],
+    ["Tokens trained, without evaluations", (run) => html`${int(total(run, "trained"))} <span class="dim">of ${int(total(run, "captured"))}</span>`],
+    ["Time per step, mean of the last 5", (run) => secs(recentMean(run.steps.metrics.step_s))], ["Largest logprob gap", (run) => num(Math.max(0, ...(run.steps.metrics.max_logprob_gap ?? []).filter((v) => v !== null)))], ["Entropy, last", (run) => num(last(run, "entropy"))],
   ];
   return html`<div class="scroll" tabindex="0" role="region" aria-label="runs side by side"><table class="data"><thead><tr><th scope="col">Figure</th>${runs.map((run) => html`<th scope="col"><${Line} text=${run.info.name} max=${40} /></th>`)}</tr></thead>
     <tbody>${rows.map(([label, cell]) => html`<tr><th scope="row">${label}</th>${runs.map((run) => html`<td>${cell(run)}</td>`)}</tr>`)}</tbody></table></div>`;
@@ -69,7 +69,7 @@ function HeldOut({ runs, names, query }) {
   const [nameA, nameB] = [names[0], names.at(-1)];
   const loaded = useData(a && b && sides.length > 1 ? apiPath(["compare"], { runs: names.length > 1 ? `${nameA},${nameB}` : nameA, of_a: a, of_b: b }) : "");
   if (sides.length < 2) return "";
-  const select = (key, value, run, label) => html`<label class="nowrap">${label} <select value=${value} onChange=${(event) => setQuery({ [key]: event.currentTarget.value })}>${sides.filter((side) => runs[side.run] === run).map((side) => html`<option value=${side.of}>${side.label}</option>`)}</select></label>`;
+  const select = (key, value, run, label) => html`<label class="facet">${label} <select value=${value} onChange=${(event) => setQuery({ [key]: event.currentTarget.value })}>${sides.filter((side) => runs[side.run] === run).map((side) => html`<option value=${side.of}>${side.label}</option>`)}</select></label>`;
   return html`<${Panel} title="The same held-out tasks" note="solved on side A, on side B, on both or on neither">
     <div class="chips">${select("of_a", a, runs[0], "A")}${select("of_b", b, runs.at(-1), "B")}</div>
     ${loaded.data ? html`<${Square} data=${loaded.data} query=${query} names=${[nameA, nameB]} />` : html`<${Waiting} of=${loaded} />`}<//>`;

@@ -5,7 +5,7 @@ import { int, words } from "../format.js";
 import { useRunVersion } from "../live.js";
 import { setQuery } from "../router.js";
 import { useData } from "../ui.js";
-import { Line } from "../text.js";
+import { cleanRuns, Line } from "../text.js";
 
 const CHIPS = ["phase", "outcome", "status"];
 const SWITCHES = [["dropped", "1", "protected paths changed"], ["egress", "1", "network attempts"], ["retried", "1", "retried"]];
@@ -27,6 +27,7 @@ export function Filters({ run, query }) {
     </form>
     ${CHIPS.map((key) => html`<${Facet} key=${key} name=${key} counts=${countsOf(data?.facets ?? [], key, query)} chosen=${query[key] ?? ""} />`)}
     <div class="facet"><span class="label">only</span>${SWITCHES.map(([key, value, label]) => html`<${Chip} on=${query[key] === value} label=${label} onClick=${() => setQuery({ [key]: query[key] === value ? "" : value })} />`)}
+      ${data?.causes.length > 1 ? html`<${Causes} all=${data.causes} query=${query} />` : ""}
       ${data?.categories.length > 1 ? html`<${Categories} all=${data.categories} chosen=${query.category ?? ""} />` : ""}</div>
     ${others.filter(([key]) => key !== "category").length > 0 && html`<div class="facet"><span class="label">also</span>${others.filter(([key]) => key !== "category").map(([key, value]) => html`<${Chip} on label=${`${words(key)} ${value}`} title="remove this filter" onClick=${() => setQuery({ [key]: "" })} />`)}</div>`}
   </section>`;
@@ -48,6 +49,24 @@ function Facet({ name, counts, chosen }) {
 
 function Chip({ on = false, label, n = undefined, title = undefined, onClick }) {
   return html`<button type="button" class="chip" aria-pressed=${on} title=${title} onClick=${onClick}><${Line} text=${label} max=${60} />${n !== undefined ? html`<span class="n">${int(n)}</span>` : ""}${on ? html` <span aria-hidden="true">×</span>` : ""}</button>`;
+}
+
+/** Why rollouts were not solved; the same causes as on the overview. */
+function Causes({ all, query }) {
+  const filters = [];
+  for (const { text, n, of_error } of all) {
+    const same = filters.find((cause) => cause.text === text);
+    if (same) same.n += n;
+    else if (text) filters.push({ n, text, key: of_error ? "error" : "why" });
+  }
+  const chosen = filters.findIndex((cause) => query[cause.key] === cause.text);
+  const choose = (event) => {
+    const cause = filters[Number(event.currentTarget.value)];
+    setQuery({ why: "", error: "", ...(cause ? { [cause.key]: cause.text } : {}) });
+  };
+  return html`<select aria-label="why not solved" class="causes" value=${chosen} onChange=${choose}>
+    <option value="-1">any cause</option>${filters.map((cause, i) => html`<option value=${i}>${cleanRuns(cause.text).map((part) => part.text).join("").slice(0, 90)} (${int(cause.n)})</option>`)}
+  </select>`;
 }
 
 function Categories({ all, chosen }) {

@@ -41,7 +41,7 @@ export function Minimap({ run, id, segment, view, at, onGo }) {
       onPointerDown=${(event) => (event.currentTarget.setPointerCapture(event.pointerId), onGo(tokenAt(event)))} onPointerMove=${(event) => event.buttons && onGo(tokenAt(event))} onKeyDown=${keys}></canvas>
     <div class="minimap-view" style=${{ left: percent(view[0]), width: percent(view[1] - view[0]) }}></div>
     ${at >= 0 && html`<div class="minimap-at" style=${{ left: percent(at) }}></div>`}</div>
-    <figcaption><ul class="legend"><li><span class="swatch box swatch-1"></span>sampled</li><li><span class="swatch swatch-2"></span>lowest log-probability</li><li><span class="swatch box swatch-turn"></span>turn begins</li></ul></figcaption>
+    <figcaption><ul class="legend"><li><span class="swatch box swatch-1"></span>sampled</li><li><span class="swatch swatch-2"></span>lowest log-probability</li>${data.max_gap && html`<li><span class="swatch swatch-3"></span>largest gap (1e-6 – 1)</li>`}<li><span class="swatch box swatch-turn"></span>turn begins</li></ul></figcaption>
   </figure>`;
 }
 
@@ -54,7 +54,7 @@ function drawMinimap(element, data) {
   const draw = element.getContext("2d");
   if (!draw) return;
   draw.scale(ratio, ratio);
-  const [trained, line, dim, back] = ["--c1", "--c2", "--line-strong", "--sunk"].map(cssColour);
+  const [trained, line, gaps, dim, back] = ["--c1", "--c2", "--c3", "--line-strong", "--sunk"].map(cssColour);
   draw.fillStyle = back;
   draw.fillRect(0, 0, width, HEIGHT);
   const x = (token) => (token / data.tokens) * width;
@@ -72,13 +72,19 @@ function drawMinimap(element, data) {
     draw.lineTo(x(turn.sampled), 5);
   }
   draw.stroke();
-  draw.strokeStyle = line;
+  const curve = (colour, values, shareOf) => {
+    draw.strokeStyle = colour;
+    draw.beginPath();
+    let open = false;
+    data.edges.forEach((edge, i) => {
+      const y = values[i] === null ? null : 4 + shareOf(values[i]) * (HEIGHT - 20);
+      if (y !== null) open ? draw.lineTo(x(edge), y) : draw.moveTo(x(edge), y);
+      open = y !== null;
+    });
+    draw.stroke();
+  };
   draw.lineWidth = 1;
-  draw.beginPath();
-  data.edges.forEach((edge, i) => {
-    const y = 4 + (Math.max(LOWEST, data.min_logprob[i]) / LOWEST) * (HEIGHT - 20);
-    if (i) draw.lineTo(x(edge), y);
-    else draw.moveTo(x(edge), y);
-  });
-  draw.stroke();
+  curve(line, data.min_logprob, (value) => Math.max(LOWEST, value) / LOWEST);
+  // From 1e-6 at the bottom to 1 at the top.
+  if (data.max_gap) curve(gaps, data.max_gap, (value) => Math.min(1, Math.max(0, -Math.log10(value || 1e-9) / 6)));
 }

@@ -4,9 +4,10 @@ import { apiPath, get } from "../api.js";
 import { ago, int, num, pct, plural, secs, words } from "../format.js";
 import { useRun, useRunVersion } from "../live.js";
 import { go, href, rolloutHref } from "../router.js";
-import { Badge, Empty, Panel, Reward, Stat, Waiting } from "../ui.js";
+import { Badge, Empty, Panel, Reward, Stat, useData, Waiting } from "../ui.js";
 import { Line } from "../text.js";
-import { Chart, movingMean, Stack } from "../chart.js";
+import { Chart, movingMean, recentMean, Stack } from "../chart.js";
+import { strongOf } from "./cheats.js";
 import { Metrics, StepTime } from "./metrics.js";
 
 const LEDGER_COLOURS = ["--c2", "--c4", "--c5", "--c6", "--c3"];
@@ -19,6 +20,7 @@ export function OverviewPage({ route }) {
   return html`
     <${Head} data=${loaded.data} />
     <${Alarms} data=${loaded.data} run=${route.run} />
+    <${Checks} run=${route.run} />
     ${run.kind === "train" || steps.step.length > 0 ? html`<div class="cols wide-left stretch"><${Curve} data=${loaded.data} run=${route.run} /><${Why} why=${loaded.data.why} run=${route.run} /></div>`
       : html`<div class="cols stretch"><${HeldOut} points=${loaded.data.heldout} /><${Why} why=${loaded.data.why} run=${route.run} /></div>`}
     <div class="cols stretch"><${Telling} rows=${loaded.data.telling} run=${route.run} />
@@ -58,8 +60,7 @@ function joined(old, added) {
 function Head({ data }) {
   const { run, steps, heldout } = data;
   const last = steps.step.length - 1;
-  const stepS = steps.metrics.step_s?.filter((s) => s !== null).slice(-5) ?? [];
-  const mean = stepS.length ? stepS.reduce((a, b) => a + b, 0) / stepS.length : null;
+  const mean = recentMean(steps.metrics.step_s);
   const left = run.state === "running" && mean && run.steps ? mean * (run.steps - run.step) : null;
   const totals = heldout.filter((point) => point.category === "" && point.phase.startsWith("eval"));
   const [before, now] = [totals[0], totals.length > 1 ? totals.at(-1) : null];
@@ -73,7 +74,7 @@ function Head({ data }) {
       ${before && html`<${Stat} label="Held-out tasks solved" note=${now ? "before → now" : "before training"}>${now ? html`<span class="dim">${pct(before.rate)} →</span> <span class=${now.low > before.high ? "good-text" : ""}>${pct(now.rate)}</span>` : pct(before.rate)}<//>`}
       <${Stat} label="Rollouts">${int(run.rollouts)}<//>
       ${tokens !== null && html`<${Stat} label="Tokens sampled" note="last step">${num(Math.round(tokens))} <span class="dim">/ s</span><//>`}
-      ${mean !== null && html`<${Stat} label="Time per step" note=${left ? `${secs(left)} left` : ""}>${secs(mean)}<//>`}
+      ${mean !== null && html`<${Stat} label="Time per step" note=${`mean of the last 5${left ? `, ${secs(left)} left` : ""}`}>${secs(mean)}<//>`}
       <${Stat} label="Last write">${ago(run.last_write_s)}<//>
     </div></section>`;
 }
@@ -85,6 +86,17 @@ function Alarms({ data, run }) {
   const failed = states.filter((s) => s.reason === "infra").reduce((sum, s) => sum + s.n, 0);
   if (!alarms.length) return "";
   return html`<div class="notice warn" role="note"><b>${plural(alarms.length, "alarm")}:</b> ${alarms.map((alarm, i) => html`${i ? ", " : " "}<a href=${href(run, "step", [alarm.at.at(-1)])}>${words(alarm.name.replace(/_alarm$/, ""))}</a> in ${plural(alarm.at.length, "step")}`)}${failed ? html`, ${plural(failed, "infrastructure failure")}` : ""}. <a href=${href(run, "health")}>Health</a></div>`;
+}
+
+/** What the pages Cheats and Health found, in a line. */
+function Checks({ run }) {
+  const version = useRunVersion(30);
+  const found = useData(apiPath([run, "checks"]), version).data;
+  if (!found) return "";
+  const { kinds, advice } = found;
+  const strong = strongOf(kinds);
+  return html`<p class="checks">${strong.length ? html`<b>Look for cheating:</b> ${strong.map((kind) => `${kind.evidence} (${int(kind.n)})`).join(", ")}.` : html`<span class="good-text">✓</span> No ${kinds.some((kind) => kind.n) ? "strong evidence" : "evidence"} of cheating.`} <a href=${href(run, "cheats")}>Cheats</a>
+    ${advice.length > 0 && html` · <${Line} text=${advice[0].text} max=${240} /> <a href=${href(run, "health")}>Health</a>${advice.length > 1 ? html` <span class="dim">and ${int(advice.length - 1)} more</span>` : ""}`}</p>`;
 }
 
 function Curve({ data, run }) {

@@ -125,5 +125,5 @@ export function Times({ row, waits = null }) {
 
 function WhyNot({ row, verdict, link }) {
   const check = verdict?.evidence?.[0];
-  return html`<div class="notice ${row.outcome === "tampered" ? "bad" : "warn"}"><b>Why not solved:</b> <${Line} text=${whyWords(row, verdict)} max=${400} />${check && html`. First failing check: <b><${Line} text=${check.name} max=${80} /></b>${check.expected || check.got ? html`, expected <span class="mono"><${Line} text=${check.expected || "–"} max=${80} /></span>, got <span class="mono"><${Line} text=${check.got || "–"} max=${80} /></span>` : ""}`}${verdict ? html` <a href=${link}>Verdict</a>` : ""}</div>`;
+  return html`<div class="notice ${row.outcome === "tampered" ? "bad" : "warn"}"><b>Why not solved:</b> <${Line} text=${whyWords(row, verdict)} max=${400} />${check && html`. First failing check: <b><${Line} text=${check.name} max=${80} /></b>${check.expected || check.got ? html`, expected <span class="mono"><${Line} text=${check.expected || "–"} max=${80} /></span>, ${check.got ? html`got <span class="mono"><${Line} text=${check.got} max=${80} /></span>` : html`<${Line} text=${check.outcome} max=${80} />`}` : ""}`}${verdict ? html` <a href=${link}>Verdict</a>` : ""}</div>`;
 }

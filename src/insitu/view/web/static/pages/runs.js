@@ -1,5 +1,6 @@
 // All runs: one row each; two or more can be compared.
-import { html, useState } from "../vendor/preact-htm.module.js";
+import { html, useEffect, useState } from "../vendor/preact-htm.module.js";
+import { isEmbedded } from "../api.js";
 import { ago, NONE, pct, plural, size } from "../format.js";
 import { useKeys } from "../keys.js";
 import { compareHref, go, href } from "../router.js";
@@ -12,6 +13,8 @@ export function RunsPage() {
   const [marked, setMarked] = useState(/** @type {string[]} */ ([]));
   const [at, setAt] = useState(-1);
   const runs = loaded.data?.runs ?? [];
+  const only = isEmbedded() && runs.length === 1 ? runs[0].name : "";
+  useEffect(() => void (only && location.replace(href(only))), [only]);
   const toggle = (name) => setMarked(marked.includes(name) ? marked.filter((other) => other !== name) : [...marked, name]);
   const move = (by) => {
     const next = Math.max(0, Math.min(runs.length - 1, at + by));
@@ -41,7 +44,7 @@ export function RunsPage() {
     { key: "last_write_s", label: "Last write", num: true, cell: (run) => ago(run.last_write_s) },
   ];
   const problems = runs.filter((run) => run.problem);
-  const open = runs.filter((run) => !run.private).length;
+  const open = isEmbedded() ? 0 : runs.filter((run) => !run.private).length;
   return html`
     <div class="title"><h1>Runs</h1><span class="dim">${plural(runs.length, "run")}</span><span class="grow"></span>
       <button disabled=${marked.length < 2} onClick=${() => go(compareHref(marked))}>Compare ${marked.length > 1 ? plural(marked.length, "run") : "marked runs"}</button></div>

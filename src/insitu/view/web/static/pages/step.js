@@ -11,6 +11,11 @@ import { Histogram } from "../chart.js";
 const SHOWN = new Set(["step", "skipped", "weights", "alarm"]);
 
 export function StepPage({ route }) {
+  if (!/^\d+$/.test(route.parts[0] ?? "")) return html`<h1>Step</h1><div class="notice warn">There is no step <b><${Line} text=${route.parts[0] ?? ""} max=${40} /></b>. <a href=${href(route.run)}>Overview</a></div>`;
+  return html`<${OneStep} route=${route} />`;
+}
+
+function OneStep({ route }) {
   const step = Number(route.parts[0]);
   const loaded = useData(apiPath([route.run, "step"], { step }));
   const to = (n) => go(href(route.run, "step", [n]));

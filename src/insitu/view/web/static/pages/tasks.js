@@ -4,7 +4,7 @@ import { apiPath } from "../api.js";
 import { ago, int, num, pct, plural, secs, words } from "../format.js";
 import { useRunVersion } from "../live.js";
 import { compareHref, href, rolloutHref, setQuery } from "../router.js";
-import { Badge, Panel, Reward, Stat, Table, useData, Waiting } from "../ui.js";
+import { Badge, Empty, Panel, Reward, Stat, Table, useData, Waiting } from "../ui.js";
 import { Block, Line } from "../text.js";
 import { Cell, RewardLegend } from "./step.js";
 
@@ -15,17 +15,17 @@ export function TasksPage({ route }) {
   const loaded = useData(apiPath([route.run, "tasks"], { phase }), useRunVersion(10));
   const [text, setText] = useState(q);
   if (!loaded.data) return html`<h1>Tasks</h1><${Waiting} of=${loaded} />`;
-  const { tasks, phases, first_step: first, last_step: last } = loaded.data;
-  const change = (task) => rateOf(task.thirds[2]) - rateOf(task.thirds.find(([, n]) => n > 0) ?? [0, 0]);
-  const chosen = tasks.filter((task) => (!q || task.task.toLowerCase().includes(q.toLowerCase())) && (show === "never" ? task.solved === 0 : show === "always" ? task.solved === task.n - task.failed && task.solved > 0 : show === "changed" ? change(task) !== 0 : true));
+  const { tasks, phases, parts } = loaded.data;
+  const chosen = tasks.filter((task) => (!q || task.task.toLowerCase().includes(q.toLowerCase())) && (show === "never" ? task.solved === 0 : show === "always" ? task.solved === task.n - task.failed && task.solved > 0 : show === "changed" ? Boolean(change(task)) : true));
   if (show === "changed") chosen.sort((a, b) => Math.abs(change(b)) - Math.abs(change(a)));
   const names = [...new Set(phases.map((p) => p.phase))];
+  const held = names.findLast((name) => name.startsWith("eval"));
   const columns = [
     { key: "task", label: "Task", cls: "wrap", cell: (row) => html`<a href=${href(route.run, "task", [row.task])}><${Line} text=${row.task} max=${90} /></a>` },
     { key: "category", label: "Category", cell: (row) => html`<${Line} text=${row.category || "–"} max=${40} />` },
     { key: "n", label: "Rollouts", num: true }, { key: "solved", label: "Solved", num: true },
     { key: "rate", label: "Rate", num: true, cell: (row) => (row.rate === null ? "–" : html`<b>${pct(row.rate)}</b> <span class="dim">${pct(row.low)} – ${pct(row.high)}</span>`) },
-    { key: "thirds", label: "Over the run", title: `first, middle and last third of steps ${first} to ${last}`, value: change, cell: (row) => html`<${Thirds} thirds=${row.thirds} />` },
+    { key: "thirds", label: "Over the run", title: parts.map(words).join(", then "), value: change, cell: (row) => html`<${Parts} solved=${row.parts} names=${parts} />` },
     { key: "last_solved", label: "Last solved", num: true, cell: (row) => (row.last_solved === null ? html`<span class="dim">never</span>` : `step ${row.last_solved}`) },
     { key: "failed", label: "Not graded", num: true, cell: (row) => (row.failed ? int(row.failed) : html`<span class="dim">0</span>`) },
   ];
@@ -35,17 +35,19 @@ export function TasksPage({ route }) {
     <div class="filters"><form class="facet" role="search" onSubmit=${(event) => (event.preventDefault(), setQuery({ q: text }))}><input id="search" type="search" placeholder="name of a task" aria-label="Search tasks" value=${text} onInput=${(event) => setText(event.currentTarget.value)} /><button>Search</button></form>
       ${names.length > 1 && html`<div class="facet"><span class="label">phase</span>${names.map((name) => html`<button class="chip" aria-pressed=${name === loaded.data.phase} onClick=${() => setQuery({ phase: name })}>${words(name)}</button>`)}</div>`}
       <div class="facet"><span class="label">show</span>${CHOICES.map(([id, label]) => html`<button class="chip" aria-pressed=${show === id} onClick=${() => setQuery({ show: id })}>${label}</button>`)}</div></div>
-    <section class="panel"><${Table} key=${`${show}${phase}`} label="tasks" columns=${columns} rows=${chosen} keyOf=${(row) => row.task} /></section>`;
+    <section class="panel">${show === "changed" && !chosen.length ? html`<${Empty}>No task of this phase was solved at another rate in another part of the run.${held && held !== loaded.data.phase ? html` <button onClick=${() => setQuery({ phase: held })}>Held-out tasks</button>` : ""}<//>` : html`<${Table} key=${`${show}${phase}`} label="tasks" columns=${columns} rows=${chosen} keyOf=${(row) => row.task} />`}</section>`;
 }
 
-function rateOf([solved, n]) {
-  return n ? solved / n : 0;
+/** The solve rate of the last part of the run that has rollouts minus that of the first; null with fewer than two. */
+function change({ parts }) {
+  const seen = parts.filter(([, n]) => n > 0).map(([solved, n]) => solved / n);
+  return seen.length > 1 ? seen.at(-1) - seen[0] : null;
 }
 
-/** Solve rate by thirds of the run as three small bars. */
-function Thirds({ thirds }) {
-  const text = thirds.map(([solved, n]) => (n ? `${solved} of ${n}` : "none")).join(", then ");
-  return html`<span class="thirds" role="img" aria-label=${text} title=${text}>${thirds.map(([solved, n]) => html`<span class=${n ? "" : "none"}><span style=${{ height: `${n ? Math.max(6, (100 * solved) / n) : 0}%` }}></span></span>`)}</span>`;
+/** Solve rate by parts of the run as small bars. */
+function Parts({ solved: counts, names }) {
+  const text = counts.map(([solved, n], i) => `${words(names[i])}: ${n ? `${solved} of ${n}` : "none"}`).join(", ");
+  return html`<span class="parts" role="img" aria-label=${text} title=${text}>${counts.map(([solved, n]) => html`<span class=${n ? "" : "none"}><span style=${{ height: `${n ? Math.max(6, (100 * solved) / n) : 0}%` }}></span></span>`)}</span>`;
 }
 
 export function TaskPage({ route }) {

@@ -1,0 +1,152 @@
+"""`insitu top`: feed a view from the directory of a run, from another process; nothing is written."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from insitu.config import Config
+from insitu.errors import RecordError
+from insitu.storage.metrics import tail_metrics
+from insitu.storage.queries import NEW_ROLLOUTS, RUNNING, RunReader
+from insitu.storage.run_dir import check_store, read_config, run_state
+from insitu.storage.score import Score
+from insitu.storage.timeline import TIMELINE
+from insitu.training.step_metrics import SHOWN
+from insitu.view.base import View
+from insitu.view.plain import eval_text, step_text
+from insitu.view.terminal import printable
+
+POLL_S = 1.0
+OLD_S = 15.0
+"""Age at which what an agent does is no longer shown."""
+_STAGES = {
+    "collect": "rollouts of step {step} of {steps}",
+    "train": "training step {step} of {steps}",
+    "publish": "publishing the weights of step {step} of {steps}",
+    "evaluate": "held-out tasks after step {step}",
+}
+
+
+def agent_line(path: Path) -> Callable[[], str]:
+    """Return a function that returns what one agent of a run does now, in one line."""
+    batches, newest, at_s = tail_metrics(path / TIMELINE), "", 0.0
+
+    def look() -> str:
+        nonlocal newest, at_s
+        for line in _next(batches):
+            if line.get("event") == "agent":
+                newest = printable(f"{line['rollout']}  {line['doing']}") if "doing" in line else ""
+                at_s = line["time_s"]
+        return newest if time.time() - at_s < OLD_S else ""
+
+    return look
+
+
+def watch(path: Path, view: View, poll_s: float = POLL_S) -> None:
+    """Show a run until it ends. Raises RecordError when `path` is no run or its store cannot be read."""
+    watcher = _Watcher(path, view)
+    while True:
+        # Before looking: what is stored before the end is seen after it.
+        state = run_state(path)
+        watcher.look()
+        if state != "running":
+            break
+        time.sleep(poll_s)
+    view.note(_end(path))
+    view.close()
+
+
+class _Watcher:
+    """Calls the methods of a view for what was stored since the last look."""
+
+    def __init__(self, path: Path, view: View) -> None:
+        self._path, self._view = path, view
+        self._config: Config = read_config(path)
+        check_store(path)
+        self._metrics, self._timeline = tail_metrics(path / "metrics.jsonl"), tail_metrics(path / TIMELINE)
+        self._row = 0
+        self._running: set[str] = set()
+        view.begin(_title(path, self._config), 0)
+        view.stage("starting")
+
+    def look(self) -> None:
+        phases = [line for line in _next(self._timeline) if line.get("event") == "begin"]
+        if phases:
+            self._begin(phases[-1])
+        for line in _next(self._metrics):
+            self._line(line)
+        # No store yet, or it is being made: the next look sees it.
+        with contextlib.suppress(RecordError), RunReader(self._path) as reader:
+            self._rollouts(reader)
+
+    def _begin(self, line: Mapping[str, Any]) -> None:
+        c = self._config
+        name = _STAGES.get(line["phase"], line["phase"]).format(step=line["step"], steps=c.run.steps)
+        sizes = {"collect": c.collect.groups_per_step * c.collect.group_size, "evaluate": c.eval[0].count}
+        self._view.stage(printable(name), sizes.get(line["phase"], 0))
+
+    def _line(self, line: Mapping[str, Any]) -> None:
+        event, step = line.get("event", ""), line.get("step", 0)
+        if event == "step":
+            self._view.step_done(step, self._config.run.steps, _shown(line))
+        elif event.startswith("eval"):
+            self._view.eval_done(f"held-out step {step}", _score(line))
+
+    def _rollouts(self, reader: RunReader) -> None:
+        earlier = self._row == 0
+        while found := reader.all(NEW_ROLLOUTS, row=self._row):
+            for row in found:
+                # Tokens of what was there before would count as sampled just now.
+                tokens = 0 if earlier else row["sampled"]
+                self._view.rollout_finished(row["id"], reward=row["reward"], tokens=tokens)
+                self._running.discard(row["id"])
+            self._row = found[-1]["row"]
+        running = {row["id"] for row in reader.all(RUNNING)}
+        for rollout_id in running - self._running:
+            self._view.rollout_started(rollout_id)
+        self._running |= running
+
+
+def ended_text(path: Path) -> Iterator[str]:
+    """Yield the last step, the last evaluation and the end of a run that is not under way.
+
+    Raises RecordError.
+    """
+    config = read_config(path)
+    check_store(path)
+    yield _title(path, config)
+    lines = _next(tail_metrics(path / "metrics.jsonl"))
+    for line in [line for line in lines if line.get("event") == "step"][-1:]:
+        yield step_text(line["step"], config.run.steps, _shown(line))
+    for line in [line for line in lines if line.get("event", "").startswith("eval")][-1:]:
+        yield eval_text(f"held-out step {line['step']}", _score(line))
+    yield _end(path)
+
+
+def _title(path: Path, config: Config) -> str:
+    return f"{path.name}: {config.agent_names}, seed {config.run.seed}"
+
+
+def _end(path: Path) -> str:
+    return f"the run is {run_state(path)}: insitu show {path}"
+
+
+def _shown(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: line[name] for name in SHOWN if line.get(name) is not None}
+
+
+def _score(line: Mapping[str, Any]) -> Score:
+    mean, total = line["reward_mean"] or 0.0, line["total"]
+    return Score(solved=line["solved"], total=total, reward_sum=mean * total)
+
+
+def _next(batches: Any) -> list[dict[str, Any]]:
+    """Return the new lines of a file; none where it cannot be read."""
+    with contextlib.suppress(RecordError, StopIteration):
+        lines: list[dict[str, Any]] = next(batches)
+        return lines
+    return []

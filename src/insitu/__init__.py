@@ -30,13 +30,24 @@ if TYPE_CHECKING:
     from insitu.tools import (
         attack,
         attack_async,
+        check_machine,
         conformance,
         conformance_async,
+        export_model,
+        export_run,
+        export_tasks,
         grade,
         grade_async,
+        import_run,
+        install,
+        install_async,
+        list_tasks,
+        push,
         recover,
         replay,
         replay_async,
+        show_task,
+        track,
         validate,
         validate_async,
     )
@@ -92,12 +103,21 @@ __all__ = [
     "Verdict",
     "attack",
     "attack_async",
+    "check_machine",
     "conformance",
     "conformance_async",
+    "export_model",
+    "export_run",
+    "export_tasks",
     "grade",
     "grade_async",
+    "import_run",
+    "install",
+    "install_async",
+    "list_tasks",
     "load_config",
     "open_run",
+    "push",
     "recover",
     "replay",
     "replay_async",
@@ -106,6 +126,8 @@ __all__ = [
     "serve",
     "sft",
     "sft_async",
+    "show_task",
+    "track",
     "train",
     "train_async",
     "validate",
@@ -122,8 +144,9 @@ _NAMES = {
     "insitu.errors": "InsituError",
     "insitu.storage.store": "StepRecord",
     "insitu.tools": (
-        "attack attack_async conformance conformance_async grade grade_async recover replay replay_async"
-        " validate validate_async"
+        "attack attack_async check_machine conformance conformance_async export_run export_tasks grade"
+        " export_model grade_async import_run install install_async list_tasks push recover replay"
+        " replay_async show_task track validate validate_async"
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

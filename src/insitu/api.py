@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from insitu.bridges.hub_runs import check_hub, fetch_run, pushing_checkpoints, repo_of
 from insitu.config import Config, load_config, read_toml
 from insitu.demo.run import DemoOptions as DemoOptions
 from insitu.demo.run import run_demo as demo_with
-from insitu.errors import ConfigError
+from insitu.engines.server_command import describe_servers as describe_servers
+from insitu.errors import ConfigError, RecordError
+from insitu.evaluate.resume import TRAINING as TRAINING
 from insitu.evaluate.resume import resumed_config as resumed_config
 from insitu.evaluate.run import REPORT, collect_rollouts
 from insitu.evaluate.run import RolloutOptions as RolloutOptions
@@ -30,18 +33,16 @@ from insitu.serving.run import ServeOptions as ServeOptions
 from insitu.serving.run import serve as serve_with
 from insitu.serving.server import ServedSession as ServedSession
 from insitu.serving.server import Server as Server
-from insitu.storage.run_dir import KIND, read_store
 from insitu.storage.run_dir import name_run as name_run
 from insitu.storage.run_dir import read_config as read_config
 from insitu.storage.run_dir import read_summary as read_summary
 from insitu.storage.score import Score
-from insitu.storage.store import StepRecord
 from insitu.training.learner.process import require_learner as require_learner
 from insitu.training.loop import TrainOptions as TrainOptions
 from insitu.training.sft.run import run_sft
-from insitu.types import Ledger, Outcome, Rollout, Status
 from insitu.types.values import Value
 from insitu.view.base import View
+from insitu.view.run import Run as Run
 from insitu.view.run_report import finish
 
 __all__ = ["SERVE_BASE", "demo_with", "serve_with"]
@@ -123,86 +124,17 @@ class CallbackView:
         """Do nothing: no terminal is held."""
 
 
-class Run:
-    """A run directory, open for reading. Needs no live process; reads what is on disk at each call."""
-
-    def __init__(self, path: Path | str) -> None:
-        """Open a run directory; raise RecordError when `path` is none."""
-        self.path = Path(path)
-        self.config = read_config(self.path)
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
-
-    @property
-    def summary(self) -> Mapping[str, Any] | None:
-        """Numbers of the finished run, as in summary.json; None before its end."""
-        return read_summary(self.path)
-
-    @property
-    def kind(self) -> str:
-        """`train`, or the verb whose run it is."""
-        with read_store(self.path) as store:
-            return store.meta().get(KIND, "") or "train"
-
-    @property
-    def steps(self) -> list[StepRecord]:
-        """Committed optimizer steps in order, with their metrics and ledger."""
-        with read_store(self.path) as store:
-            return store.steps()
-
-    @property
-    def ledger(self) -> Ledger:
-        """Account of all sampled tokens. Raises RecordError when it does not balance."""
-        with read_store(self.path) as store:
-            return store.ledger()
-
-    def rollouts(
-        self,
-        *,
-        phase: str | None = None,
-        step: int | None = None,
-        task: str | None = None,
-        status: Status | str | None = None,
-        outcome: Outcome | str | None = None,
-    ) -> list[Rollout]:
-        """Return the stored rollouts that match every given filter, in the order of phase, step and slot.
-
-        `phase` is `train`, `eval_before`, `eval_during` or `eval_after`, and `eval` in a run of
-        `insitu rollout`; `outcome` is the verdict's. Raises ConfigError for an unknown status or outcome.
-        """
-        with _known("status or outcome"):
-            wanted_status = None if status is None else Status(status)
-            wanted_outcome = None if outcome is None else Outcome(outcome)
-        found = []
-        with read_store(self.path) as store:
-            for place in store.phases():
-                if phase not in (None, place[0]) or step not in (None, place[1]):
-                    continue
-                for outline in store.outcomes(*place):
-                    if (
-                        task in (None, outline.task_id)
-                        and wanted_status in (None, outline.status)
-                        and wanted_outcome in (None, outline.outcome)
-                    ):
-                        found.append(store.rollout(outline.rollout_id))
-        return found
-
-    def rollout(self, rollout_id: str) -> Rollout:
-        """Return one rollout. Raises RecordError when there is none with this id."""
-        with read_store(self.path) as store:
-            return store.rollout(rollout_id)
-
-
 def open_run(path: Path | str) -> Run:
-    """Open a run directory for reading. Raises RecordError when it is none."""
+    """Open a run directory for reading. Raises RecordError when it is none or its store cannot be read."""
     return Run(path)
 
 
 async def train_with(config: Config, view: View, options: TrainOptions) -> str:
     """Train with a view of the progress, write the report of the run and return it. Raises InsituError."""
-    summary = await run_training(config, view, options)
-    return finish(Path(config.run.dir), summary)
+    check_hub(config)
+    async with pushing_checkpoints(config, view.note):
+        summary = await run_training(config, view, options)
+        return finish(Path(config.run.dir), summary)
 
 
 async def rollout_with(config: Config, view: View, options: RolloutOptions) -> str:
@@ -226,7 +158,11 @@ async def train_async(
     **tables: Any,
 ) -> Run:
     """Train and return the finished run; the coroutine form of `train`."""
-    resolved = resolve(config, overrides, resume, tables)
+    if str(resume or "").startswith("hub:"):
+        resolved, found = await asyncio.to_thread(from_hub, str(resume), config, overrides, tables)
+        resume = resolved.run.dir if found else None
+    else:
+        resolved = resolve(config, overrides, resume, tables)
     await train_with(resolved, CallbackView(progress), TrainOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
@@ -266,7 +202,7 @@ async def rollout_async(
     """Run and grade rollouts without training; the coroutine form of `rollout`."""
     if n is not None:
         tables["rollout"] = {**tables.get("rollout", {}), "per_task": n}
-    if "tasks" in tables and not isinstance(tables["tasks"], str | Path | Mapping):
+    if "tasks" in tables and not (isinstance(tables["tasks"], str | Path) or _is_table(tables["tasks"])):
         tables["tasks"] = {"source": tables["tasks"], "eval_share": 1.0}  # no task is held back
     resolved = resolve(config, overrides, resume, tables)
     await rollout_with(resolved, CallbackView(progress), RolloutOptions(resume=_path(resume)))
@@ -359,13 +295,33 @@ def resolve(
     return name_run(load_config(None, overrides, _merged(layers), given))
 
 
-def config_from_run(source: Path, table: Literal["collect", "sft"]) -> dict[str, dict[str, Any]]:
+def from_hub(
+    where: str,
+    config: ConfigSource = None,
+    overrides: Overrides = (),
+    tables: Mapping[str, Any] | None = None,
+) -> tuple[Config, bool]:
+    """Fetch the run at hub:ORG/NAME and return its configuration and True.
+
+    With a configuration, its `run.dir` is where the run is put, and where there is no run yet it is returned
+    with False. Raises ConfigError, RecordError, SetupError.
+    """
+    given = None if config is None else resolve(config, overrides, None, tables or {})
+    run = Path("runs", repo_of(where).rpartition("/")[2]) if given is None else Path(given.run.dir)
+    if fetch_run(where, run):
+        return read_config(run), True
+    if given is None:
+        raise RecordError(f"{where} has no checkpoint of a run")
+    return given, False
+
+
+def config_from_run(source: Path, table: Literal["collect", "sft"]) -> dict[str, Any]:
     """Return the configuration of a run whose rollouts another one takes, as tables.
 
     Raises RecordError when `source` is no run directory.
     """
     read_config(source)
-    tables = {name: dict(values) for name, values in read_toml(source / "config.toml").items()}
+    tables: dict[str, Any] = {**read_toml(source / "config.toml")}
     tables.setdefault("run", {})["dir"] = ""
     tables.setdefault(table, {})["run"] = str(source.absolute())
     return tables
@@ -389,7 +345,7 @@ def _expanded(tables: Mapping[str, Any]) -> dict[str, Any]:
         key = SHORT.get(name)
         if key is not None and value is None:
             continue
-        if key is None or isinstance(value, Mapping):
+        if key is None or _is_table(value):
             found.append({name: value})
         elif name == "model" and str(value).startswith(("http://", "https://")):
             found.append({"engine": {"kind": "upstream", "url": str(value)}})
@@ -404,16 +360,15 @@ def _expanded(tables: Mapping[str, Any]) -> dict[str, Any]:
     return _merged(sorted(found, key=lambda layer: set(layer) <= set(tables)))
 
 
+def _is_table(value: object) -> bool:
+    """Return whether a value is a table, or a list of tables [[tasks]] rather than a list of tasks."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(one, Mapping) and "source" in one for one in value)
+    return isinstance(value, Mapping)
+
+
 def _path(path: Path | str | None) -> Path | None:
     return None if path is None else Path(path)
-
-
-@contextlib.contextmanager
-def _known(what: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"unknown {what}: {error}") from error
 
 
 def blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +54,8 @@ def examine() -> Iterator[MachineCheck]:
     yield from _training()
 
 
-def doctor() -> tuple[str, bool]:
-    """Return the report and whether all needed requirements are met."""
-    checks = list(examine())
+def report(checks: Sequence[MachineCheck]) -> tuple[str, bool]:
+    """Return the text of checks and whether all needed requirements are met."""
     width = max(len(c.name) for c in checks)
     marks = {True: "ok", False: "--"}
     lines = [f"{marks[c.found]}  {c.name:<{width}}  {c.text}" for c in checks]

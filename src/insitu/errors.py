@@ -118,6 +118,10 @@ class TrainError(InsituError):
     """The learner rejected or failed a step."""
 
 
+class BadStepError(TrainError):
+    """A training step was refused for what it computed; the weights are unchanged."""
+
+
 @contextmanager
 def boundary(kind: type[InsituError], doing: str) -> Iterator[None]:
     """Convert OS and protocol errors that cross an edge into `kind`; the message says what was being done.

@@ -1,4 +1,4 @@
-"""Registry of extensions: agents, task sources, rewards, losses, advantages, samplers, sandboxes and engines.
+"""Registry of extensions: agents, tasks, rewards, losses, advantages, samplers, sandboxes, engines, trackers.
 
 An extension is named by a built-in name, an entry point of group `insitu.<kind>`, a dotted path
 `module:attribute` or a file path `file.py:attribute`, or it is a Python object. Files and modules are looked
@@ -23,7 +23,9 @@ from typing import Any, Literal, get_args
 
 from insitu.errors import ConfigError
 
-Kind = Literal["agents", "tasks", "rewards", "losses", "advantages", "samplers", "sandboxes", "engines"]
+Kind = Literal[
+    "agents", "tasks", "rewards", "losses", "advantages", "samplers", "sandboxes", "engines", "trackers"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
@@ -65,6 +67,12 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "polyglot": "insitu.tasks.polyglot:PolyglotFormat",
         "harbor": "insitu.tasks.harbor:HarborFormat",
         "terminal_bench": "insitu.tasks.harbor:TerminalBenchFormat",
+        "verifiers": "insitu.tasks.verifiers:Verifiers",
+        "openenv": "insitu.tasks.openenv:OpenEnv",
+    },
+    "rewards": {
+        "verifiers": "insitu.tasks.verifiers:reward",
+        "openenv": "insitu.tasks.openenv:reward",
     },
     "losses": {
         "dppo": "insitu.training.loss.losses:dppo",
@@ -84,7 +92,13 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "vllm": "insitu.engines.vllm:open_vllm",
         "sglang": "insitu.engines.sglang:open_sglang",
         "external": "insitu.engines.external:ExternalEngine",
+        "tinker": "insitu.training.service.session:Service",
         "upstream": "insitu.runtime.upstream:open_upstream",
+    },
+    "trackers": {
+        "wandb": "insitu.tracking.wandb:Wandb",
+        "trackio": "insitu.tracking.trackio:Trackio",
+        "tensorboard": "insitu.tracking.tensorboard:TensorBoard",
     },
 }
 """Dotted paths of the extensions that ship with insitu, by kind and name; imported at first use."""

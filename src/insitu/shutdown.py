@@ -83,7 +83,7 @@ def hard_exit() -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Return the process ids below `root` from /proc, children before grandchildren."""
+    """Return the living processes below `root` from /proc, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -91,6 +91,8 @@ def descendants(root: int) -> list[int]:
         with contextlib.suppress(OSError):
             # pid (name) state ppid ...; the name may hold spaces and parentheses
             fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if fields[0] in "ZX":
+                continue
             children.setdefault(int(fields[1]), []).append(int(entry.name))
     found = [root]
     for pid in found:

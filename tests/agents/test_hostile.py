@@ -33,12 +33,12 @@ def access(number: int = 0) -> ModelAccess:
     return ModelAccess(public_id=f"p{number}", secret=f"secret-of-rollout-{number}")
 
 
-def told(task: Task, prompt: str, wall_s: float = 10.0) -> Task:
+def reported(task: Task, prompt: str, wall_s: float = 10.0) -> Task:
     return dataclasses.replace(task, prompt=prompt, limits=Limits(wall_s=wall_s))
 
 
 class Fickle(LocalBackend):
-    """Makes sandboxes, and can be told to stop."""
+    """Makes sandboxes, and can be stopped."""
 
     refuses = False
 
@@ -70,8 +70,8 @@ def pid(result: AgentResult) -> bytes:
 
 async def test_an_honest_agent_keeps_its_process(fake: RecipeHarness, tmp_path: Path, task: Task) -> None:
     async with fake.worker(tmp_path / "g") as worker:
-        one = await worker.run(told(task, "well"), access(1))
-        two = await worker.run(told(task, "well"), access(2))
+        one = await worker.run(reported(task, "well"), access(1))
+        two = await worker.run(reported(task, "well"), access(2))
         assert (one.exit, two.exit, pid(one)) == ("finished", "finished", pid(two))
         assert worker.healthy
 
@@ -81,7 +81,7 @@ async def test_a_forged_message_fails_its_own_rollout(
     fake: RecipeHarness, tmp_path: Path, task: Task, word: str
 ) -> None:
     async with fake.worker(tmp_path / "g") as worker:
-        result = await worker.run(told(task, f"now {word}"), access())
+        result = await worker.run(reported(task, f"now {word}"), access())
         assert (result.exit, worker.healthy) == ("failed", False)
         assert pid(result)
         assert "\n" not in result.detail
@@ -93,7 +93,7 @@ async def test_lines_that_are_not_pis_retire_the_worker(
     fake: RecipeHarness, tmp_path: Path, task: Task, word: str
 ) -> None:
     async with fake.worker(tmp_path / "g") as worker:
-        result = await worker.run(told(task, f"now {word}"), access())
+        result = await worker.run(reported(task, f"now {word}"), access())
         assert (result.exit, worker.healthy) == ("finished", False)
 
 
@@ -103,10 +103,10 @@ async def test_what_was_left_in_the_pipe_is_not_laid_on_the_next(
     fake: RecipeHarness, tmp_path: Path, task: Task, when: str, word: str
 ) -> None:
     async with fake.worker(tmp_path / "g") as worker:
-        first = await worker.run(told(task, f"{when} {word}"), access(1))
+        first = await worker.run(reported(task, f"{when} {word}"), access(1))
         assert first.exit == "finished"
-        second = await worker.run(told(task, "well"), access(2))
-        third = await worker.run(told(task, "well"), access(3))
+        second = await worker.run(reported(task, "well"), access(2))
+        third = await worker.run(reported(task, "well"), access(3))
         assert (second.exit, third.exit, worker.healthy) == ("finished", "finished", True)
 
 
@@ -133,7 +133,7 @@ async def test_a_sandbox_lost_under_the_agent_is_the_agents_failure(
 ) -> None:
     for harness in (fake, sleeper(fickle)):
         async with harness.worker(tmp_path / "g") as worker:
-            result = await lose_sandbox(worker, told(task, "hang"))
+            result = await lose_sandbox(worker, reported(task, "hang"))
             assert (result.exit, dict(result.tree), worker.healthy) == ("failed", {}, False)
             assert "was lost while the agent ran" in result.detail
 
@@ -146,7 +146,7 @@ async def test_a_lost_sandbox_is_the_hosts_failure_when_no_sandbox_works(
         async with harness.worker(tmp_path / "g") as worker:
             fickle.refuses = True
             with pytest.raises(SandboxError) as caught:
-                await lose_sandbox(worker, told(task, "hang"))
+                await lose_sandbox(worker, reported(task, "hang"))
             assert caught.value.infra
             assert not worker.healthy
 
@@ -159,7 +159,7 @@ async def test_a_used_sandbox_that_is_lost_in_between_is_replaced(
         async with WorkerPool(harness, 1, Sockets([tmp_path / "g"])) as pool:
             for number in range(3):
                 async with pool.lease() as worker:
-                    assert (await worker.run(told(task, "well"), access(number))).exit == "finished"
+                    assert (await worker.run(reported(task, "well"), access(number))).exit == "finished"
                 os.kill(first_process(worker), signal.SIGKILL)
 
 
@@ -197,7 +197,7 @@ async def test_bombs_of_a_script_stay_in_its_sandbox(
     ):
         harness = command_harness(["bash", "-c", text], backend, warm=True)
         async with harness.worker(tmp_path / "g") as worker:
-            result = await worker.run(told(task, "x", 3.0), access())
+            result = await worker.run(reported(task, "x", 3.0), access())
         assert result.exit in exit_
         if text == HOG:
             assert b"MemoryError" in result.log
@@ -240,6 +240,6 @@ async def test_bombs_of_pis_commands_stay_in_its_sandbox(
         assert result.exit == "finished"
         assert "MemoryError" in said(server)
         server.script = play((bash(BOMB), "done"))
-        result = await worker.run(told(task, "x", 4.0), access(2))
+        result = await worker.run(reported(task, "x", 4.0), access(2))
         assert result.exit in ("finished", "failed", "timeout")
         assert dict(result.tree) == task.files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pwd
 import shutil
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import insitu
 from insitu.agents import install
 from insitu.agents.base import ModelAccess
 from insitu.agents.harness import RecipeHarness
@@ -17,7 +19,7 @@ from insitu.agents.install import Installed, find_node
 from insitu.agents.pi import RECIPE
 from insitu.agents.recipe import Recipe
 from insitu.cli import main
-from insitu.doctor import doctor
+from insitu.doctor import examine
 from insitu.errors import SetupError
 from insitu.sandbox.local import LocalBackend
 from insitu.types import Task
@@ -39,6 +41,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "bin"
 
 
+BWRAP = shutil.which("bwrap")
 SHELL = Recipe(name="shell", npm=("@a/shell@3",), node=(22, 19), command=("shell", "{prompt_file}"))
 """Its program is linked into node_modules/.bin by npm."""
 
@@ -122,18 +125,19 @@ def test_an_unwritable_cache_is_one_clear_line(
 
 @pytest.mark.slow
 def test_a_user_without_a_home_is_told_what_to_set(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody(uid: int) -> None:
+    def no_user(uid: int) -> None:
         raise KeyError(uid)
 
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("INSITU_CACHE")
     for look in (install.find, install.install):
         with pytest.raises(SetupError, match="set INSITU_CACHE"):
             look(RECIPE)
-    assert "set INSITU_CACHE" in doctor()[0]
+    assert "set INSITU_CACHE" in str(list(examine()))
 
 
+@pytest.mark.slow
 def test_command_line(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program(tmp_path / "cache" / "openai-codex-1.2.3" / COPIES / "codex", "exit")
     assert main(["install", "codex@1.2.3", "script"]) == 0
@@ -142,6 +146,40 @@ def test_command_line(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert lines[1].endswith("no packages to install")
     assert main(["install", "nano"]) == 2
     assert "unknown name 'nano' of kind agents" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'spawn: ENOENT' >&2; exit 1", "(exit code 1): spawn: ENOENT"),
+        ("exec /opt/agent/a", "not found"),
+    ],
+)
+def test_a_package_whose_program_does_not_start_is_not_installed(
+    bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], script: str, said: str
+) -> None:
+    if BWRAP:  # the only way to start a program in isolation for a user who is not root
+        bare.mkdir(exist_ok=True)
+        (bare / "bwrap").symlink_to(BWRAP)
+    elif os.geteuid() != 0:
+        pytest.skip("needs bubblewrap or root")
+    program(tmp_path / "cache" / "openai-codex-1.2.3" / COPIES / "codex", script)
+    assert main(["install", "codex@1.2.3"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("insitu: ")]
+    assert line.startswith(
+        f"insitu: agent codex: codex in {tmp_path}/cache/openai-codex-1.2.3 does not start ("
+    )
+    assert line.endswith(said)
+
+
+@pytest.mark.slow
+def test_the_public_form_returns_the_folders(bare: Path, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(SHELL, command=("shell",))
+    program(folder(tmp_path) / "node_modules" / ".bin" / "shell", '[ "$1" = --version ]')
+    assert insitu.install([recipe, "script"])["shell 3"] == folder(tmp_path)
 
 
 COPIES = "node_modules/@openai/codex-linux-x64/vendor/x86_64/bin"

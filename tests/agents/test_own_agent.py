@@ -14,7 +14,7 @@ from insitu.agents.harness import RecipeHarness
 from insitu.agents.recipe import Recipe, Start, named_recipe, parse_agent, resolve_agent
 from insitu.cli.conformance import choose
 from insitu.config import dump_toml, load_config
-from insitu.doctor import doctor
+from insitu.doctor import examine
 from insitu.errors import ConfigError
 from insitu.runtime.agents import make_harness
 from insitu.sandbox.local import LocalBackend
@@ -191,7 +191,7 @@ async def test_another_package_adds_an_agent_by_an_entry_point(
     async with make_harness(config, backend).worker(server.path) as worker:
         result = await worker.run(task, ACCESS)
     assert (result.exit, result.log, result.tree["said"].content) == ("finished", b"tiny\n", b"Fix f.")
-    assert "tiny_agent" in doctor()[0]
+    assert "tiny_agent" in str(list(examine()))
     assert named_recipe("tiny_agent").name == "tiny_agent"
 
 

@@ -1,4 +1,4 @@
-"""The real Pi against a real server: it edits, leaks nothing into the next rollout, and stops when told."""
+"""The real Pi against a real server: it edits, leaks nothing into the next rollout, and stops on request."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_nothing_of_a_rollout_is_left_for_the_next(
 
 
 def drop_ids(listing: str) -> list[str]:
-    """Without what Pi, the shell and the kernel draw anew each time: session id, process ids."""
+    """Without what Pi, the shell and the kernel draw at random each time: session id, process ids."""
     return [line for line in listing.splitlines() if not line.startswith(("PI_SESSION_ID", "_=", "/usr/bin"))]
 
 

@@ -42,9 +42,11 @@ async def asked(
     socket: Path,
     task: Task,
     build: BuildAction | None = None,
+    session_wall_s: float = 20,
 ) -> AsyncIterator[tuple[AgentResult, Trajectory]]:
+    limits = task.limits.changed(wall_s=session_wall_s)
     async with Gateway(TokenBackend(engine, renderer)) as gateway, gateway.listen_unix(socket):
-        session = gateway.open_session("r", seed=0, limits=task.limits, listener=socket)
+        session = gateway.open_session("r", seed=0, limits=limits, listener=socket)
         access = ModelAccess(public_id=session.public_id, secret=session.secret)
         mine = None if build is None else UserFunction("tasks.parse_answer mine:build", build)
         async with SingleTurn(mine).worker(socket) as worker:
@@ -130,6 +132,15 @@ async def test_a_model_that_takes_too_long_is_timed_out(tmp_path: Path, renderer
     task = replace(TASK, limits=Limits(wall_s=0.3))
     async with asked(saying(renderer, "late", delay_s=30), renderer, tmp_path / "s", task) as (result, _):
         assert (result.exit, result.tree) == ("timeout", BASE)
+
+
+async def test_the_gateways_reply_at_the_end_of_the_budget_is_not_taken_for_code(
+    tmp_path: Path, renderer: TemplateRenderer
+) -> None:
+    late = saying(renderer, "late", delay_s=30)
+    async with asked(late, renderer, tmp_path / "s", TASK, session_wall_s=0.3) as (result, _):
+        assert (result.exit, result.tree) == ("failed", BASE)
+        assert result.detail == "the session's budget was used up before the model answered"
 
 
 async def test_a_prompt_that_does_not_fit_fails_and_an_engine_that_comes_back_does_not(

@@ -95,7 +95,7 @@ async def test_programs_can_be_steered_by_keys(
         keys("seq 3000\n"),
         keys("echo wörld; printf 'x\\ry\\n'; clear; echo new\n"),
         keys("exit\n", done=True, wait=1),
-        keys("echo no one hears\n", done=True, wait=0.1),
+        keys("echo no one reads\n", done=True, wait=0.1),
     ]
     result, shown = await play_out(backend, server, task, steps)
     assert (result.exit, result.detail) == ("finished", "")

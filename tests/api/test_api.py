@@ -20,8 +20,8 @@ from insitu.shutdown import descendants
 SMALL = {
     "harness.agent": "script",
     "run.steps": 1,
-    "run.eval_tasks": 4,
-    "tasks.groups_per_step": 2,
+    "eval.count": 4,
+    "collect.groups_per_step": 2,
     "collect.group_size": 4,
     "harness.workers": 4,
     "train.threads": 1,
@@ -35,9 +35,12 @@ def test_the_public_names_are_these() -> None:
         "Case", "Config", "FileEntry", "FinishedRollout", "GradingPlan", "InsituError", "Ledger", "Limits",
         "Oracle", "Outcome", "Recipe", "Rollout", "Run", "RunEvent", "Segment", "ServedSession", "Server",
         "Setup", "Status", "StepRecord", "Task", "Tokens", "Trajectory", "Trust", "Turn", "Verdict",
-        "attack", "attack_async", "conformance", "conformance_async", "grade", "grade_async", "load_config",
-        "open_run", "recover", "replay", "replay_async", "rollout", "rollout_async", "serve", "sft",
-        "sft_async", "train", "train_async", "validate", "validate_async",
+        "attack", "attack_async", "check_machine", "conformance", "conformance_async", "export_model",
+        "export_run", "export_tasks", "grade", "grade_async", "import_run", "install", "install_async",
+        "list_tasks",
+        "load_config", "open_run", "push", "recover", "replay", "replay_async", "rollout", "rollout_async",
+        "serve", "sft", "sft_async", "show_task", "track", "train", "train_async", "validate",
+        "validate_async",
     }  # fmt: skip
     assert all(getattr(insitu, name) is not None for name in insitu.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -205,3 +208,11 @@ def test_ctrl_c_stops_a_blocking_call_inside_asyncio_run(tmp_path: Path) -> None
         insitu.open_run(tmp_path / "run").rollouts() if (tmp_path / "run" / "run.sqlite").exists() else []
     )
     assert len(stored) < 200
+
+
+def test_tasks_are_listed_through_the_api() -> None:
+    tables = {"tasks": {"source": "toy"}}
+    rows, totals = insitu.list_tasks(tables, limit=2)
+    assert (len(rows), totals["tasks"]) == (2, 2)
+    assert insitu.show_task(rows[0]["id"], tables)["id"] == rows[0]["id"]
+    assert len(list(insitu.export_tasks(tables, limit=2))) == 2

@@ -68,7 +68,7 @@ async def test_sessions_are_sealed_with_a_reward_and_give_rows(tmp_path: Path) -
 def test_served_sessions_are_shown_exported_and_imitated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, copy = tmp_path / "run", tmp_path / "rollouts.jsonl"
+    source, copy = tmp_path / "run", tmp_path / "export"
     with insitu.serve(overrides=SMALL, run={"dir": str(source)}) as server:
         for reward in (1.0, 0.0, None):
             session = server.session(task="greet")
@@ -79,12 +79,14 @@ def test_served_sessions_are_shown_exported_and_imitated(
     assert "3 sessions of 1 tasks, 2 with a reward, 0.500 on average" in shown
     assert "greet: 1 0 -" in shown
     assert main(["export", str(source), "--out", str(copy)]) == 0
-    exported = [json.loads(line) for line in copy.read_text().splitlines()]
+    exported = [json.loads(line) for line in (copy / "data" / "rollouts.jsonl").read_text().splitlines()]
     stored = insitu.open_run(source).rollouts(task="greet")
-    assert [one["id"] for one in exported] == [one.id for one in stored]
-    assert exported[0]["trajectory"]["segments"][0]["ids"] == stored[0].tokens().ids.tolist()
-    imitated = tmp_path / "imitated"
-    assert main(["sft", str(source), f"run.dir={imitated}", "sft.epochs=1", "sft.decay=constant"]) == 0
+    assert [one["rollout_id"] for one in exported] == [one.id for one in stored]
+    assert exported[0]["segments"][0]["ids"] == stored[0].tokens().ids.tolist()
+    assert [one["used"] for one in exported] == ["", "", "ungraded"]
+    assert [one["advantage"] for one in exported] == [0.5, -0.5, None]
+    imitated, back = tmp_path / "imitated", insitu.import_run(copy, tmp_path / "back")
+    assert main(["sft", str(back.path), f"run.dir={imitated}", "sft.epochs=1", "sft.decay=constant"]) == 0
     assert "3 rollouts, 1 chosen; 1 below sft.min_reward; 1 not graded" in " ".join(
         sorted(capsys.readouterr().out.split("\n"))
     )
@@ -100,7 +102,7 @@ def test_rewarded_sessions_are_a_batch_of_training(tmp_path: Path) -> None:
                 session = server.session(task=task)
                 ask(session)
                 session.seal(reward=reward)
-    more = {"tasks.groups_per_step": 1, "train.min_groups": 1}
+    more = {"collect.groups_per_step": 1, "train.min_groups": 1}
     run = insitu.train(served, overrides=more, run={"dir": str(tmp_path / "trained")})
     assert run.summary is not None
     assert (run.kind, run.summary["updates"], run.summary["rollouts"]) == ("train", 2, 5)

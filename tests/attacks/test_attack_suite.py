@@ -288,7 +288,7 @@ async def test_a_users_task_that_can_be_cheated_is_found(backend: LocalBackend) 
 async def test_on_a_users_task_no_won_cheat_is_excused(
     backend: LocalBackend, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cell that the matrix of the reference subject calls residual, and one that nobody wins."""
+    """A cell that the matrix of the reference subject calls residual, and one that no attack wins."""
     assert 10 in RESIDUAL["swebench_log"]
     attacks = chosen_attacks("10,13")
     report = await run_user_tasks(attacks, [target_for("swebench_log")], backend)

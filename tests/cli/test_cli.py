@@ -42,7 +42,7 @@ ROLLOUT = Rollout(
 
 def insitu(*argv: str, cwd: Path | None = None, speaks: str = "utf-8") -> subprocess.CompletedProcess[str]:
     """`speaks`: the encoding of its output, as of PYTHONIOENCODING."""
-    command = [sys.executable, "-m", "insitu.cli", *argv]
+    command = [sys.executable, "-m", "insitu", *argv]
     env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "PYTHONIOENCODING": speaks}
     encoding = speaks.partition(":")[0]
     return subprocess.run(
@@ -240,7 +240,7 @@ def test_init_writes_a_valid_file_and_names_what_comes_next(
     ]
     assert cli.main(argv) == 0
     config = load_config(path)
-    assert (config.engine.kind, config.harness.agent, config.tasks.path) == (engine, "codex", "t.jsonl")
+    assert (config.engine.kind, config.harness.agent, config.task_set.path) == (engine, "codex", "t.jsonl")
     commands = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert len(commands) == 3
     for command in commands:
@@ -346,9 +346,9 @@ def test_no_character_is_too_much_for_the_terminal(tmp_path: Path, encoding: str
     folder = tmp_path / "läufe-→"
     with RunDir.create(load_config(None, [f"run.dir={folder}"])) as run, run.store():
         run.write_summary(SUMMARY)
-    told = insitu("show", str(folder), speaks=encoding)
-    assert (told.returncode, told.stderr) == (0, "")
-    assert ("→" if encoding == "utf-8" else r"\u2192") in told.stdout
+    reported = insitu("show", str(folder), speaks=encoding)
+    assert (reported.returncode, reported.stderr) == (0, "")
+    assert ("→" if encoding == "utf-8" else r"\u2192") in reported.stdout
     line = insitu("show", "--json", str(folder), speaks=encoding).stdout
     assert json.loads(line) == SUMMARY
 

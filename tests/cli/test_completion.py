@@ -38,7 +38,7 @@ def test_bash_completes_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     insitu = tmp_path / "insitu"
-    insitu.write_text(f'#!/bin/sh\nexec {sys.executable} -m insitu.cli "$@"\n')
+    insitu.write_text(f'#!/bin/sh\nexec {sys.executable} -m insitu "$@"\n')
     insitu.chmod(0o755)
     bash = shutil.which("bash")
     assert bash is not None

@@ -1,4 +1,4 @@
-"""Puts this folder on the path of its tests: one lends another its run."""
+"""Puts this folder on the path of its tests: they share a run."""
 
 from __future__ import annotations
 

@@ -30,15 +30,15 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_the_first_solutions_pass_and_their_stubs_do_not() -> None:
-    told = run_bench(load_config(None, SETTINGS), 12)
-    assert (told["solution"], told["stub"]) == ({"resolved": 12}, {"unresolved": 12})
+    reported = run_bench(load_config(None, SETTINGS), 12)
+    assert (reported["solution"], reported["stub"]) == ({"resolved": 12}, {"unresolved": 12})
 
 
 @pytest.mark.full
 def test_every_solution_passes_and_no_stub_does() -> None:
-    told = run_bench(load_config(None, SETTINGS))
-    assert (told["solution"], told["stub"]) == ({"resolved": 164}, {"unresolved": 164})
-    assert (told["solution_wrong"], told["stub_wrong"]) == ({}, {})
+    reported = run_bench(load_config(None, SETTINGS))
+    assert (reported["solution"], reported["stub"]) == ({"resolved": 164}, {"unresolved": 164})
+    assert (reported["solution_wrong"], reported["stub_wrong"]) == ({}, {})
 
 
 async def test_replies_of_a_model_are_graded_without_an_agent(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ async def test_replies_of_a_model_are_graded_without_an_agent(tmp_path: Path) ->
         fake.replies = reply
         fake.busy = [(429, "0.1")]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "insitu.cli", "rollout", str(config_file(tmp_path, fake.url)),
+            sys.executable, "-m", "insitu", "rollout", str(config_file(tmp_path, fake.url)),
             "--json", "--plain", *SETTINGS, f"run.dir={tmp_path / 'run'}",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(Path(insitu.__file__).parents[1]), "FAKE_KEY": KEY},

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import insitu
+from insitu.cli import main
 from insitu.shutdown import descendants
 from insitu.storage.run_dir import has_rollouts, read_store
 from insitu.tasks.toy import ToyProblem, make_problem
@@ -81,7 +82,7 @@ def player(fake: FakeProvider) -> Player:
 
 async def start(*arguments: object) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "insitu.cli", "rollout", "--plain", "--json", *map(str, arguments),
+        sys.executable, "-m", "insitu", "rollout", "--plain", "--json", *map(str, arguments),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(Path(insitu.__file__).parents[1]), "FAKE_KEY": KEY},
     )  # fmt: skip
@@ -243,22 +244,24 @@ async def test_the_cost_limit_stops_the_run_and_more_money_continues_it(tmp_path
         (["harness.agent=script", "rollout.tasks=1", "engine.kind=upstream"], "kind = 'upstream' needs url"),
     ],
 )
-async def test_what_a_person_gets_wrong_is_one_line(arguments: list[str], said: str) -> None:
-    code, _, err = await run(*arguments)
-    assert code != 0
-    (line,) = err.splitlines()
+def test_what_a_person_gets_wrong_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rollout", "--plain", "--json", *arguments]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("insitu: ")
     assert said in line
 
 
-async def test_a_resumed_run_keeps_what_decides_its_results(tmp_path: Path) -> None:
+async def test_a_resumed_run_keeps_what_decides_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with provider() as fake:
         code, _, err = await run(*config_file(tmp_path, fake), "rollout.tasks=1", "rollout.per_task=1")
         assert code == 0, err
         for change in ("run.seed=7", "engine.temperature=0.5", "rollout.tasks=2"):
-            code, _, err = await run("--resume", tmp_path / "run", change)
-            assert code == 2
-            assert f"drop {change}" in err
+            assert main(["rollout", "--plain", "--json", "--resume", str(tmp_path / "run"), change]) == 2
+            assert f"drop {change}" in capsys.readouterr().err
 
 
 async def stored(run_dir: Path, count: int, process: asyncio.subprocess.Process) -> None:

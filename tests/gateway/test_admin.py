@@ -1,4 +1,4 @@
-"""The operator's listener: what it does, and that nobody else can."""
+"""The operator's listener: what it does, and that no other client can."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ async def test_a_session_from_opening_to_export(renderer: TemplateRenderer) -> N
         name = opened["public_id"]
         assert (await rig.say(opened, {"messages": ASK, "tools": TOOLS}))[0] == 200
         assert (await rig.ask("GET", f"/sessions/{name}/export"))[0] == 409
-        _, told = await rig.ask("GET", f"/sessions/{name}")
-        assert (told["state"], told["stats"]["calls"], told["tool_calls"]) == ("live", 1, 1)
+        _, reported = await rig.ask("GET", f"/sessions/{name}")
+        assert (reported["state"], reported["stats"]["calls"], reported["tool_calls"]) == ("live", 1, 1)
         _, listed = await rig.ask("GET", "/sessions")
         assert [s["rollout_id"] for s in listed["sessions"]] == ["task-1"]
         assert not {opened["secret"], opened["tool_secret"]} & set(str(listed).split("'"))
@@ -88,9 +88,9 @@ async def test_a_session_from_opening_to_export(renderer: TemplateRenderer) -> N
         assert set(arrays["versions"][arrays["mask"]]) == {3}
         assert arrays["offsets"].tolist() == [0, len(row["ids"])]
         for form in ("tree", "per_request"):
-            _, told = await rig.ask("GET", f"/sessions/{name}/export?form={form}")
+            _, reported = await rig.ask("GET", f"/sessions/{name}/export?form={form}")
             _, raw = await rig.ask("GET", f"/sessions/{name}/export?form={form}&format=npz")
-            shape = told["tree"] if form == "tree" else told["rows"][0]
+            shape = reported["tree"] if form == "tree" else reported["rows"][0]
             again = np.load(io.BytesIO(raw))
             assert again["ids"].tolist() == shape["ids"] == row["ids"]
             assert again["mask"].tolist() == shape["mask"] == row["mask"]

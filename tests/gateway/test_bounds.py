@@ -195,7 +195,7 @@ async def test_connections_beyond_the_bound_push_out_those_without_a_key(rendere
         assert await asked(agent, "/v1/models") == 200
         agents = [agent, *[await connect(rig) for _ in range(2)]]
         assert [await asked(pair, "/v1/models") for pair in agents] == [200] * 3
-        # Nobody is pushed out who has shown a key: then the newcomer goes.
+        # A client with a key is never evicted: the newcomer is refused.
         extra = await connect(rig)
         assert await asked(extra) == 0
         assert [await asked(pair, "/v1/models") for pair in agents] == [200] * 3

@@ -213,7 +213,7 @@ async def test_secrets_are_compared_in_constant_time(
     async with Rig(renderer, [said("x")]) as rig:
         monkeypatch.setattr(session_module, "hmac", Spied)
         assert (await rig.post({"messages": ASK}))[0] == 200
-        # Only digests of fixed length are compared, so nothing is told about a secret's length either.
+        # Only digests of fixed length are compared, so the time shows nothing of a secret's length either.
         assert seen
         assert {len(part) for pair in seen for part in pair} == {32}
 
@@ -475,13 +475,13 @@ async def test_logs_and_counters_hold_no_secret_and_no_text(
                 body = await response.text()
             rig.script = ["not a reply"]  # type: ignore[list-item]
             assert (await send(rig, wire, wire.body(marked)))[0] == 500
-            told = [repr(rig.session.stats), repr(rig.gateway.counters), body]
+            reported = [repr(rig.session.stats), repr(rig.gateway.counters), body]
             with pytest.raises((TypeError, AttributeError)):
                 await rig.session.seal(1.0)
     ours = [record for record in caplog.records if record.name.startswith("insitu")]
-    told += [logging.Formatter().format(record) for record in ours]
+    reported += [logging.Formatter().format(record) for record in ours]
     for text in (*secrets, "wrong-secret-here", marked, "marked-reply-text"):
-        assert not any(text in line for line in told)
+        assert [line for line in reported if text in line] == [], text
 
 
 # ------------------------------------------------------------------------------- 51: markers everywhere

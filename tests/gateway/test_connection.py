@@ -85,7 +85,7 @@ async def test_a_client_that_waits_for_100_continue_gets_it(renderer: TemplateRe
             writer.write(CALL)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
-        # Nobody is asked for a body that would be refused for its key.
+        # No body is read that would be refused for its key.
         refused, _ = await raw(rig, head.replace(b"Bearer ", b"Bearer no"))
         assert refused.startswith(b"HTTP/1.1 401")
 

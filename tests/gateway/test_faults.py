@@ -319,7 +319,7 @@ async def test_an_engine_that_hangs_is_given_up(renderer: TemplateRenderer) -> N
 async def test_a_generation_may_take_as_long_as_configured_and_one_that_is_too_long_may_be_asked_again(
     renderer: TemplateRenderer,
 ) -> None:
-    keys = ["engine.kind=vllm", "engine.url=http://x", "engine.call_timeout_s=0.3"]
+    keys = ["engine.kind=vllm", "engine.urls=http://x", "engine.call_timeout_s=0.3"]
     config = gateway_config(load_config(None, keys))
     late = {"s": 30.0}
 

@@ -117,8 +117,8 @@ class Lab:
         whole = self.dialect.parse(json.loads(raw), self.action)
         request = ModelRequest(messages=wire.request.messages, tools=wire.request.tools)
         plan = self.forest.plan(request, "f")
-        told = Forest("r/1").plan(whole.request, "f")
-        assert (plan.root_key, plan.digests.run()) == (told.root_key, told.digests.run())
+        reported = Forest("r/1").plan(whole.request, "f")
+        assert (plan.root_key, plan.digests.run()) == (reported.root_key, reported.digests.run())
         assert len(request.messages) == len(whole.request.messages)
         if isinstance(request.messages, History):  # to iterate over it would parse the body again
             assert request.messages.fresh == tuple(whole.request.messages)[request.messages.known :]
@@ -284,11 +284,11 @@ def test_what_is_wrong_with_new_elements_is_named_as_when_parsed_whole(tail: byt
     lab.parse(raw)
     at = raw.index(b'],"stream"')
     bad = raw[:at] + b"," + tail + raw[at:]
-    with pytest.raises(WireError) as told:
+    with pytest.raises(WireError) as reported:
         lab.bodies.parse(lab.dialect, bad, lab.action)
     with pytest.raises(WireError) as fresh:
         BodyCache(128, 1 << 20).parse(lab.dialect, bad, lab.action)
-    assert (str(told.value), told.value.param) == (str(fresh.value), fresh.value.param)
+    assert (str(reported.value), reported.value.param) == (str(fresh.value), fresh.value.param)
     assert lab.known(raw) > 0
 
 

@@ -49,7 +49,7 @@ async def test_nor_does_a_short_one_of_many_values_while_they_are_new() -> None:
 
 
 class Slow(ChatDialect):
-    """Reads long conversations when it is told to."""
+    """Reads long conversations when the test asks for it."""
 
     def __init__(self) -> None:
         self.may, self.begun, self.under_way, self.most = threading.Event(), threading.Event(), 0, 0

@@ -1,4 +1,4 @@
-"""A provider that is away: what a person is told, and when calls and runs no longer wait."""
+"""A provider that is away: what a user sees, and when calls and runs no longer wait."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_run_ends_once_the_patience_of_a_call_is_over(max_wait_s: float, limit
     assert not away.outage.over
     away.outage.check()
     away.now += 2.0
-    # That much later is not that much longer away: nobody asked.
+    # That much later is not that much longer away: no call was made.
     assert not away.outage.over
     away.outage.failed("Connection refused")
     assert away.outage.over

@@ -405,13 +405,13 @@ async def test_a_sealed_session_leaves_its_key_behind_for_a_while_and_nothing_el
             await session.seal(0.0)
         assert it.gateway.open_sessions() == [it.session]
         assert (await it.post("v1/messages", {}))[0] == 200
-        told = []
+        reported = []
         for session in sealed:
             url = f"{it.base}/v1/messages"
             head = {"Authorization": f"Bearer {session.secret}"}
             async with it.http.post(url, json={"model": "big-model"}, headers=head) as answer:
-                told.append(answer.status)
-        assert told == [401, 401, 401, 409, 409]
+                reported.append(answer.status)
+        assert reported == [401, 401, 401, 409, 409]
 
 
 async def test_the_model_of_a_long_body_is_looked_for_off_the_event_loop() -> None:

@@ -62,14 +62,16 @@ async def test_gauges_follow_a_run_and_never_end_it(renderer: TemplateRenderer, 
     path = tmp_path / TIMELINE
     with Store(tmp_path / "run.sqlite") as store:
         async with Rig(renderer, [said("done")]) as rig:
-            async with write_gauges(Timeline(path), store, rig.gateway, interval_s=0.01):
+            async with write_gauges(Timeline(path), store, rig.gateway.open_sessions, interval_s=0.01):
                 await rig.post({"messages": ASK})
                 await asyncio.sleep(0.3)
             lines = list(read_metrics(path))
-            assert any(line["tokens_per_s"] > 0 for line in lines)
+            assert any(line.get("tokens_per_s", 0) > 0 for line in lines)
+            doing = {line.get("doing") for line in lines if line["event"] == "agent"}
+            assert "call 1: done" in doing
             assert (lines[0]["event"], lines[0]["agents"], lines[0]["rollouts_running"]) == ("gauges", 1, 0)
             lost = Timeline(tmp_path / "gone" / TIMELINE)
-            async with write_gauges(lost, store, rig.gateway, interval_s=0.01):
+            async with write_gauges(lost, store, rig.gateway.open_sessions, interval_s=0.01):
                 await asyncio.sleep(0.05)
 
 

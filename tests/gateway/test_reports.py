@@ -1,4 +1,4 @@
-"""What an operator hears of calls that failed or were refused: each once, as what it was, and no flood."""
+"""Reports to the operator of calls that failed or were refused: each once, as what it was, and no flood."""
 
 from __future__ import annotations
 
@@ -52,8 +52,12 @@ async def test_refused_calls_are_told_with_their_cause(renderer: TemplateRendere
         assert (await rig.post({"messages": ASK}, Authorization="Bearer wrong"))[0] == 401
         rig.session.leave()
         assert (await rig.post({"messages": ASK}))[0] == 409
-        told = [(report.rollout_id, report.outcome, report.turn) for report in rig.reports]
-    assert told == [("r/0", "invalid_request", -1), ("", "unauthorized", -1), ("r/0", "session_closed", -1)]
+        reported = [(report.rollout_id, report.outcome, report.turn) for report in rig.reports]
+    assert reported == [
+        ("r/0", "invalid_request", -1),
+        ("", "unauthorized", -1),
+        ("r/0", "session_closed", -1),
+    ]
 
 
 async def test_a_storm_of_refusals_is_counted_and_not_told_one_by_one(renderer: TemplateRenderer) -> None:
@@ -73,4 +77,4 @@ async def test_a_storm_of_refusals_is_counted_and_not_told_one_by_one(renderer: 
         assert "refused: invalid_request, " in line_of(rig.reports[1])
         await rig.post(bad)
         await rig.post(bad)
-    assert [report.count for report in rig.reports[-2:]] == [1, 1], "what is held is told at the end"
+    assert [report.count for report in rig.reports[-2:]] == [1, 1], "what is held is reported at the end"

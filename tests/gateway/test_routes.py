@@ -147,7 +147,7 @@ async def test_what_an_agent_says_of_itself_labels_its_turns_and_steers_nothing(
             body = {"messages": [*ASK, *more]}
             assert (await rig.post(body, **{"x-claude-code-agent-id": agent}))[0] == 200
         turns = (await rig.session.seal(1.0)).turns
-        told = [dict(turn.hints)["x-claude-code-agent-id"] for turn in turns]
-        assert told == ["sub-1", "sub-2" + "x" * 123]
+        reported = [dict(turn.hints)["x-claude-code-agent-id"] for turn in turns]
+        assert reported == ["sub-1", "sub-2" + "x" * 123]
         # Another agent by its own word, and yet the same line.
         assert [turn.parent for turn in turns] == [-1, 0]

@@ -112,8 +112,8 @@ async def test_rows_that_are_not_what_the_engine_gave_are_seen(
         other = trajectory.segments[1]
         logprobs[places] = other.logprobs[other.mask]
     changed = replace(row, ids=ids, mask=mask, logprobs=logprobs)
-    told = list(training_faults(replace(trajectory, segments=(changed, trajectory.segments[1])), answers))
-    assert bool(told) == (fault != "none")
+    reported = list(training_faults(replace(trajectory, segments=(changed, trajectory.segments[1])), answers))
+    assert bool(reported) == (fault != "none")
 
 
 async def test_an_edited_turn_is_counted_and_starts_a_branch(renderer: TemplateRenderer) -> None:

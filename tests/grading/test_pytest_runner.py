@@ -273,9 +273,9 @@ async def test_tests_that_a_failed_one_disturbs_cost_no_honest_one_its_reward(gr
         chain += f"\n\ndef test_{n}():\n    assert len(DONE) == {n}\n    DONE.append(total([{n}]))\n"
     names = tuple(f"tests/test_app.py::test_{n}" for n in range(4))
     task, oracle = make(PLAN, HiddenTests(files={"tests/test_app.py": text(chain)}, fail_to_pass=names))
-    for _ in range(3):
-        verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(GOLD)})
-        assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), verdict
+    # test_pytest_turns.py repeats this for many draws, without a sandbox.
+    verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(GOLD)})
+    assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), verdict
 
 
 async def test_a_pass_in_a_file_where_nothing_can_be_turned_is_called_weak(

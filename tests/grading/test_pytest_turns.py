@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import pytest
 
@@ -31,6 +32,7 @@ def _texts(source: str) -> dict[str, str]:
     return {line[4:-3]: lines[at + 1] for at, line in enumerate(lines) if line.startswith("def test_")}
 
 
+@cache
 def _drawn(count: int, seed: int, *, answer: str = "{}", key: str = "") -> MutantRound:
     names = [f"{PATH}::test_{n}" for n in range(count)]
     text = _file(count, answer)
@@ -161,6 +163,18 @@ def test_what_is_right_wins_and_each_form_comes_equally_often(count: int) -> Non
             lines = [_texts(drawn.written(run))[test.name] for run in range(len(drawn.plan))]
             assert len({lines.count(line) for line in lines}) == 1, lines
             assert f"    assert f({test.name[5:]}) == {int(test.name[5:]) + 100}" in lines
+
+
+def test_right_code_wins_where_each_test_needs_the_one_before() -> None:
+    def in_order(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
+        passes, intact = dict(_right(run, texts, before)), True
+        for name, passed in passes.items():
+            passes[name] = intact = intact and passed
+        return passes
+
+    found = [_play(in_order, _drawn(4, seed)) for seed in range(60)]
+    assert any(results.disturbed for results in found)
+    assert all(_wins(in_order, _drawn(4, seed), seed) for seed in range(60))
 
 
 def test_a_file_that_can_only_be_turned_openly_is_no_standard() -> None:

@@ -335,7 +335,7 @@ def apps(folder: Path) -> Path:
         "url": "",
         "starter_code": "",
     }
-    told = {"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]}
+    reported = {"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]}
     call = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
     method = "\nclass Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n        "
     counts = "class Solution:\n    def count(self, a):\n        return {**a, 2: Counter('xx')['x']}\n"
@@ -343,7 +343,7 @@ def apps(folder: Path) -> Path:
     plain_code = "def add(a, b):\n    return a + b\n"
     return jsonl(
         folder,
-        row | {"input_output": json.dumps(told), "solutions": json.dumps(["print 3", ADD])},
+        row | {"input_output": json.dumps(reported), "solutions": json.dumps(["print 3", ADD])},
         row | {"problem_id": 2, "input_output": json.dumps(call), "solutions": json.dumps([plain_code])},
         row | {"problem_id": 3, "starter_code": method, "solutions": json.dumps([method + "return tuple(x + b for x in a)\n"]),
                "input_output": json.dumps(call | {"inputs": [[[1, 2], 1], [[], 1]], "outputs": [[2, 3], []]})},
@@ -352,7 +352,7 @@ def apps(folder: Path) -> Path:
 
 
 def taco(folder: Path) -> Path:
-    told = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
+    reported = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
     row = {
         "question": "Add.",
         "starter_code": "",
@@ -370,7 +370,7 @@ def taco(folder: Path) -> Path:
         "memory_limit": "256.0 megabytes",
         "Expected Time Complexity": None,
     }
-    return jsonl(folder, row | {"input_output": json.dumps(told), "solutions": json.dumps([ADD])})
+    return jsonl(folder, row | {"input_output": json.dumps(reported), "solutions": json.dumps([ADD])})
 
 
 def code_contests(folder: Path) -> Path:
@@ -556,7 +556,8 @@ SOURCES: Mapping[str, Callable[[Path], Path]] = {
 
 
 def test_no_source_is_left_out() -> None:
-    assert set(SOURCES) == {*BUILT_IN["tasks"]} - {"toy"}
+    scored_by_rewards = set(BUILT_IN["rewards"])
+    assert set(SOURCES) == {*BUILT_IN["tasks"]} - {"toy"} - scored_by_rewards
 
 
 def in_place_of_image(item: Item) -> Item:
@@ -583,11 +584,17 @@ def with_files(task: Task, files: Tree) -> Task:
     return replace(task, files=files, setup=setup, content_hash=named)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of its own for this file; what sandboxes are made from is copied into it once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("name", SOURCES)
 async def test_a_row_as_its_set_has_it_is_judged_by_its_runner(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("INSITU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("INSITU_CACHE", str(cache))
     data = tmp_path / "data"
     data.mkdir()
     config = load_config(None, [f"tasks.source={name}", f"tasks.path={SOURCES[name](data)}"])

@@ -173,7 +173,7 @@ esac
 
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DockerBackend:
-    """A daemon that does nothing of what it is told, and slowly before `fast` is there."""
+    """A daemon that executes no command, and answers slowly before `fast` is there."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     script = DAEMON.format(log=tmp_path / "log", fast=tmp_path / "fast", info=INFO % ("true", "true"))

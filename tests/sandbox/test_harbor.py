@@ -101,7 +101,7 @@ async def test_a_start_that_fails_is_one_typed_line_and_leaves_nothing(
 
 
 async def test_a_long_command_outlives_the_stream_that_started_it() -> None:
-    """Each call is cut after a moment, while the command runs on: it is run once, and its end is told."""
+    """Each call is cut after a moment, while the command runs on: it is run once, and its end is reported."""
     cloud = Cloud()
     async with await HarborBackend("e2b", image="any", make=cloud).create(SandboxSpec()) as sandbox:
         cloud.made[-1].cut_s = 0.4

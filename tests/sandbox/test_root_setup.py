@@ -1,4 +1,4 @@
-"""A sandbox of an image that is set up as root, and what is left of root afterwards: nothing."""
+"""A sandbox of an image that is set up as root, and that no root process remains."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Serving:
 @asynccontextmanager
 async def serving(tmp_path: Path, *arguments: str, **env: str) -> AsyncIterator[Serving]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "insitu.cli", "serve", "--json", f"run.dir={tmp_path / 'run'}", *arguments,
+        sys.executable, "-m", "insitu", "serve", "--json", f"run.dir={tmp_path / 'run'}", *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(Path(insitu.__file__).parents[1]), **env},
     )  # fmt: skip
@@ -79,7 +79,7 @@ ASK = {"model": "x", "messages": [{"role": "user", "content": "Hello."}], "max_t
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_server_as_engine(tmp_path: Path, kind: str) -> None:
     async with serve_vllm(VOCAB) if kind == "vllm" else serve_sglang(VOCAB) as fake:
-        arguments = [f"engine.kind={kind}", f"engine.url={fake.url}", "engine.temperature=0.7"]
+        arguments = [f"engine.kind={kind}", f"engine.urls={fake.url}", "engine.temperature=0.7"]
         async with serving(tmp_path, *arguments) as serve:
             session = await serve.event("session")
             status, reply = await post(session, "v1/chat/completions", ASK)
@@ -98,7 +98,7 @@ async def test_a_server_as_engine(tmp_path: Path, kind: str) -> None:
 async def test_an_engine_that_cannot_be_trusted_is_not_served(tmp_path: Path) -> None:
     async with (
         serve_vllm(VOCAB, processed=False) as fake,
-        serving(tmp_path, "engine.kind=vllm", f"engine.url={fake.url}") as serve,
+        serving(tmp_path, "engine.kind=vllm", f"engine.urls={fake.url}") as serve,
     ):
         code, said = await serve.ended()
         assert code not in (0, None)
@@ -111,7 +111,7 @@ async def test_sessions_with_calls_under_way_are_sealed_at_the_same_time(tmp_pat
     """One after another they would take longer than a stop may."""
     names = [f"serve-{number}" for number in range(6)]
     async with serve_vllm(VOCAB) as fake:
-        arguments = ["--sessions", "6", "--agent", "codex", "engine.kind=vllm", f"engine.url={fake.url}"]
+        arguments = ["--sessions", "6", "--agent", "codex", "engine.kind=vllm", f"engine.urls={fake.url}"]
         async with serving(tmp_path, *arguments) as serve:
             sessions = [await serve.event("session") for _ in names]
             await serve.event("ready")
@@ -135,7 +135,7 @@ async def test_sessions_with_calls_under_way_are_sealed_at_the_same_time(tmp_pat
 async def test_a_server_that_restarts_is_waited_for_and_its_session_lives(tmp_path: Path) -> None:
     """Away for a while, then started again: calls wait, and none of them fails."""
     async with serve_vllm(VOCAB) as fake:
-        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.url={fake.url}", "engine.retries=0"]
+        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.urls={fake.url}", "engine.retries=0"]
         async with serving(tmp_path, *arguments) as serve:
             session = await serve.event("session")
             await serve.event("ready")
@@ -155,14 +155,14 @@ async def test_a_server_that_restarts_is_waited_for_and_its_session_lives(tmp_pa
 @pytest.mark.slow
 async def test_a_server_that_comes_back_with_other_weights_samples_nothing(tmp_path: Path) -> None:
     async with serve_vllm(VOCAB) as fake:
-        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.url={fake.url}", "engine.retries=0"]
+        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.urls={fake.url}", "engine.retries=0"]
         async with serving(tmp_path, *arguments) as serve:
             session = await serve.event("session")
             fake.restart()
             fake.sums = {name: "0" * 64 for name in fake.sums}
             assert (await post(session, "v1/chat/completions", ASK))[0] == 500
-            told = await serve.event("call")
-            assert (told["outcome"], told["dead"]) == (
+            reported = await serve.event("call")
+            assert (reported["outcome"], reported["dead"]) == (
                 "engine_failed",
                 "vllm was started again with other weights",
             )
@@ -196,8 +196,8 @@ async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> 
             asked = {**ASK, "model": "big-model"}
             status, reply = await post(session, "v1/messages", asked)
             assert (status, reply["content"][0]["text"]) == (200, "hello")
-            told = await serve.event("call")
-            assert (told["prompt_tokens"], told["sampled_tokens"]) == (100, 20)
+            reported = await serve.event("call")
+            assert (reported["prompt_tokens"], reported["sampled_tokens"]) == (100, 20)
             serve.process.send_signal(signal.SIGINT)
             sealed = await serve.event("sealed")
             assert sealed["cost"] == pytest.approx((100 * 1 + 20 * 2.5) / 1e6)
@@ -209,9 +209,9 @@ async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> 
     ("arguments", "line"),
     [
         (["engine.kind=vllm"], "needs url"),
-        (["engine.kind=vllm", "engine.url=http://127.0.0.1:9", "engine.start_timeout_s=0"], "not reachable"),
-        (["engine.kind=vllm", "engine.url=nowhere"], "is not an http or https URL"),
-        (["engine.kind=vllm", "engine.url=http://127.0.0.1:9", "engine.threads=2"], "threads has no effect"),
+        (["engine.kind=vllm", "engine.urls=http://127.0.0.1:9", "engine.start_timeout_s=0"], "not reachable"),
+        (["engine.kind=vllm", "engine.urls=nowhere"], "is not an http or https URL"),
+        (["engine.kind=vllm", "engine.urls=http://127.0.0.1:9", "engine.threads=2"], "threads has no effect"),
         (["engine.url=http://127.0.0.1:9"], "url has no effect with kind = 'embedded'"),
         (["engine.kind=external"], "an external trainer needs a key"),
         (["engine.kind=external", "engine.key_env=NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
@@ -233,7 +233,7 @@ def test_what_a_person_gets_wrong(
 async def test_a_server_that_is_not_there_is_waited_for_aloud_and_not_for_ever(tmp_path: Path) -> None:
     arguments = [
         "engine.kind=vllm",
-        "engine.url=http://127.0.0.1:9",
+        "engine.urls=http://127.0.0.1:9",
         "engine.retries=0",
         "engine.start_timeout_s=0.5",
     ]

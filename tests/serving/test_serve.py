@@ -23,7 +23,7 @@ SOURCE = str(Path(insitu.__file__).parents[1])
 
 @contextmanager
 def serving(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "insitu.cli", "serve", *arguments]
+    command = [sys.executable, "-m", "insitu", "serve", *arguments]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

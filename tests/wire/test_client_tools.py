@@ -62,8 +62,8 @@ async def test_anthropic_tools_reach_the_model_and_its_calls_the_client(
         used = answer.content[-1]
         assert (used.type, used.name, used.input) == ("tool_use", tool["name"], json.loads(arguments))
         result = {"type": "tool_result", "tool_use_id": used.id, "content": "done"}
-        told = [*ASK, {"role": "assistant", "content": plain(answer)["content"]}]
-        await api.beta.messages.create(messages=[*told, {"role": "user", "content": [result]}], **ask)
+        reported = [*ASK, {"role": "assistant", "content": plain(answer)["content"]}]
+        await api.beta.messages.create(messages=[*reported, {"role": "user", "content": [result]}], **ask)
         trajectory = await rig.sealed()
     assert [turn.parent for turn in trajectory.turns] == [-1, 0]
     assert trajectory.ledger.excluded == {}
@@ -143,8 +143,8 @@ async def test_responses_tools_reach_the_model_and_its_calls_the_client(
         made = plain(answer.output[-1])
         assert kind.model_validate(made, strict=True).call_id == made["call_id"]
         named = {"id" if tool["type"] == "local_shell" else "call_id": made["call_id"]}
-        told = [*ASK, *plain(answer)["output"], {**named, **output}]
-        await api.responses.create(input=told, **ask)
+        reported = [*ASK, *plain(answer)["output"], {**named, **output}]
+        await api.responses.create(input=reported, **ask)
         assert "out-7" in renderer.decode(rig.engine.sent[1].ids)
         trajectory = await rig.sealed()
     assert [turn.parent for turn in trajectory.turns] == [-1, 0]

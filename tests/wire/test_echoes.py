@@ -85,8 +85,8 @@ def test_echoes_are_as_known_and_only_named_ones_are_edits(recording: Recording)
     assert {reasoning_way(echo) for echo in seen} - {"none"} == {habits.reasoning}
     assert all(echo.said.text == echo.got.text for echo in seen)
     carrying = [bool(echo.got.pointers) for echo in seen]
-    told = {"never": False, "always": True}
-    assert carrying == [told.get(habits.pointers, bool(echo.said.reasoning)) for echo in seen]
+    reported = {"never": False, "always": True}
+    assert carrying == [reported.get(habits.pointers, bool(echo.said.reasoning)) for echo in seen]
     edits = [cause for kind, cause, *_ in recording.books["drifts"] if kind == "edited"]
     assert {cause: edits.count(cause) for cause in edits} == (habits.edits or {})
 
@@ -196,9 +196,9 @@ def sub_agents(recording: Recording) -> dict[str, list[int]]:
     found = {}
     for tree in trees(recording):
         last = said(recording.calls[tree[-1]])
-        told = last.text + "".join(call.arguments for call in last.tool_calls)
-        if "[[part" in told:
-            found[told[told.index("[[part") : told.index("height.") + 7]] = tree
+        reported = last.text + "".join(call.arguments for call in last.tool_calls)
+        if "[[part" in reported:
+            found[reported[reported.index("[[part") : reported.index("height.") + 7]] = tree
     return found
 
 
@@ -225,11 +225,11 @@ def test_two_sub_agents_run_at_once_under_one_system_prompt(agent: str) -> None:
 def test_answers_of_background_agents_come_later_in_nobodys_place(agent: str, role: str) -> None:
     recording = of(agent)
     for answer, turns in sub_agents(recording).items():
-        told = str(masked({"instructions": answer})["instructions"])
+        reported = str(masked({"instructions": answer})["instructions"])
         heard = [
             turn
             for turn, request in enumerate(requests(recording))
-            if any(told in message.text for message in request.messages if message.role == role)
+            if any(reported in message.text for message in request.messages if message.role == role)
         ]
         assert heard
         assert min(heard) > turns[-1]

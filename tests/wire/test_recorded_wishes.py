@@ -51,8 +51,10 @@ STRICT: Mapping[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_every_field_is_followed_recorded_or_known_by_name(name: str) -> None:
     tools = {"tools": [STRICT[name]]} if name in STRICT else {}
-    told = dict(DIALECTS[name].parse({**PLAIN[name], **ODD[name], **tools}, "models/m:x").request.advisory)
-    unknown = json.loads(told["unknown_fields"])
+    reported = dict(
+        DIALECTS[name].parse({**PLAIN[name], **ODD[name], **tools}, "models/m:x").request.advisory
+    )
+    unknown = json.loads(reported["unknown_fields"])
     assert (
         unknown
         == {
@@ -63,17 +65,17 @@ def test_every_field_is_followed_recorded_or_known_by_name(name: str) -> None:
         }[name]
     )
     recorded = ({*ODD[name]} - {*unknown, "generationConfig"}) | ({"topK"} if name == "gemini" else set())
-    assert recorded <= told.keys()
-    assert told.get("tools.strict") == ('["read"]' if tools else None)
+    assert recorded <= reported.keys()
+    assert reported.get("tools.strict") == ('["read"]' if tools else None)
     plain = dict(DIALECTS[name].parse(PLAIN[name], "models/m:x").request.advisory)
     assert not {"unknown_fields", "tools.strict"} & plain.keys()
 
 
 def test_wishes_are_bounded() -> None:
     many = {f"field{i}" + "x" * 999: 1 for i in range(999)}
-    told = ChatDialect().parse({"messages": ASK, "prediction": "p" * 9999, **many}, "").request.advisory
-    assert len(told) == 2
-    assert max(len(value) for _, value in told) < 2000
+    reported = ChatDialect().parse({"messages": ASK, "prediction": "p" * 9999, **many}, "").request.advisory
+    assert len(reported) == 2
+    assert max(len(value) for _, value in reported) < 2000
 
 
 def logged(folder: Path, word: bytes) -> tuple[list[Mapping[str, str]], int]:
@@ -94,14 +96,14 @@ async def test_what_was_wished_for_stands_beside_the_turn(renderer: TemplateRend
             status, _ = await rig.post({"messages": ASK, **ignored_params, **more})
             assert status == 200
         trajectory = await rig.sealed()
-        told = [dict(turn.advisory) for turn in trajectory.turns]
-        assert told[0] == {
+        reported = [dict(turn.advisory) for turn in trajectory.turns]
+        assert reported[0] == {
             name: json.dumps(value, separators=(",", ":")) for name, value in ignored_params.items()
         }
         assert trajectory.turns[1].advisory is trajectory.turns[0].advisory
-        assert '"name":"write"' in told[2]["tool_choice"]
+        assert '"name":"write"' in reported[2]["tool_choice"]
         exported = json.loads(export_json("chains", trajectory.segments, trajectory, temperature=1.0))
-        assert [dict(turn["advisory"]) for turn in exported["turns"]] == told
+        assert [dict(turn["advisory"]) for turn in exported["turns"]] == reported
         again, times = logged(tmp_path, b"gpt-marker")
-        assert [dict(wished) for wished in again] == told
+        assert [dict(wished) for wished in again] == reported
         assert times == 2

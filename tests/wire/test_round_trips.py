@@ -1,6 +1,6 @@
 """An assistant turn means after the round trip through an agent what it meant when it was sent.
 
-Every format, whole and streamed; spelt anew, split and merged as the measured agents do.
+Every format, whole and streamed; spelt again, split and merged as the measured agents do.
 """
 
 from __future__ import annotations

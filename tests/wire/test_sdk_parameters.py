@@ -252,8 +252,8 @@ async def test_turns_with_a_format_continue_each_other(renderer: TemplateRendere
     async with Rig(renderer, [Message(role="assistant", text='{"answer": 1}'), SAY]) as rig:
         ask = {"messages": ASK, "response_format": shape}
         _, body = await rig.post(ask)
-        told = [*ASK, body["choices"][0]["message"], {"role": "user", "content": "Again."}]
-        await rig.post({**ask, "messages": told})
+        reported = [*ASK, body["choices"][0]["message"], {"role": "user", "content": "Again."}]
+        await rig.post({**ask, "messages": reported})
         trajectory = await rig.sealed()
     assert [turn.parent for turn in trajectory.turns] == [-1, 0]
     assert trajectory.ledger.excluded == {}

@@ -26,9 +26,9 @@ ONE_CALL = Message(
 async def answer_of(rig: Rig, **body: Any) -> dict[str, Any]:
     given = {"model": "gpt-5", "tools": TOOLS, **body}
     async with rig.http.post(f"{rig.base}/responses", json=given, headers=rig.auth) as answer:
-        told: dict[str, Any] = await answer.json()
-        assert answer.status == 200, told
-        return told
+        reported: dict[str, Any] = await answer.json()
+        assert answer.status == 200, reported
+        return reported
 
 
 def results(answer: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from insitu.agents.artifacts import AGENT_PROCESSES, NOTHING, Artifacts
 from insitu.agents.base import PLAIN, FinishedCheck, ModelAccess
@@ -14,7 +14,7 @@ from insitu.agents.node_binary import sealed_node
 from insitu.agents.recipe import NODE_AT, Recipe, Start
 from insitu.agents.termination import GRACE_S, KILL_S, attend
 from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, write_task_files
-from insitu.errors import HarnessError
+from insitu.errors import HarnessError, SetupError
 from insitu.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec
 from insitu.types import Setup, Task
 
@@ -80,12 +80,13 @@ class RecipeHarness:
         Raises SetupError.
         """
         self._backend, self._artifacts = backend, artifacts
-        self._binds: list[Bind] = []
         installed = installed or install(recipe)
+        self.binds: tuple[Bind, ...] = ()
+        """The installed packages, and Node where the agent needs it."""
         if installed.folder is not None:
-            self._binds.append(Bind(source=installed.folder, target=recipe.root))
+            self.binds += (Bind(source=installed.folder, target=recipe.root),)
         if "{node}" in (*installed.program, *recipe.command):
-            self._binds.append(Bind(source=sealed_node(find_node(recipe.node)), target=NODE_AT))
+            self.binds += (Bind(source=sealed_node(find_node(recipe.node)), target=NODE_AT),)
         self._launch = Launch(
             recipe=recipe,
             program=installed.program,
@@ -110,7 +111,7 @@ class RecipeHarness:
             root_setup=bool(setup.root_commands),
             # A one-character fix can keep a file's size and mtime second, so a stale .pyc would be used.
             env={"PYTHONDONTWRITEBYTECODE": "1"},
-            binds=tuple(self._binds),
+            binds=self.binds,
             network="gateway_only",
             gateway_socket=gateway_socket,
         )
@@ -141,7 +142,8 @@ class _CommandWorker(SandboxWorker):
         argv = [start.fill(word) for word in (*launch.program, *launch.recipe.check)]
         if not launch.recipe.check:
             argv = ["/bin/sh", "-c", 'command -v "$0"', argv[0]]
-        await _smoke_test(sandbox, argv, start.fill(launch.program[-1]))
+        if failure := await _start_failure(sandbox, argv):
+            raise HarnessError(f"{start.fill(launch.program[-1])} does not start in this image {failure}")
         launch.verified_images.add(image)
 
     async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
@@ -175,14 +177,36 @@ class _CommandWorker(SandboxWorker):
         return AgentEnd(exit=outcome, detail=detail, log=log)
 
 
-async def _smoke_test(sandbox: Sandbox, argv: Sequence[str], what: str) -> None:
-    """Check that a program starts in the sandbox of an image.
-
-    Raises HarnessError.
-    """
+async def _start_failure(sandbox: Sandbox, argv: Sequence[str]) -> str:
+    """Start a program and return why it failed; empty if it exits with 0."""
     # The image may lack libraries; such a failure must not be attributed to the agent.
     done = await sandbox.exec(["/bin/sh", "-c", _IN_TEMPORARY_HOME, "sh", *argv], timeout_s=START_S)
-    if done.exit_code != 0:
-        lines = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines() or ["no output"]
-        how = "timeout" if done.timed_out else f"exit code {done.exit_code}"
-        raise HarnessError(f"{what} does not start in this image ({how}): {lines[-1][:200]}")
+    if done.exit_code == 0:
+        return ""
+    lines = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines() or ["no output"]
+    # Node ends the report of an exception with its own version.
+    errors = [line.strip() for line in lines if "rror:" in line] or lines[-1:]
+    how = "timeout" if done.timed_out else f"exit code {done.exit_code}"
+    return f"({how}): {errors[0][:200]}"
+
+
+async def check_start(recipe: Recipe, installed: Installed, backend: SandboxBackend) -> None:
+    """Start an installed program in a sandbox, with `Recipe.check`, else with --version or --help.
+
+    Raises SetupError and SandboxError.
+    """
+    harness = RecipeHarness(recipe, backend, installed=installed)
+    start = Start(
+        address="", api_key="", model="", prompt="", max_call_tokens=1, context_tokens=1, root=recipe.root
+    )
+    program = [start.fill(word) for word in installed.program]
+    sandbox = await backend.create(SandboxSpec(binds=harness.binds, network="none"))
+    try:
+        for arguments in [recipe.check] if recipe.check else [("--help",), ("--version",)]:
+            failure = await _start_failure(sandbox, [*program, *arguments])
+            if not failure:
+                return
+    finally:
+        await sandbox.close()
+    name = PurePosixPath(recipe.command[0]).name
+    raise SetupError(f"agent {recipe.name}: {name} in {installed.folder} does not start {failure}")

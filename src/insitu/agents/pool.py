@@ -1,7 +1,7 @@
-"""Pool of workers of one harness, each leased to one rollout at a time.
+"""Pool of workers, each leased to one rollout at a time.
 
-A healthy worker becomes idle after its lease and serves only tasks of its own setup; others are closed and
-replaced. In strict mode no worker is reused.
+A healthy worker becomes idle after its lease and serves only tasks of its own agent and setup; others are
+closed and replaced. In strict mode no worker is reused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Self
 from insitu.agents.base import PLAIN, Harness, Worker
 from insitu.errors import HarnessError
 from insitu.types import Setup
+
+_Kind = tuple[Harness, Setup]
 
 
 class Sockets:
@@ -43,12 +45,13 @@ class WorkerPool:
     """Pool of at most `size` workers, each with its own socket; needs `size` sockets."""
 
     def __init__(self, harness: Harness, size: int, sockets: Sockets, *, strict: bool = False) -> None:
+        """Create a pool; `harness`: the agent of `warm` and of leases that name none."""
         self._harness = harness
         self._size = size
         self._sockets = sockets
         self._strict = strict
         self._permits = asyncio.Semaphore(size)
-        self._idle: list[tuple[Setup, Worker]] = []
+        self._idle: list[tuple[_Kind, Worker]] = []
         """Idle workers, longest idle first."""
         self._leased = 0
         self._closed = False
@@ -59,19 +62,21 @@ class WorkerPool:
 
         async def one() -> Worker:
             async with gate:
-                return await self._new(PLAIN)
+                return await self._new((self._harness, PLAIN))
 
         missing = 0 if self._strict else self._size - len(self._idle)
         started = await asyncio.gather(*(one() for _ in range(missing)), return_exceptions=True)
-        self._idle += [(PLAIN, worker) for worker in started if not isinstance(worker, BaseException)]
+        self._idle += [
+            ((self._harness, PLAIN), worker) for worker in started if not isinstance(worker, BaseException)
+        ]
         for error in started:
             if isinstance(error, BaseException):
                 raise error
 
-    async def _new(self, setup: Setup) -> Worker:
+    async def _new(self, kind: _Kind) -> Worker:
         path = self._sockets.take()
         try:
-            return await self._harness.worker(path, setup).__aenter__()
+            return await kind[0].worker(path, kind[1]).__aenter__()
         except BaseException:
             self._sockets.give_back(path)
             raise
@@ -83,18 +88,19 @@ class WorkerPool:
             self._sockets.give_back(worker.gateway_socket)
 
     @asynccontextmanager
-    async def lease(self, setup: Setup = PLAIN) -> AsyncIterator[Worker]:
+    async def lease(self, setup: Setup = PLAIN, harness: Harness | None = None) -> AsyncIterator[Worker]:
         """Lease a healthy worker for one rollout of a task with this setup.
 
         Raises HarnessError or SandboxStartError when none can be started.
         """
+        kind = (harness or self._harness, setup)
         async with self._permits:
             if self._closed:
                 raise HarnessError("the worker pool is closed")
             self._leased += 1
             reusable = False
             try:
-                worker = await self._take(setup)
+                worker = await self._take(kind)
             except BaseException:
                 self._leased -= 1
                 raise
@@ -104,20 +110,20 @@ class WorkerPool:
             finally:
                 self._leased -= 1
                 if reusable:
-                    self._idle.append((setup, worker))
+                    self._idle.append((kind, worker))
                 else:
                     await self._end(worker)
 
-    async def _take(self, setup: Setup) -> Worker:
-        """Return the last idle worker of this setup, else a new one, closing others if the pool is full."""
-        for entry in reversed([entry for entry in self._idle if entry[0] == setup]):
+    async def _take(self, kind: _Kind) -> Worker:
+        """Return the last idle worker of this kind, else a new one, closing others if the pool is full."""
+        for entry in reversed([entry for entry in self._idle if entry[0] == kind]):
             self._idle.remove(entry)
             if entry[1].healthy:
                 return entry[1]
             await self._end(entry[1])
         while self._idle and self._leased + len(self._idle) > self._size:
             await self._end(self._idle.pop(0)[1])
-        return await self._new(setup)
+        return await self._new(kind)
 
     async def close(self) -> None:
         """Close the idle workers; leased ones are closed when they are returned."""

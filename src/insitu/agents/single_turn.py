@@ -169,9 +169,13 @@ def _build_files(build: BuildAction, reply: str, task: Task) -> Tree | str:
 
 def _text(raw: bytes) -> str:
     try:
-        content = orjson.loads(raw)["choices"][0]["message"]["content"]
+        reply = orjson.loads(raw)
+        content = reply["choices"][0]["message"]["content"]
+        sampled = reply["usage"]["completion_tokens"] if reply.get("usage") else None
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
         raise _Failed(f"not a chat completion response: {raw[:200]!a}") from error
+    if sampled == 0:  # the gateway's own reply, which is not an answer to the task
+        raise _Failed("the session's budget was used up before the model answered")
     if not isinstance(content, str) or not content.strip():
         raise _Failed("the reply contains no text")
     return content
@@ -198,8 +202,10 @@ def target(task: Task) -> str:
 
 
 def code_to_file(reply: str, task: Task) -> Mapping[str, str]:
-    """Return the reply's code as content of the file under test; the default BuildAction."""
+    """Return the reply's code, for a .txt file the reply, as the file under test; the default BuildAction."""
     path = target(task)
+    if path.endswith(".txt"):
+        return {path: reply}
     code = code_of(reply, LANGUAGES.get(PurePosixPath(path).suffix, ()))
     if not code.strip():
         raise ValueError("its code block is empty")

@@ -13,7 +13,7 @@ kind = "embedded"             # samples on the CPU, inside of the learner
 """,
     "vllm": """[engine]
 kind = "vllm"
-url = "http://127.0.0.1:8000" # docs/servers.md has the options that the server needs
+urls = ["http://127.0.0.1:8000"] # docs/servers.md has the options that the server needs
 
 [policy]
 kind = "hf"                   # a model of transformers

@@ -1,8 +1,9 @@
-"""Commands that look at runs: `runs`, `show RUN ROLLOUT`, `query`, `compare`."""
+"""Commands that look at runs: `runs`, `show RUN ROLLOUT`, `query`, `compare`, `top`, `track`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import sys
 
@@ -32,7 +33,7 @@ def show_rollouts(options: argparse.Namespace) -> int:
     from insitu.view.terminal import one_run
 
     run = one_run(options.run)
-    if options.failed:
+    if options.failed is not None:
         if options.rollout or options.tokens or options.diff or options.failed < 1:
             raise ConfigError("--failed takes a positive number and stands without ROLLOUT, --tokens, --diff")
         rows = shown.unsolved(run, options.failed)
@@ -70,7 +71,8 @@ def query_verb(options: argparse.Namespace) -> int:
     elif options.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows([found.columns, *found.rows])
     else:
-        print("\n".join(table(found.columns, found.rows)))
+        rows = [[f"{v:.6g}" if isinstance(v, float) else v for v in row] for row in found.rows]
+        print("\n".join(table(found.columns, rows)))
     if found.cut:
         print(f"insitu: only the first {options.limit} rows; --limit N gives more", file=sys.stderr)
     return 0
@@ -84,4 +86,30 @@ def compare_verb(options: argparse.Namespace) -> int:
         _json_line(found)
     else:
         print("\n".join(comparison_text(found)))
+    return 0
+
+
+def track_verb(options: argparse.Namespace) -> int:
+    from insitu.tools import track
+
+    for name, lines in track(options.run, to=options.to).items():
+        print(f"{name}: {lines} lines sent")
+    return 0
+
+
+def top_verb(options: argparse.Namespace) -> int:
+    """Show a run until it ends, or how it ended; Ctrl-C is a success."""
+    from insitu.storage.run_dir import run_state
+    from insitu.view.open import open_view
+    from insitu.view.watch import ended_text, watch
+
+    if run_state(options.run) != "running":
+        print("\n".join(ended_text(options.run)))
+        return 0
+    view = open_view(sys.stdout, plain=options.plain, run_dir=options.run)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            watch(options.run, view)
+    finally:
+        view.close()
     return 0

@@ -12,15 +12,45 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from insitu import __version__
-from insitu.cli import look, verbs
+from insitu.cli import exchange, look, verbs
 from insitu.cli.completion import SCRIPTS, candidates
+from insitu.cli.gpu import add_gpu_check
 from insitu.cli.init import ENGINES
 
+EXPORT_FORMS = (
+    "jsonl",
+    "parquet",
+    "hf",
+    "atif",
+    "otlp",
+    "areal",
+    "nemo",
+    "openenv",
+    "prime",
+    "rllm",
+    "skyrl",
+    "tinker",
+    "verifiers",
+    "verl",
+)
 GROUPS = {
     "train": ("demo", "init", "train", "sft", "rollout"),
-    "look": ("view", "runs", "show", "compare", "query", "export", "replay", "grade"),
+    "look": (
+        "view",
+        "runs",
+        "top",
+        "show",
+        "compare",
+        "query",
+        "track",
+        "export",
+        "import",
+        "push",
+        "replay",
+        "grade",
+    ),
     "tasks": ("tasks", "attack"),
-    "tools": ("serve", "recover", "conformance", "install", "completion", "doctor"),
+    "tools": ("serve", "deploy", "recover", "conformance", "install", "completion", "doctor", "gpu-check"),
 }
 """Commands by topic, in the order of the help text."""
 _INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")
@@ -92,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sft(commands)
     _add_rollout(commands)
     _add_serve(commands)
+    _add_deploy(commands)
     _add_recover(commands)
     _add_view(commands)
     replay = commands.add_parser(
@@ -103,19 +134,13 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", description="look at a run, finished or not, or at one rollout")
     show.add_argument("run", type=_path, metavar="RUN", help="run directory")
     show.add_argument("rollout", nargs="?", default="", metavar="ROLLOUT", help="id, as train/00001/000/00")
-    show.add_argument("--failed", type=int, default=0, metavar="N", help="newest N (most: 200) not solved")
+    show.add_argument("--failed", type=int, metavar="N", help="newest N (most: 200) not solved")
     show.add_argument("--diff", action="store_true", help="also the diff of the rollout")
     show.add_argument("--tokens", action="store_true", help="also every token of the rollout with its fate")
     show.add_argument("--json", action="store_true", help="print summary.json, or the rollout as JSON")
     show.set_defaults(verb=verbs.show_verb)
     _add_look(commands)
-    export = commands.add_parser(
-        "export", description="write a run's rollouts as JSON lines: tokens, logprobs, rewards"
-    )
-    export.add_argument("run", type=_path, metavar="RUN", help="run directory")
-    export.add_argument("--out", type=_path, metavar="FILE", help="JSONL file (default: stdout)")
-    export.add_argument("--phase", default="", help="only these: train, rollout, serve, eval_after ...")
-    export.set_defaults(verb=verbs.export_verb)
+    _add_exchange(commands)
     _add_conformance(commands)
     _add_attack(commands)
     _add_tasks(commands)
@@ -131,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=tuple(SCRIPTS), help='bash: eval "$(insitu completion bash)"')
     completion.set_defaults(verb=lambda options: print(SCRIPTS[options.shell], end="") or 0)
     doctor = commands.add_parser("doctor", description="check this machine for insitu's requirements")
+    doctor.add_argument(
+        "--fleet",
+        metavar="CONFIG",
+        default="",
+        help="check the nodes of [fleet] in this file instead: each starts an agent in a sandbox",
+    )
     doctor.set_defaults(verb=verbs.doctor_verb)
     parser.epilog = _overview(commands.choices)
     return parser
@@ -142,6 +173,20 @@ def _overview(commands: Mapping[str, argparse.ArgumentParser]) -> str:
     for group, names in GROUPS.items():
         lines += [f"{group}:", *(f"  {name:<13}{commands[name].description}" for name in names), ""]
     return "\n".join([*lines, "INSITU_DEBUG=1 in the environment adds tracebacks to errors."])
+
+
+def _add_deploy(commands: Any) -> None:
+    deploy = commands.add_parser(
+        "deploy", description="write the files that start a run as a container, Space or cluster job"
+    )
+    deploy.add_argument("target", choices=("space", "slurm", "k8s", "sky"))
+    deploy.add_argument("config", type=_path, metavar="CONFIG", help="TOML file of the run")
+    deploy.add_argument("--out", type=_path, required=True, metavar="DIR", help="new folder")
+    deploy.add_argument("--name", default="insitu", metavar="NAME", help="name of the job")
+    deploy.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (slurm, sky)")
+    deploy.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of a machine; 0 = CPU image")
+    deploy.add_argument("--image", default="", metavar="REF", help="k8s: the pushed image")
+    deploy.set_defaults(verb=exchange.deploy_verb)
 
 
 def _add_conformance(commands: Any) -> None:
@@ -248,7 +293,8 @@ def _add_view(commands: Any) -> None:
     view.add_argument(
         "--allow-network", action="store_true", help="permit a --host that other machines can reach"
     )
-    view.add_argument("--export", type=_path, metavar="FILE", help="write one run as one HTML file instead")
+    view.add_argument("--at", default="", metavar="PLACE", help="page to open, as the key y copies it")
+    view.add_argument("--export", type=_path, metavar="FILE", help="write the runs as one HTML file instead")
     view.add_argument(
         "--rollouts",
         default="",
@@ -293,9 +339,59 @@ def _add_look(commands: Any) -> None:
     compare.add_argument("b", type=_path, metavar="B", help="run directory")
     compare.add_argument("--json", action="store_true", help="print one JSON object")
     compare.set_defaults(verb=look.compare_verb)
+    top = commands.add_parser("top", description="watch a run under way from another terminal")
+    top.add_argument("run", type=_path, metavar="RUN", help="run directory")
+    top.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
+    top.set_defaults(verb=look.top_verb)
+    track = commands.add_parser("track", description="send a run to wandb, trackio, tensorboard or your own")
+    track.add_argument("run", type=_path, metavar="RUN", help="run directory")
+    track.add_argument(
+        "--to",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="tracker; repeatable (default: track.to)",
+    )
+    track.set_defaults(verb=look.track_verb)
+
+
+def _add_exchange(commands: Any) -> None:
+    export = commands.add_parser(
+        "export", description="write a run's rollouts for other programs and trainers"
+    )
+    export.add_argument("run", type=_path, metavar="RUN", help="run directory")
+    export.add_argument(
+        "--to", default="jsonl", metavar="FORM", help=f"{', '.join(EXPORT_FORMS)} (default: jsonl)"
+    )
+    export.add_argument("--out", type=_path, metavar="DIR", help="new folder (default: JSON lines on stdout)")
+    export.add_argument("--phase", default="", help="only these: train, rollout, serve, eval_after ...")
+    export.add_argument("--steps", default="", metavar="A:B", help="steps from A on, without B")
+    export.add_argument("--check", action="store_true", help="read the export back and compare every value")
+    export.add_argument(
+        "--send", default="", metavar="URL", help="otlp: also send the spans to this receiver"
+    )
+    export.add_argument(
+        "--checkpoint", default="", metavar="best|last|N", help="a model instead of rollouts, --to hf or peft"
+    )
+    export.add_argument("--dtype", default="auto", help="--checkpoint: auto, float32 or bfloat16")
+    export.add_argument("--json", action="store_true", help="print the counts as JSON")
+    export.set_defaults(verb=exchange.export_verb)
+    importing = commands.add_parser("import", description="make a run directory from exported rollouts")
+    importing.add_argument("folder", type=_path, metavar="DIR", help="folder of jsonl, parquet or hf")
+    importing.add_argument("--out", type=_path, metavar="RUN", help="new run directory (default: in runs/)")
+    importing.add_argument("overrides", nargs="*", metavar="a.b=c", help="override a key: model.path=FOLDER")
+    importing.set_defaults(verb=exchange.import_verb)
+    push = commands.add_parser("push", description="upload a checkpoint, or a run's rollouts, to a hub")
+    push.add_argument("what", type=_path, metavar="RUN|CHECKPOINT", help="run directory or checkpoint")
+    push.add_argument("--to", required=True, metavar="hub:ORG/NAME", help="repository at Hugging Face")
+    push.add_argument("--public", action="store_true", help="visible to everybody (default: private)")
+    push.add_argument("--dry-run", action="store_true", help="list what would be uploaded")
+    push.add_argument("--json", action="store_true", help="print the report as JSON")
+    push.set_defaults(verb=exchange.push_verb)
 
 
 def _add_tasks(commands: Any) -> None:
+    add_gpu_check(commands)
     tasks = commands.add_parser("tasks", description="list, show, validate or export the tasks of a data set")
     tasks.add_argument("what", choices=("list", "show", "validate", "export"), help="what to do")
     tasks.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file (default: overrides only)")

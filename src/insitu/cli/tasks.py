@@ -10,9 +10,7 @@ from pathlib import Path
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, boundary
 from insitu.shutdown import run_interruptible
-from insitu.suites.tasks.export import export_rows
-from insitu.suites.tasks.validate import ValidateOptions, items_of, list_tasks, show_task
-from insitu.tools import validate_with
+from insitu.tools import ValidateOptions, export_tasks, list_tasks, show_task, validate_with
 from insitu.view.open import open_view
 
 
@@ -59,8 +57,7 @@ def _validate(config: Config, options: argparse.Namespace) -> int:
 
 def _export(config: Config, options: argparse.Namespace) -> int:
     """Write the tasks as JSONL to --out, else to stdout."""
-    items, _ = items_of(config, options.limit, options.id)
-    lines = list(export_rows(items))
+    lines = list(export_tasks(config, limit=options.limit, ids=options.id))
     if options.out is None:
         sys.stdout.buffer.writelines(lines)
     else:
@@ -71,12 +68,12 @@ def _export(config: Config, options: argparse.Namespace) -> int:
 
 
 def _first(config: Config) -> str:
-    rows, _ = list_tasks(config, 1)
+    rows, _ = list_tasks(config, limit=1)
     return str(rows[0]["id"])
 
 
 def _show(config: Config, task_id: str, as_json: bool, *, tests: bool) -> None:
-    shown = show_task(config, task_id, tests=tests)
+    shown = show_task(task_id, config, tests=tests)
     if as_json:
         print(json.dumps(shown))
         return
@@ -91,7 +88,7 @@ def _show(config: Config, task_id: str, as_json: bool, *, tests: bool) -> None:
 
 
 def _list(config: Config, options: argparse.Namespace) -> None:
-    rows, total = list_tasks(config, options.limit)
+    rows, total = list_tasks(config, limit=options.limit)
     if options.json:
         print(json.dumps({**total, "rows": rows}))
         return

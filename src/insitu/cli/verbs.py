@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -53,7 +52,12 @@ def train_verb(options: argparse.Namespace) -> int:
     from insitu.config import load_config
 
     overrides, path = _positional(options)
-    if options.resume:
+    if str(options.resume or "").startswith("hub:"):
+        from insitu.api import from_hub
+
+        config, found = from_hub(str(options.resume), path, overrides)
+        options.resume = Path(config.run.dir) if found else None
+    elif options.resume:
         config = _resumed(options, overrides + ([path] if path else []))
     elif path is None:
         raise ConfigError("give a configuration file, for instance examples/demo.toml, or --resume DIR")
@@ -132,12 +136,10 @@ def _positional(options: argparse.Namespace) -> tuple[list[str], str | None]:
 
 
 def _resumed(options: argparse.Namespace, changes: Sequence[str]) -> Config:
-    """Return the stored configuration; raise ConfigError for any changes."""
-    from insitu.api import read_config
+    """Return the stored configuration with allowed changes; raise ConfigError for others."""
+    from insitu.api import TRAINING, resumed_config
 
-    if changes:
-        raise ConfigError(f"a resumed run keeps its configuration; drop {' '.join(changes)}")
-    return read_config(options.resume)
+    return resumed_config(options.resume, changes, TRAINING)
 
 
 Run = Callable[["Config", "View"], Coroutine[Any, Any, str]]
@@ -158,12 +160,16 @@ def _run(
     from insitu.config import dump_toml
 
     if options.dry_run:
+        from insitu.api import describe_servers
+
+        lines = describe_servers(config)
         sys.stdout.write(dump_toml(config))
+        sys.stdout.write("".join(f"\n# {line}" for line in lines) + "\n" * bool(lines))
         return 0
     from insitu.api import name_run, read_summary, require_learner
     from insitu.shutdown import run_interruptible
 
-    if trains or config.engine.kind == "embedded":
+    if trains or config.engine.in_learner:
         require_learner(config)
     config = name_run(config)
     options.run_dir = Path(config.run.dir)
@@ -183,7 +189,8 @@ def _view(config: Config, options: argparse.Namespace) -> View:
     """Return the view of a run; on stderr with --json."""
     from insitu.view.open import open_view
 
-    return open_view(sys.stderr if options.json else sys.stdout, plain=options.plain or config.run.plain)
+    stream = sys.stderr if options.json else sys.stdout
+    return open_view(stream, plain=options.plain or config.run.plain, run_dir=options.run_dir)
 
 
 def replay_verb(options: argparse.Namespace) -> int:
@@ -209,7 +216,7 @@ def show_verb(options: argparse.Namespace) -> int:
     from insitu.api import open_run
     from insitu.view.run_report import show_run
 
-    if options.rollout or options.failed:
+    if options.rollout or options.failed is not None:
         from insitu.cli.look import show_rollouts
 
         return show_rollouts(options)
@@ -222,31 +229,6 @@ def show_verb(options: argparse.Namespace) -> int:
     if summary is None:
         raise ConfigError(f"{options.run} has no summary.json: the run is not finished")
     _print_json(summary)
-    return 0
-
-
-def export_verb(options: argparse.Namespace) -> int:
-    """Write one JSON object per stored rollout."""
-    import orjson
-
-    from insitu.api import open_run
-
-    def text(content: object) -> object:
-        if not isinstance(content, bytes):
-            raise TypeError(type(content).__name__)
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            return {"base64": base64.b64encode(content).decode()}
-
-    run = open_run(options.run)
-    with contextlib.ExitStack() as stack:
-        out = stack.enter_context(options.out.open("wb")) if options.out else sys.stdout.buffer
-        for rollout in run.rollouts(phase=options.phase or None):
-            numpy = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-            row = rollout.to_dict()
-            (row["verdict"] or {}).pop("evidence", None)  # hidden expected values
-            out.write(orjson.dumps(row, default=text, option=numpy))
     return 0
 
 
@@ -275,6 +257,7 @@ def view_verb(options: argparse.Namespace) -> int:
         allow_network=options.allow_network,
         opens=not options.no_open,
         json=options.json,
+        at=options.at,
     )
     with contextlib.suppress(KeyboardInterrupt):
         run_interruptible(view(chosen, sys.stdout))
@@ -293,7 +276,7 @@ def serve_verb(options: argparse.Namespace) -> int:
     if not 0 < options.sessions <= 64:
         raise ConfigError("--sessions takes 1 to 64")
     config = load_config(Path(path) if path else None, overrides, SERVE_BASE)
-    if config.engine.kind == "embedded":
+    if config.engine.in_learner:
         require_learner(config)
     config = name_run(config)
     chosen = ServeOptions(
@@ -316,21 +299,17 @@ def conformance_verb(options: argparse.Namespace) -> int:
 
 
 def install_verb(options: argparse.Namespace) -> int:
-    from insitu.agents.install import install
-    from insitu.agents.recipe import parse_agent
+    from insitu.shutdown import run_interruptible
+    from insitu.tools import install_with
     from insitu.view.open import open_view
 
     view = open_view(sys.stderr)
-    installed = {}
     try:
-        view.stage("installing agents", len(options.agents))
-        for done, recipe in enumerate(map(parse_agent, options.agents), 1):
-            installed[f"{recipe.name} {recipe.version}"] = install(recipe, view.note)
-            view.advance(done)
+        folders = run_interruptible(install_with(options.agents, view))
     finally:
         view.close()
-    for name, found in installed.items():
-        print(f"{name}: {found.folder or 'no packages to install'}")
+    for name, folder in folders.items():
+        print(f"{name}: {folder or 'no packages to install'}")
     return 0
 
 
@@ -378,9 +357,9 @@ def recover_verb(options: argparse.Namespace) -> int:
 
 
 def doctor_verb(options: argparse.Namespace) -> int:
-    from insitu.doctor import doctor
+    from insitu.tools import check_machine, check_nodes, doctor_report
 
-    text, complete = doctor()
+    text, complete = doctor_report(check_nodes(options.fleet) if options.fleet else check_machine())
     print(text)
     return 0 if complete else EXIT_FAILED
 

@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from insitu.config import Config
 from insitu.errors import GradeError, TaskError
-from insitu.grading.grader import runner_for
 from insitu.grading.judge import TaskJudge
-from insitu.runtime.agents import limits_of
-from insitu.runtime.run import make_judge
-from insitu.runtime.sandboxes import check_tasks, make_pool
+from insitu.runtime.agents import find_pools
+from insitu.runtime.preflight import open_mix
+from insitu.runtime.run import make_judges
+from insitu.runtime.sandboxes import check_tasks
 from insitu.storage.run_dir import RunDir, read_config, read_store
 from insitu.storage.store import Store
-from insitu.tasks.base import Split, TaskSource
-from insitu.tasks.factory import open_source
+from insitu.tasks.base import Split
+from insitu.tasks.mix import TaskSet
 from insitu.types import Outcome, Rollout, Task, Verdict
 from insitu.view.base import View
 
@@ -87,25 +88,30 @@ async def regrade_run(path: Path, view: View, *, write: bool = False) -> Regrade
 
 
 async def _regrade(config: Config, store: Store, view: View, *, write: bool) -> Regraded:
-    source = open_source(config, limits_of(config), runner_for)
+    source = open_mix(config)
     result = Regraded()
     phases = store.phases()
     task_ids = {rollout.task_id for phase, step in phases for rollout in store.rollouts(phase, step)}
-    tasks = find_tasks(source, task_ids)
-    check_tasks(config, tasks.values())
+    tasks = {(one.name, task.id): task for one in source.sets for task in find_tasks(one, task_ids).values()}
+    for task in tasks.values():
+        check_tasks(source.of(task).config, [task])
     done = 0
-    async with make_pool(config, view.note) as pool:
-        judge = make_judge(config, pool, source, cached=False)
+    pools = find_pools(config.parts, view.note, lambda check, *args: check(*args))
+    async with AsyncExitStack() as stack:
+        for pool in dict.fromkeys(pools.values()):
+            await stack.enter_async_context(pool)
+        judges = make_judges(config.parts, pools, source, cached=False)
         try:
             view.stage("grading", sum(phases.values()))
             for phase, step in phases:
                 writable = write and (phase != "train" or store.still_open(phase, step))
                 for chunk in _chunks(store.rollouts(phase, step)):
-                    await _judge_all(chunk, tasks, judge, result, store if writable else None)
+                    await _judge_all(chunk, tasks, judges, result, store if writable else None)
                     done += len(chunk)
                     view.advance(done)
         finally:
-            await judge.close()
+            for judge in dict.fromkeys(judges.values()):
+                await judge.close()
     return result
 
 
@@ -114,7 +120,7 @@ def _chunks(rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
         yield rollouts[start : start + CHUNK]
 
 
-def find_tasks(source: TaskSource, task_ids: set[str]) -> dict[str, Task]:
+def find_tasks(source: TaskSet, task_ids: set[str]) -> dict[str, Task]:
     """Return the tasks with these ids from both splits; missing ones are omitted."""
     found: dict[str, Task] = {}
     splits: tuple[Split, ...] = ("train", "eval")
@@ -133,14 +139,18 @@ def find_tasks(source: TaskSource, task_ids: set[str]) -> dict[str, Task]:
 
 async def _judge_all(
     rollouts: Sequence[Rollout],
-    tasks: Mapping[str, Task],
-    judge: TaskJudge,
+    tasks: Mapping[tuple[str, str], Task],
+    judges: Mapping[str, TaskJudge],
     result: Regraded,
     store: Store | None,
 ) -> None:
     async with asyncio.TaskGroup() as group:
         pending = [
-            (rollout, rollout.verdict, group.create_task(grade_again(rollout, rollout.verdict, tasks, judge)))
+            (
+                rollout,
+                rollout.verdict,
+                group.create_task(_grade_again(rollout, rollout.verdict, tasks, judges)),
+            )
             for rollout in rollouts
             if rollout.verdict is not None
         ]
@@ -167,16 +177,20 @@ async def _judge_all(
             result.updated += 1
 
 
-async def grade_again(
-    rollout: Rollout, stored: Verdict, tasks: Mapping[str, Task], judge: TaskJudge
+async def _grade_again(
+    rollout: Rollout,
+    stored: Verdict,
+    tasks: Mapping[tuple[str, str], Task],
+    judges: Mapping[str, TaskJudge],
 ) -> Rollout | str:
     """Return the rollout with its new verdict and reward, or why there is none (empty if none is expected).
 
     The reward of a function that needs the whole group stays as stored.
     """
-    task = tasks.get(rollout.task_id)
+    task = tasks.get((rollout.part, rollout.task_id))
     if task is None:
         return f"the task source no longer has {rollout.task_id}"
+    judge = judges[task.part]
     if task.content_hash != stored.task_hash:
         return f"task {task.id} has changed since it was graded"
     if stored.outcome is Outcome.REFUSED and not rollout.changed and not rollout.deleted:

@@ -17,6 +17,7 @@ CHANGEABLE = (
     "engine.max_wait_s",
     "engine.requests_per_minute",
     "engine.url",
+    "engine.urls",
     "grade.workers",
     "harness.workers",
     "run.plain",
@@ -24,17 +25,21 @@ CHANGEABLE = (
 """Concurrency, rate limits, cost limits and the address of the same engine."""
 
 
-def resumed_config(path: Path, overrides: Sequence[str]) -> Config:
-    """Return the stored configuration with `overrides` of keys in CHANGEABLE.
+TRAINING = ("train.on_bad_step",)
+"""Keys that a resumed training run may change."""
+
+
+def resumed_config(path: Path, overrides: Sequence[str], changeable: Sequence[str] = CHANGEABLE) -> Config:
+    """Return the stored configuration with `overrides` of keys in `changeable`.
 
     Raises ConfigError, RecordError.
     """
     stored = read_config(path)
     for text in overrides:
         name = text.partition("=")[0].strip()
-        if name not in CHANGEABLE:
+        if name not in changeable:
             raise ConfigError(
-                f"a resumed run keeps its configuration; drop {text} (changeable: {', '.join(CHANGEABLE)})"
+                f"a resumed run keeps its configuration; drop {text} (changeable: {', '.join(changeable)})"
             )
     if not overrides:
         return stored

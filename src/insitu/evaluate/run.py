@@ -25,13 +25,15 @@ from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, c
 from insitu.evaluate.summary import render, summarise, write_results
 from insitu.grading.grader import runner_for
 from insitu.runtime.engine import open_sampler
+from insitu.runtime.fleet.controller import Fleet
 from insitu.runtime.preflight import Prepared, check_weights, prepare, prepare_tasks
-from insitu.runtime.run import OpenSampler, Runtime, open_backend, open_runtime
+from insitu.runtime.run import OpenSampler, Runtime, open_agents, open_backend
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, write_text
 from insitu.storage.store import Score, Store
 from insitu.storage.temp_dirs import remove_stale_scratch
-from insitu.tasks.base import UNTESTED, Split, TaskSource
+from insitu.tasks.base import REWARD_ONLY, Split, TaskSource
+from insitu.tracking.start import start_trackers
 from insitu.training.loop import WALL_S, TrainingObserver, WallClock
 from insitu.types import Task
 
@@ -81,7 +83,7 @@ def chosen_tasks(config: Config, source: TaskSource) -> Sequence[Task]:
         )
     tasks = source.tasks(table.split, table.start, count)
     for task in tasks:
-        if task.grading.runner != UNTESTED:
+        if task.grading.runner not in REWARD_ONLY:
             runner_for(task, source.oracle(task))
     return tasks
 
@@ -105,7 +107,7 @@ async def collect_rollouts(
     config: Config, view: TrainingObserver, options: RolloutOptions
 ) -> Mapping[str, Any]:
     """Run or continue rollouts to the end; return what summary.json holds. Raises InsituError."""
-    view.begin(f"{config.harness.agent}, seed {config.run.seed}", 0)
+    view.begin(f"{config.agent_names}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
     prepared = None if options.resume else prepare_rollouts(config, view.note)
     async with AsyncExitStack() as stack:
@@ -119,6 +121,7 @@ async def collect_rollouts(
         tasks = prepared.tasks if prepared else prepare_tasks(config, view.note, chosen_tasks)[1]
         check_same_tasks(store, tasks, config.rollout.per_task)
         view.note(f"run directory {run.path}")
+        start_trackers(run.path, run.config, view.note)
         if count_missing(store, tasks, config.rollout.per_task):
             try:
                 ready = prepared or prepare_rollouts(config, view.note)
@@ -149,18 +152,21 @@ async def _fill(
     view.stage("starting the engine and the agents")
     async with (
         open_backend(run, prepared.renderer, view.note, options.sampler) as opened,
-        open_runtime(run.config, opened.backend, prepared.source, prepared.setup, view.note) as runtime,
+        open_agents(
+            run.config, opened.backend, opened.engine, prepared.source, prepared.setups, view.note
+        ) as runtime,
     ):
         await opened.check()
-        store.set_meta(AGENT, runtime.harness.name)
-        store.set_meta(AGENT_VERSION, runtime.harness.version)
+        name, version = runtime.agents
+        store.set_meta(AGENT, name)
+        store.set_meta(AGENT_VERSION, version)
         await _collect(run, store, runtime, opened.check, prepared, view, clock)
 
 
 async def _collect(
     run: RunDir,
     store: Store,
-    runtime: Runtime,
+    runtime: Runtime | Fleet,
     check: Callable[[], Awaitable[None]],
     prepared: Prepared,
     view: TrainingObserver,
@@ -168,8 +174,7 @@ async def _collect(
 ) -> None:
     c, source, tasks = run.config, prepared.source, prepared.tasks
     planned = len(tasks) * c.rollout.per_task
-    harness = runtime.harness
-    view.begin(f"{harness.name} {harness.version}, {source.name}, seed {c.run.seed}", planned)
+    view.begin(f"{' '.join(runtime.agents)}, {source.name}, seed {c.run.seed}", planned)
     if note := _other_split_note(c, source):
         view.note(note)
     view.stage(f"{len(tasks)} tasks, {c.rollout.per_task} each", planned)
@@ -183,7 +188,7 @@ async def _collect(
         temperature=c.engine.temperature,
         whole=False,
         # A rollout must not be reported as stalled before its own timeout.
-        stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.limits.wall_s),
+        stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.longest_wall_s),
     )
     await collect_groups(runtime.attempts(run), sink, view, Breaker(), options, tasks, check=check)
     rewards = [r.reward for r in store.outcomes(PHASE, STEP) if r.reward is not None]
@@ -198,6 +203,6 @@ def _other_split_note(config: Config, source: TaskSource) -> str:
     if not here or not there:
         return ""
     return (
-        f"the {table.split} split has {here} of {here + there} tasks (tasks.eval_share ="
-        f' {config.tasks.eval_share:g}); rollout.split = "{other}" takes the others'
+        f"the {table.split} split has {here} of {here + there} tasks (tasks.eval_share);"
+        f' rollout.split = "{other}" takes the others'
     )

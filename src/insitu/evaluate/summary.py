@@ -48,7 +48,7 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "run_dir": str(run.path),
         "engine": c.engine.kind,
         "model": c.engine.model or c.model.path,
-        "source": c.tasks.source,
+        "source": " + ".join(table.source for table in c.tasks),
         "split": c.rollout.split,
         "seed": c.run.seed,
         "tasks": len(tasks),

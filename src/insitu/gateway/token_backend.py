@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from aiohttp import web
@@ -17,7 +18,7 @@ from insitu.capture.export import Form
 from insitu.capture.forest import Forest
 from insitu.capture.tree import TokenTree
 from insitu.chat.renderer import ChatRenderer, forgotten_before
-from insitu.engines.base import Engine
+from insitu.engines.base import Engine, TracksSessions
 from insitu.errors import EngineError, EngineUnavailable, RenderError
 from insitu.gateway.backend import AgentRequest, ServerState
 from insitu.gateway.body_cache import BodyCache, BodyName
@@ -40,7 +41,7 @@ class TokenBackend:
     """Opens sessions over one engine."""
 
     def __init__(self, engine: Engine, renderer: ChatRenderer) -> None:
-        self._engine, self._renderer = engine, renderer
+        self._engine, self.renderer = engine, renderer
         self._server: ServerState
         self._reset_roles: frozenset[str]
         self._shim_watch: ShimWatch
@@ -48,7 +49,7 @@ class TokenBackend:
     def connect(self, server: ServerState) -> None:
         """Raise ConfigError when reasoning is to be dropped but the renderer's rules drop none."""
         self._server = server
-        self._reset_roles = forgotten_before(self._renderer, server.config.keep_reasoning)
+        self._reset_roles = forgotten_before(self.renderer, server.config.keep_reasoning)
         self._shim_watch = ShimWatch(server.log_line)
 
     def serves(self, route: Route) -> bool:
@@ -56,8 +57,9 @@ class TokenBackend:
 
     def open_calls(self, session: Session) -> TokenCalls:
         forest, log = self._open_forest(session)
-        turns = Turns(self._engine, self._renderer, forest, session.spec, session.tools, session.stats)
-        return TokenCalls(session, self._server, turns, forest, log, self._shim_watch)
+        turns = Turns(self._engine, self.renderer, forest, session.spec, session.tools, session.stats)
+        release = self._engine.release if isinstance(self._engine, TracksSessions) else None
+        return TokenCalls(session, self._server, turns, forest, log, self._shim_watch, release)
 
     def _open_forest(self, session: Session) -> tuple[Forest, LogFile | None]:
         name, config = session.rollout_id, self._server.config
@@ -95,9 +97,10 @@ class TokenCalls:
         forest: Forest,
         log: LogFile | None,
         shim_watch: ShimWatch,
+        release: Callable[[str], None] | None,
     ) -> None:
         self.session, self._server, self._turns, self._forest = session, server, turns, forest
-        self._log, self._shim_watch = log, shim_watch
+        self._log, self._shim_watch, self._release = log, shim_watch, release
         config = server.config
         self.bodies = BodyCache(config.max_json_depth, config.max_json_items)
         self._calls: list[ModelCall] = []
@@ -313,6 +316,8 @@ class TokenCalls:
         return self._forest.export(form)
 
     def close(self) -> None:
+        if self._release is not None:
+            self._release(self.session.rollout_id)
         if self._log is not None:
             self._log.close()
 

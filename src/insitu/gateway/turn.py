@@ -46,6 +46,7 @@ BYTES_PER_CHAR = 6
 """Size of an escaped character."""
 MIN_BODY_LIMIT = 8 << 20
 MAX_STOPS = 16
+DOING_CHARS = 200
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 MAX_REFUSALS = 256
 """Calls in a row refused as too many before the session is stopped, which ends a storm of retries."""
@@ -329,6 +330,8 @@ class Turns:
         self.stats.prompt_tokens += sent.prompt
         self.stats.sampled_tokens += sampled_tokens
         self.stats.malformed += parsed.malformed
+        first = f"{calls[0].name} {calls[0].arguments}" if calls else parsed.text
+        self.stats.doing = f"call {turn + 1}: {first[:DOING_CHARS]}"
         self.stats.truncated |= generation.finish == "length"
         reply = Reply(
             text=parsed.text,

@@ -37,7 +37,7 @@ from insitu.grading.runners.pytest import PytestRunner
 from insitu.grading.runners.pytest_collect import PytestCollect, whole_files
 from insitu.grading.runners.stdio import StdioRunner
 from insitu.grading.runners.swebench_log import SwebenchLogRunner
-from insitu.grading.verdict import make_verdict
+from insitu.grading.verdict import NOTHING_CHANGED, make_verdict
 from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
 from insitu.types import HiddenTests, Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
@@ -209,7 +209,7 @@ class Grader:
         if diff.refused:
             return RunReport(outcome=Outcome.REFUSED, passed=0, total=total, reason=diff.refused)
         tree = apply(base, diff)
-        why = "nothing changed" if diff.empty else runner.precheck_failure(task, tree)
+        why = NOTHING_CHANGED if diff.empty else runner.precheck_failure(task, tree)
         if why:
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=why)
         key = (task.content_hash, oracle_digest(oracle), diff.digest)

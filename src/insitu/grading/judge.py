@@ -14,7 +14,7 @@ from insitu.grading.grader import Grader
 from insitu.grading.reward import RewardFunction
 from insitu.grading.trust import below
 from insitu.grading.verdict import MAX_REASON_CHARS
-from insitu.tasks.base import UNTESTED, TaskSource
+from insitu.tasks.base import REWARD_ONLY, TaskSource
 from insitu.tasks.user_functions import FunctionFailed
 from insitu.types import FinishedRollout, Outcome, Rollout, Task, Tree, Trust, Verdict
 
@@ -42,11 +42,11 @@ class TaskJudge:
 
         Raises FunctionFailed when a user's function failed several times in a row.
         """
-        if task.grading.runner == UNTESTED:
+        if task.grading.runner in REWARD_ONLY:
             return Verdict(
                 outcome=Outcome.UNRESOLVED,
                 reward=0.0,
-                trust="weak",
+                trust=REWARD_ONLY[task.grading.runner],
                 reason="no hidden tests: the reward function decides",
                 task_hash=task.content_hash,
             )

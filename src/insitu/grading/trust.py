@@ -14,6 +14,7 @@ from insitu.grading.canaries import text_of
 from insitu.grading.candidate import Candidate
 from insitu.grading.grader import RUNNERS
 from insitu.grading.runners.pytest_mutants import draw
+from insitu.tasks.base import REWARD_ONLY
 from insitu.types import FileEntry, Oracle, Task, Tree, Trust
 
 ORDER: tuple[Trust, ...] = ("weak", "standard", "strong")
@@ -28,6 +29,8 @@ def trust_of(task: Task, oracle: Oracle) -> tuple[Trust, str]:
 
     Verdicts on test files that only an image has may be weaker.
     """
+    if trust := REWARD_ONLY.get(task.grading.runner):
+        return trust, "the reward function decides"
     runner = RUNNERS.get(task.grading.runner)
     if runner is None:
         raise TaskError(f"task {task.id}: no runner {task.grading.runner!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from insitu import __version__
 from insitu.grading.diff import PROTECTED_FOLDERS, Diff
 from insitu.grading.runners.base import RunReport
@@ -11,6 +13,8 @@ GRADER = 7
 """Version; bump with every change that can change a verdict."""
 
 MAX_REASON_CHARS = 300
+NOTHING_CHANGED = "nothing changed"
+"""Reason of a verdict on a tree that equals the task's."""
 MAX_NAMED = 20
 MAX_LISTED = 200
 
@@ -54,6 +58,12 @@ def make_verdict(
         duration_s=duration_s,
         evidence=report.failing,
     )
+
+
+def with_ending(verdict: Verdict, ending: str) -> Verdict:
+    """Return a verdict whose reason also says how the rollout ended."""
+    reason = f"{verdict.reason}; {ending}" if ending else verdict.reason
+    return replace(verdict, reason=reason[:MAX_REASON_CHARS])
 
 
 def gathered(paths: tuple[str, ...]) -> tuple[str, ...]:

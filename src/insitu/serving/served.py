@@ -219,7 +219,9 @@ async def open_served(config: Config, console: Console) -> AsyncIterator[Served]
         gateway = await stack.enter_async_context(
             Gateway(opened.backend, options, console.call, console.note, reporter.on_call)
         )
-        listener = await stack.enter_async_context(gateway.listen_tcp(port=config.gateway.port))
+        listener = await stack.enter_async_context(
+            gateway.listen_tcp(config.gateway.host, config.gateway.port)
+        )
         served = Served(run, store, gateway, listener.origin, fit, console)
         try:
             yield served

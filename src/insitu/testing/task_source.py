@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from insitu.errors import TaskError
-from insitu.tasks.base import UNTESTED, Split, TaskSource
+from insitu.tasks.base import REWARD_ONLY, Split, TaskSource
 from insitu.types import Task, Tree, task_hash
 
 COUNT = 40
@@ -78,7 +78,7 @@ class TaskSourceContract:
         for task in self.load_all(source):
             oracle = source.oracle(task)
             assert oracle.task_id == task.id
-            if task.grading.runner == UNTESTED:  # the reward function decides
+            if task.grading.runner in REWARD_ONLY:  # the reward function decides
                 continue
             tests = oracle.tests
             assert oracle.cases or oracle.exchanges or tests.checks or tests.script or tests.fail_to_pass, (

@@ -52,11 +52,11 @@ def test_prose_goes_and_all_else_stays(body: dict[str, object]) -> None:
 
 
 def test_what_the_policy_and_its_tools_said_stays() -> None:
-    told = {"role": "tool", "tool_call_id": "c1", "content": PROSE}
+    reported = {"role": "tool", "tool_call_id": "c1", "content": PROSE}
     output = {"type": "function_call_output", "call_id": "c1", "output": PROSE}
     model = {"role": "model", "parts": [{"text": PROSE}]}
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": PROSE}]}
-    assert masked({"messages": [SAID, told, result]}) == {"messages": [SAID, told, result]}
+    assert masked({"messages": [SAID, reported, result]}) == {"messages": [SAID, reported, result]}
     assert masked({"input": [output], "contents": [model]}) == {"input": [output], "contents": [model]}
 
 

@@ -119,7 +119,7 @@ def test_sub_agents_that_run_one_after_another_are_seen(
     renderer: TemplateRenderer, splitter: Splitter
 ) -> None:
     """Each waits for the other to begin, for a while; that they overlapped is known by then."""
-    told = Message(role="assistant", text="x"), Message(role="tool", text="Notes.")
+    reported = Message(role="assistant", text="x"), Message(role="tool", text="Notes.")
     for overlap in (False, True):
         play = Playing(renderer, splitter, "opencode")
         first, second = user("[[part 1]] Read notes.txt"), user("[[part 2]] Read notes.txt")
@@ -127,11 +127,11 @@ def test_sub_agents_that_run_one_after_another_are_seen(
         if overlap:
             play.ask(second)
         looks = 1
-        while play.ask(first, *told).calls:
+        while play.ask(first, *reported).calls:
             looks += 1
         assert looks == (1 if overlap else MOST_LOOKS)
         play.ask(second)
-        play.ask(second, *told)
+        play.ask(second, *reported)
         assert play.policy.finished_parts == {"1", "2"}
         assert play.policy.overlapped == overlap
         words = " ".join(checks._coverage(AGENT_TOOLS["opencode"], play.policy, [True]))
@@ -145,14 +145,14 @@ def test_a_tool_behind_a_namespace_is_called_by_its_whole_name(
     tools = ("exec_command", "multi__spawn_agent", "multi__wait_agent")
     replies = [play.ask(user(PROMPT), tools=tools) for _ in range(5)]
     assert [call.name for call in replies[4].calls] == ["multi__spawn_agent"] * 2
-    told = Message(role="tool", text='{"agent_id": "01a200c7-fbaf-7550-b9c4-1e4405225a29"}')
-    waiting = play.ask(user(PROMPT), Message(role="assistant", text="x"), told, tools=tools)
+    reported = Message(role="tool", text='{"agent_id": "01a200c7-fbaf-7550-b9c4-1e4405225a29"}')
+    waiting = play.ask(user(PROMPT), Message(role="assistant", text="x"), reported, tools=tools)
     assert waiting.calls[0].name == "multi__wait_agent"
     assert "01a200c7-fbaf-7550-b9c4-1e4405225a29" in waiting.calls[0].arguments
 
 
 def test_agents_are_answered_in_their_own_forms(renderer: TemplateRenderer, splitter: Splitter) -> None:
-    """Summaries in their tags, told again when asked to look again; ends and answers by calls."""
+    """Summaries in their tags, repeated on request; ends and answers by calls."""
     gemini = Playing(renderer, splitter, "gemini_cli")
     first = gemini.ask(user(PROMPT), user("generate the updated <state_snapshot>."), tools=())
     again = gemini.ask(user(PROMPT), user("Critically evaluate the <state_snapshot>"), tools=())

@@ -127,8 +127,8 @@ def test_list_and_show_tell_nothing_of_the_solution(data: Path, capsys: pytest.C
     assert out.splitlines()[0].split() == ["good", "json_io", "strong", "1", "tests", "gold"]
     assert out.splitlines()[-1].startswith("4 tasks (")
     assert "set.jsonl:5: row odd: prompt: Field required" in err
-    _, told, _ = run(capsys, "show", *words, "--id", "good", "--tests")
-    assert "required   case f(1) == 2\n" in told
+    _, reported, _ = run(capsys, "show", *words, "--id", "good", "--tests")
+    assert "required   case f(1) == 2\n" in reported
     code, out, _ = run(capsys, "show", *words, "--id", "good")
     assert "case f(1)" not in out
     assert "Fix good." in out

@@ -85,7 +85,7 @@ async def attack_tasks(
     if not options.own:
         view.stage("attacking", len(attacks) * len(names))
         return await run_matrix(attacks, names, backend, careless, note)
-    source = config.tasks.path or config.tasks.source
+    source = config.task_set.path or config.task_set.source
     found = user_targets(config, source, options.tasks, view.note)
     subjects = [one for one in found if one.task.grading.runner in names]
     if not subjects:

@@ -89,9 +89,9 @@ def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
 
 async def validate_tasks(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
     """Validate every task that is not settled; return counts and failures. Raises InsituError."""
-    path = options.allowlist or Path(config.tasks.allowlist or DEFAULT_ALLOWLIST)
+    path = options.allowlist or Path(config.task_set.allowlist or DEFAULT_ALLOWLIST)
     # What an earlier validation left out is looked at again.
-    config = config.model_copy(update={"tasks": config.tasks.model_copy(update={"allowlist": ""})})
+    config = config.model_copy(update={"tasks": (config.task_set.model_copy(update={"allowlist": ""}),)})
     items, source = items_of(config, options.limit, options.ids)
     gate = _GateFile(path, options.repeats, view)
     view.stage("validating tasks", _count(options, source))

@@ -36,7 +36,9 @@ test-full:
 	@scripts/setup test
 	@scripts/setup-vllm
 	@scripts/setup-docker
+	@scripts/setup-extras >/dev/null
 	@INSITU_FULL=1 INSITU_FUZZ=20000 scripts/test -m "full or fuzz" $(ARGS)
+	@scripts/test-bridges
 	@$(MAKE) --no-print-directory conformance ARGS=
 	@$(MAKE) --no-print-directory conformance ARGS="--agents $(OTHER_VERSIONS)"
 

@@ -1,7 +1,7 @@
 """One run that is killed and continued until it ends, and what it must not have lost. Caller: chaos.
 
 A run is a directory and a process that works on it. `Run.life` starts the process, new or with --resume, and
-kills -9 what it is told to; after each death the directory is read, with no process alive: the account of
+sends SIGKILL; after each death the directory is read, with no process alive: the account of
 rollouts and tokens must balance, and every rollout that is graded then must be found unchanged at the end.
 """
 
@@ -118,7 +118,7 @@ class Run:
             reward = 1.0 - (held.reward or 0.0)
             wrong = replace(held, outcome=other, reward=reward)
             store.put_reward(replace(scored[0], verdict=wrong, reward=reward))
-        command = [sys.executable, "-m", "insitu.cli", "grade", "--write", str(self.folder)]
+        command = [sys.executable, "-m", "insitu", "grade", "--write", str(self.folder)]
         for point in armed:
             env, once = self._arm([point])
             with self.folder.with_suffix(".log").open("ab") as out:
@@ -127,7 +127,7 @@ class Run:
             self._look()
 
     def _command(self) -> list[str]:
-        insitu = [sys.executable, "-m", "insitu.cli", "train", "--plain", "--json"]
+        insitu = [sys.executable, "-m", "insitu", "train", "--plain", "--json"]
         if self.folder.exists() and has_rollouts(self.folder):
             return [*insitu, "--resume", str(self.folder)]
         return [*insitu, str(self.config), f"run.dir={self.folder}", *self.overrides]
@@ -252,7 +252,7 @@ class Run:
 
     def differing(self) -> int:
         """Steps whose weights are not those that training what their account holds, once, gives."""
-        command = [sys.executable, "-m", "insitu.cli", "replay", "--plain", str(self.folder)]
+        command = [sys.executable, "-m", "insitu", "replay", "--plain", str(self.folder)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIFE_S, check=False)
         if done.returncode:
             self.wrong.append(f"{self.folder.name}: {done.stderr.strip()[-300:]}")

@@ -5,7 +5,7 @@
 The routes are those of tests/fakes/vllm.py; what samples behind them is the embedded engine's core, so that
 tokens and log-probabilities are a model's and reloaded weights are weights. It differs from vLLM in one way:
 calls under way end before it pauses, also where they are to be frozen. It ends with its owner, whose end it
-hears on its stdin. Caller: chaos, which starts it and starts it again, as whoever keeps a server does.
+reads from its stdin. Caller: chaos, which starts and restarts it, as an operator does.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class FailingJudge:
         return await self._inner.base(task)
 
 
-class Told:
+class Reported:
     """Tells engine and judge which try is under way. Implements collect.options.AttemptRunner."""
 
     def __init__(self, attempts: AttemptExecutor, trouble: Trouble) -> None:
@@ -177,12 +177,12 @@ async def _collect(stage: Stage, rate: float) -> Sequence[Group]:
     options = CollectOptions(
         seed=c.run.seed, group_size=c.collect.group_size, attempts=c.collect.attempts, pause_s=0.0
     )
-    runner = Told(stage.attempts, stage.engine.trouble)
+    runner = Reported(stage.attempts, stage.engine.trouble)
     return await collect_groups(runner, nowhere, nowhere, Breaker(), options, stage.tasks)
 
 
 async def _real(seed: int) -> list[dict[str, Any]]:
-    told = []
+    reported = []
     async with _stage(seed) as stage:
         plan_config = PlanConfig.of(stage.config)
         calm: StepPlan | None = None
@@ -190,8 +190,8 @@ async def _real(seed: int) -> list[dict[str, Any]]:
             groups = await _collect(stage, rate)
             plan = plan_step(groups, plan_config)
             calm = calm or plan
-            told.append(_case(rate, groups, stage.engine.trouble, plan, calm, plan_config))
-    return told
+            reported.append(_case(rate, groups, stage.engine.trouble, plan, calm, plan_config))
+    return reported
 
 
 def _case(
@@ -203,7 +203,7 @@ def _case(
     config: PlanConfig,
 ) -> dict[str, Any]:
     """What came of one rate. Further tries draw what the first did, so what a habit makes of first tries can
-    be told from the rollouts that were decided."""
+    be inferred from the rollouts that were decided."""
     rollouts = [r for g in groups for r in g.rollouts]
     zeroed = [
         replace(g, rollouts=tuple(replace(r, reward=0.0) if r.id in trouble.first else r for r in g.rollouts))

@@ -227,7 +227,7 @@ class Credit:
     group: int
     advantage: float
     solved: bool
-    """In truth, whatever its trainer was told."""
+    """The true state, whatever its trainer received."""
     log_length: float
 
 

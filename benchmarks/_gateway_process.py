@@ -1,7 +1,7 @@
 """The gateway under test, alone in its process, with an engine that answers at once.
 
 Started by the benchmarks as `python -m benchmarks._gateway_process MODEL [DELAY_MS | URL of a vLLM server]`;
-takes a JSON command a line on stdin and answers with one, so that its CPU time and memory are nobody else's:
+takes a JSON command a line on stdin and answers with one, so that its CPU time and memory are its own:
 {"open": n} gives n sessions, {"mark": 1} what was used so far, {"seal": 1} the ledgers' sum of all sessions,
 with "id" that of one. EOF ends it.
 """

@@ -101,7 +101,7 @@ class CannedEngine:
 
 
 def _logprob(at: int, token: int) -> dict[str, Any]:
-    """Of one sampled token, as vLLM lists it; they differ, or engines that make them up could not be told."""
+    """Of one sampled token, as vLLM lists it; they differ, or engines that invent them would not be found."""
     logprob = -0.25 - at % 7 / 64
     return {
         "token": f"token_id:{token}",

@@ -20,8 +20,8 @@ def main(engine: str) -> None:
     print(json.dumps({"port": port}), flush=True)
     for line in sys.stdin:
         opened = [server.registry.create(None) for _ in range(json.loads(line)["open"])]
-        told = [{"path": "/v1/chat/completions", "secret": session.session_id} for session in opened]
-        print(json.dumps({"port": port, "sessions": told}), flush=True)
+        reported = [{"path": "/v1/chat/completions", "secret": session.session_id} for session in opened]
+        print(json.dumps({"port": port, "sessions": reported}), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ async def main(engine: str, model: str) -> None:
     async with InterceptionServer() as server:
         print(json.dumps({"port": server.port}), flush=True)
         while line := await lines.readline():
-            told = []
+            reported = []
             for _ in range(json.loads(line)["open"]):
                 trace = Trace(
                     task=TraceTask(type="Task", data=TaskData(prompt="Fix it.")), agent=AgentInfo(config={})
                 )
                 session = RolloutSession(ctx=ModelContext(model="m", client=client), trace=trace)
-                told.append({"path": "/v1/chat/completions", "secret": server.register(session)[0]})
-            print(json.dumps({"port": server.port, "sessions": told}), flush=True)
+                reported.append({"path": "/v1/chat/completions", "secret": server.register(session)[0]})
+            print(json.dumps({"port": server.port, "sessions": reported}), flush=True)
 
 
 if __name__ == "__main__":

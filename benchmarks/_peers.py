@@ -125,8 +125,8 @@ def _rllm(python: Path, engine: str) -> Iterator[Served]:
     child = subprocess.Popen(command, env=_environment(), stderr=subprocess.DEVNULL)
 
     def sessions(count: int) -> dict[str, Any]:
-        told = [{"path": f"/sessions/s{i}/v1/chat/completions", "secret": "none"} for i in range(count)]
-        return {"port": port, "sessions": told}
+        reported = [{"path": f"/sessions/s{i}/v1/chat/completions", "secret": "none"} for i in range(count)]
+        return {"port": port, "sessions": reported}
 
     try:
         _await_health(child, f"http://127.0.0.1:{port}/health")
@@ -183,7 +183,7 @@ def measure(served: Served, job: Mapping[str, Any], sessions: int) -> dict[str, 
 def compare(
     model: Path, jobs: Mapping[str, tuple[Mapping[str, Any], int]], rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """By gateway: what `told` makes of its shapes, or `skipped` with the reason. `jobs` are (load, sessions)
+    """By gateway: what `reported` makes of its shapes, or `skipped` with the reason. `jobs`: (load, sessions)
     by body size. Rounds go through all gateways in turn, so that all see the same machine."""
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     skipped: dict[str, str] = {}
@@ -198,12 +198,13 @@ def compare(
                 for shape, cell in cells.items():
                     found.setdefault(name, {}).setdefault(shape, []).append(cell)
     by_name = {
-        name: told({size: _medians(cells) for size, cells in sizes.items()}) for name, sizes in found.items()
+        name: reported({size: _medians(cells) for size, cells in sizes.items()})
+        for name, sizes in found.items()
     }
     return by_name | {name: {"skipped": reason} for name, reason in skipped.items()}
 
 
-def told(cells: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def reported(cells: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """One gateway's cells by body size under the names that ours have in the benchmark's line."""
     first = next(iter(cells))
     return {

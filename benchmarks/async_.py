@@ -232,17 +232,17 @@ def main(argv: list[str]) -> int:
     )
     heads = ("to S = 0", "idle", "at S = 0", "wasted", "stale", "stopped", "s/update")
     print(" " * 24 + "".join(f"{name:>{w}}" for name, w in zip(heads, WIDTHS, strict=True)))
-    told: list[Compared] = []
+    reported: list[Compared] = []
     try:
         for name, each in variations(case)[: None if options.vary else 1]:
-            told.append(compare(each, seeds, options.real))
-            print(line(name, told[-1]), flush=True)
+            reported.append(compare(each, seeds, options.real))
+            print(line(name, reported[-1]), flush=True)
     except InsituError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     print(f"{time.process_time() - began:.1f} s of CPU time for all of it")
     if options.json:
-        found = told[0]
+        found = reported[0]
         result = {
             "speedup": round(found.speedup, 3),
             "trainer_idle": round(found.idle, 4),

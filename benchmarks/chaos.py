@@ -36,13 +36,14 @@ from insitu.config import WARM_START, demo_preset, dump_toml, load_config
 SMALL = (
     "harness.agent=script",
     "run.steps=6",
-    "run.eval_tasks=4",
-    "tasks.groups_per_step=2",
+    "eval.count=4",
+    "collect.groups_per_step=2",
     "collect.group_size=4",
     "harness.workers=4",
     "train.threads=1",
     "train.min_groups=1",
     "train.restarts=100",
+    "run.checkpoint_every_steps=2",
 )
 AHEAD = ("collect.max_staleness=1",)
 """Makes a run asynchronous."""
@@ -83,7 +84,7 @@ class Chaos:
     def run(self, name: str, overrides: Sequence[str] = (), engine: EngineProcess | None = None) -> Run:
         synchronous = not set(AHEAD) & set(overrides)
         if engine is not None:
-            overrides = [*overrides, "engine.kind=vllm", f"engine.url={engine.url}", *SERVED]
+            overrides = [*overrides, "engine.kind=vllm", f"engine.urls={engine.url}", *SERVED]
         run = Run(
             folder=self._folder / name,
             config=self.config,

@@ -49,7 +49,7 @@ class Found:
     trials: int
     hits: int
 
-    def told(self) -> dict[str, float]:
+    def reported(self) -> dict[str, float]:
         share = self.hits / self.trials if self.trials else 0.0
         return {"trials": self.trials, "hits": self.hits, "share": round(share, 5)}
 
@@ -134,13 +134,13 @@ def speed(codec: Codec, seed: int) -> dict[str, float]:
     """Megabytes of source text encoded per CPU second by both encoders."""
     texts = [text for _, text in zip(range(400), windows(seed + 4), strict=False)]
     size = sum(len(t.encode()) for t in texts) / 1e6
-    told = {}
+    reported = {}
     for name, encode in (("stock", codec.encode_stock), ("ours", codec.encode_content)):
         start = time.process_time()
         for text in texts:
             encode(text)
-        told[name] = round(size / (time.process_time() - start), 2)
-    return told
+        reported[name] = round(size / (time.process_time() - start), 2)
+    return reported
 
 
 def measure(codec: Codec, trials: int, seed: int) -> dict[str, object]:
@@ -148,11 +148,11 @@ def measure(codec: Codec, trials: int, seed: int) -> dict[str, object]:
     return {
         "vocabulary": codec.vocab_size,
         "control_tokens": len(codec.control),
-        "cuts_differ": cuts(codec, trials, seed).told(),
-        "splits_survive": splits(codec, trials, seed).told(),
-        "markers_stock": injected(codec, texts, stock=True).told(),
-        "markers_ours": injected(codec, texts, stock=False).told(),
-        "plain_text_differs": agreement(codec, trials, seed).told(),
+        "cuts_differ": cuts(codec, trials, seed).reported(),
+        "splits_survive": splits(codec, trials, seed).reported(),
+        "markers_stock": injected(codec, texts, stock=True).reported(),
+        "markers_ours": injected(codec, texts, stock=False).reported(),
+        "plain_text_differs": agreement(codec, trials, seed).reported(),
         "mb_per_cpu_s": speed(codec, seed),
         "load_average": round(os.getloadavg()[0], 2),
     }
@@ -166,9 +166,9 @@ def load_codec(path: Path) -> Codec:
     return Codec(file.read_text(encoding="utf-8"))
 
 
-def show(told: dict[str, object]) -> None:
+def show(reported: dict[str, object]) -> None:
     table = Table("what", "trials", "hits", "share")
-    for name, value in told.items():
+    for name, value in reported.items():
         if isinstance(value, dict) and "trials" in value:
             table.add_row(name, f"{value['trials']:,}", f"{value['hits']:,}", f"{value['share']:.2%}")
     Console().print(table)
@@ -182,13 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(arguments)
     try:
-        told = measure(load_codec(options.model), options.trials, options.seed)
+        reported = measure(load_codec(options.model), options.trials, options.seed)
     except InsituError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     if not options.json:
-        show(told)
-    print(json.dumps(told))
+        show(reported)
+    print(json.dumps(reported))
     return 0
 
 

@@ -11,7 +11,7 @@ call          one call, prompts included in the time: a batch of unrelated promp
 decode        of the same calls, what remains after subtracting a call for one token.
 group         one call, prompts included: the batch samples from one prompt, as a group of rollouts starts.
 conversation  what an agent does: calls in a row, each prompt all before plus something new; the prompts of a
-              batch share their beginning. The engine re-uses what it holds; `generate` starts anew each time.
+              batch share their beginning. The engine reuses its cache; `generate` has none.
 """
 
 from __future__ import annotations

@@ -104,17 +104,17 @@ def compare(sums: Sums, truth: Sums, seed: int) -> dict[str, dict[str, float]]:
         both[name] = {m: ours[m] - true[m] for m in MEASURES} | {"kept": kept}
         if name == "all":
             value = {m: float(ours[m][0]) for m in MEASURES}
-    told = {}
+    reported = {}
     for m in MEASURES:
         low, high = np.quantile(both["drawn"][m], (0.025, 0.975))
         bias = float(both["all"][m][0])
-        told[m] = {"low": round(float(low), 4), "high": round(float(high), 4)}
-        told[m] |= (
+        reported[m] = {"low": round(float(low), 4), "high": round(float(high), 4)}
+        reported[m] |= (
             {"share": round(bias, 4)}
             if m == "kept"
             else {"value": round(value[m], 4), "bias": round(bias, 4)}
         )
-    return told
+    return reported
 
 
 def failed_share(steps: Sequence[Sequence[Group]]) -> float:
@@ -236,19 +236,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups_ahead = max(GROUPS, args.groups // GROUPS * GROUPS)
     try:
         cases = asyncio.run(simulated(groups, args.seed, PlanConfig(advantage=args.advantage)))
-        told: dict[str, Any] = {"groups": groups, "advantage": args.advantage, "cases": cases}
-        told["worst_bias"] = {t: worst(cases, t) for t in ("insitu", "no_retry", "reward_0", "drop_group")}
-        told["ahead"] = simulated_ahead(groups_ahead, args.seed, PlanConfig(advantage=args.advantage))
+        reported: dict[str, Any] = {"groups": groups, "advantage": args.advantage, "cases": cases}
+        reported["worst_bias"] = {
+            t: worst(cases, t) for t in ("insitu", "no_retry", "reward_0", "drop_group")
+        }
+        reported["ahead"] = simulated_ahead(groups_ahead, args.seed, PlanConfig(advantage=args.advantage))
         if args.real:
             from benchmarks._failures_run import real
 
-            told["real"] = real(args.seed)
+            reported["real"] = real(args.seed)
     except InsituError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     if not args.json:
-        print(table(cases), "ahead of the trainer, with a deadline", table(told["ahead"]), sep="\n")
-    print(orjson.dumps(told).decode())
+        print(table(cases), "ahead of the trainer, with a deadline", table(reported["ahead"]), sep="\n")
+    print(orjson.dumps(reported).decode())
     return 0
 
 

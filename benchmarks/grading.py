@@ -72,7 +72,7 @@ def run(config: Config, count: int = 0) -> dict[str, object]:
     began = time.monotonic()
     found = asyncio.run(measure(items, grader))
     wall_s = time.monotonic() - began
-    told: dict[str, object] = {
+    reported: dict[str, object] = {
         "tasks": len(items),
         "runners": dict(Counter(item.task.grading.runner for item in items)),
         "wall_s": round(wall_s, 1),
@@ -81,14 +81,14 @@ def run(config: Config, count: int = 0) -> dict[str, object]:
         "load_average": [round(v, 2) for v in os.getloadavg()],
     }
     for kind, verdicts in found.items():
-        told[kind] = dict(Counter(verdict.outcome.value for verdict in verdicts.values()))
-        told[f"{kind}_wrong"] = {
+        reported[kind] = dict(Counter(verdict.outcome.value for verdict in verdicts.values()))
+        reported[f"{kind}_wrong"] = {
             name: f"{verdict.outcome.value}: {verdict.reason}"
             for name, verdict in verdicts.items()
             if (verdict.outcome is Outcome.RESOLVED) != (kind == "solution")
             or verdict.outcome is Outcome.INFRA
         }
-    return told
+    return reported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,12 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"grade.workers={args.workers}",
     ]
     try:
-        told = run(load_config(None, settings), args.tasks)
+        reported = run(load_config(None, settings), args.tasks)
     except InsituError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
-    print(orjson.dumps(told).decode())
-    return 1 if told["solution_wrong"] or told["stub_wrong"] else 0
+    print(orjson.dumps(reported).decode())
+    return 1 if reported["solution_wrong"] or reported["stub_wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ RATE = {"H200": 788e12}
 """Operations per second of the largest bf16 products, by a word in the device's name."""
 ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Largest error of insitu's gradients, as a share of the largest number in them."""
-TOLD = ("positions", "hidden", "trained", "ms", "floor_ms", "extra_gib", "peers")
+PRINTED = ("positions", "hidden", "trained", "ms", "floor_ms", "extra_gib", "peers")
 """What the JSON has of a case; the rest is in the table."""
 WARM_UPS = 3
 BEYOND = 37
@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         where = torch.cuda.get_device_name() if gpu else f"{platform.machine()}, {args.threads} threads"
         time_of = "wall" if gpu else "CPU"
         report(cases, f"{where}, torch {torch.__version__}, {time_of} time", absent)
-    print(json.dumps({"cases": [{name: case[name] for name in TOLD} for case in cases]}))
+    print(json.dumps({"cases": [{name: case[name] for name in PRINTED} for case in cases]}))
     limit = ERRORS[torch.bfloat16 if gpu else torch.float32]
     grads = [c["errors"]["insitu"][k] for c in cases for k in ("d_hidden", "d_weight")]
     return 0 if max(grads) <= limit else 1

@@ -26,8 +26,8 @@ import torch
 from rich.table import Table
 
 from benchmarks._arguments import Arguments, count, wide_console
-from benchmarks._memory import peak_bytes
 from insitu.errors import TrainError
+from insitu.training.memory.peak import peak_bytes
 from insitu.training.memory.plan import KEPT_FREE, LADDER, load_of
 from insitu.training.memory.predict import GIB, MemoryModel
 from insitu.training.model.base import PLAIN
@@ -87,7 +87,7 @@ class Case:
     error: str = ""
     """Why it did not run."""
 
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         """Of it in the JSON: null for what was not measured."""
         return {
             "model": self.model,
@@ -249,13 +249,13 @@ def expected(model: str, tokens: int, memory_gib: float) -> dict[str, Any]:
     predictor = MemoryModel(configuration(model), dtype=torch.bfloat16, lora=None, kernels="cuda")
     plan = one_row(tokens, int(SHAPES[model]["vocab_size"]))
     load = load_of(plan, plan.batches[0])
-    told: dict[str, Any] = {"model": model, "tokens": tokens, "memory_gib": memory_gib or None}
+    reported: dict[str, Any] = {"model": model, "tokens": tokens, "memory_gib": memory_gib or None}
     for techniques in LADDER:
         found = predictor.predict(load, techniques)
         if found.peak <= (memory_gib or H200_GIB) * GIB and found.host <= HOST_GIB * GIB:
             sizes = {"predicted_gib": found.peak / GIB, "host_gib": found.host / GIB}
-            return {**told, **sizes, "techniques": str(techniques)}
-    return {**told, "predicted_gib": None, "host_gib": None, "techniques": None}
+            return {**reported, **sizes, "techniques": str(techniques)}
+    return {**reported, "predicted_gib": None, "host_gib": None, "techniques": None}
 
 
 def report(found: list[Case], where: str) -> None:
@@ -316,10 +316,10 @@ def main(argv: list[str] | None = None) -> int:
     if not args.json:
         device_name = torch.cuda.get_device_name() if gpu else platform.machine()
         report(found, f"{device_name}, torch {torch.__version__}")
-    told: dict[str, Any] = {"cases": [case.told() for case in found]}
+    reported: dict[str, Any] = {"cases": [case.reported() for case in found]}
     if not gpu and not args.models:
-        told["not_measured"] = [expected(*case) for case in ON_GPU]
-    print(json.dumps(told))
+        reported["not_measured"] = [expected(*case) for case in ON_GPU]
+    print(json.dumps(reported))
     return 1 if any(c.error or abs(c.predicted_gib / c.peak_gib - 1.0) > 0.05 for c in found) else 0
 
 

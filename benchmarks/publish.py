@@ -2,7 +2,7 @@
 
 Run `python -m benchmarks publish` (--json: one object on the last line). A random Qwen3-shaped model takes
 real AdamW steps at --lr from random rollouts; each version is then published by every method, and the median
-is told:
+is reported:
 
 - inprocess: the embedded engine in the trainer's process reads its tensors (the demo's small model, fp32);
 - disk: files in --dtype, loaded by a server; disk_delta: only what changed travels and is applied there. The
@@ -36,9 +36,9 @@ import torch
 
 from benchmarks._arguments import Arguments, amount, count
 from insitu.config import WARM_START
-from insitu.engines.base import LoadingEngine
 from insitu.engines.embedded.model import ModelConfig, initialise, save_model
 from insitu.engines.http import HttpOptions
+from insitu.engines.replicas import EngineSet
 from insitu.engines.safetensors_file import read_folder
 from insitu.engines.vllm import open_vllm
 from insitu.errors import TrainError
@@ -76,7 +76,7 @@ class Cost:
     sent: list[int]
     full_bytes: int
 
-    def told(self) -> dict[str, float | int]:
+    def reported(self) -> dict[str, float | int]:
         return {
             "seconds": round(statistics.median(self.seconds), 4),
             "bytes": int(statistics.median(self.sent)),
@@ -176,17 +176,18 @@ async def by_files(options: argparse.Namespace, scratch: Path) -> dict[str, Cost
             fake = await stack.enter_async_context(serve_vllm(64))
             fake.sums = served_sums(read_folder(scratch / "model"))
             engine = await stack.enter_async_context(open_vllm(HttpOptions(url=fake.url)))
-            publishers[name] = _to_server(name, learner, engine, options, scratch)
+            engines = EngineSet({fake.url: engine}, max_wait_s=60.0)
+            publishers[name] = _to_server(name, learner, engines, options, scratch)
         return await measure(learner, publishers, options, options.vocab)
 
 
 def _to_server(
-    name: str, learner: Learner, engine: LoadingEngine, options: argparse.Namespace, scratch: Path
+    name: str, learner: Learner, engines: EngineSet, options: argparse.Namespace, scratch: Path
 ) -> DiskPublisher:
     there = PublishOptions(folder=scratch / name, dtype=options.dtype)
     if name.endswith("delta"):
-        return DeltaPublisher(learner, engine, there, scratch / f"{name}-spool")
-    return DiskPublisher(learner, engine, there)
+        return DeltaPublisher(learner, engines, there, scratch / f"{name}-spool")
+    return DiskPublisher(learner, engines, there)
 
 
 async def in_process(options: argparse.Namespace) -> dict[str, Cost]:
@@ -204,11 +205,12 @@ async def to_vllm(options: argparse.Namespace, scratch: Path) -> dict[str, Cost]
     for name in names:
         spec = _on_gpu(model, options) if name == "vllm_ipc" else _spec(model, options, samples=False)
         async with Learner.start(spec) as learner, open_vllm(HttpOptions(url=options.url)) as engine:
+            engines = EngineSet({options.url: engine}, max_wait_s=60.0)
             publisher: Sends
             if name == "vllm_ipc":
-                publisher = TransferPublisher(learner, engine, PublishOptions(folder=scratch / name), "ipc")
+                publisher = TransferPublisher(learner, engines, PublishOptions(folder=scratch / name), "ipc")
             else:
-                publisher = _to_server(name, learner, engine, options, scratch)
+                publisher = _to_server(name, learner, engines, options, scratch)
             found |= await measure(learner, {name: publisher}, options, 200)
             await engine.load(model, 0)
     return found
@@ -262,13 +264,13 @@ def main(argv: Sequence[str]) -> int:
         print(line, file=sys.stderr)
     found = asyncio.run(run(options))
     for name, cost in found.items():
-        told = cost.told()
-        share = told["bytes"] / max(1, told["full_bytes"])
-        sizes = f"{told['bytes']:14,} bytes of {told['full_bytes']:,} ({share:.1%})"
-        print(f"{name:12}{told['seconds']:9.3f} s{sizes}")
+        reported = cost.reported()
+        share = reported["bytes"] / max(1, reported["full_bytes"])
+        sizes = f"{reported['bytes']:14,} bytes of {reported['full_bytes']:,} ({share:.1%})"
+        print(f"{name:12}{reported['seconds']:9.3f} s{sizes}")
     if options.json:
-        print(json.dumps({name: cost.told() for name, cost in found.items()}))
-    delta = found["disk_delta"].told()
+        print(json.dumps({name: cost.reported() for name, cost in found.items()}))
+    delta = found["disk_delta"].reported()
     if options.dtype == "bfloat16" and delta["bytes"] > 0.1 * delta["full_bytes"]:
         print("a delta is more than a tenth of the whole", file=sys.stderr)
         return 1

@@ -46,7 +46,7 @@ LIMIT = 1e-5
 ROUNDED_LIMIT = 0.05
 """Of bfloat16: the norm of a gradient's difference from float32, as a share of the gradient's own. Rounding
 alone gives about a hundredth; a wrong merge or a wrong pair a tenth and more."""
-TOLD = ("speedup", "work_ratio", "max_rel_grad_diff")
+PRINTED = ("speedup", "work_ratio", "max_rel_grad_diff")
 """What the JSON has; the rest is said on stderr."""
 
 
@@ -300,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name:18} {value}", file=sys.stderr)
         part = result["speedup"] / result["work_ratio"]
         print(f"{result['speedup']} x faster, {part:.0%} of the work saved", file=sys.stderr)
-    print(json.dumps({name: result[name] for name in TOLD}))
+    print(json.dumps({name: result[name] for name in PRINTED}))
     equal = result["max_rel_grad_diff"] <= LIMIT and all(
         share <= ROUNDED_LIMIT for share in result["rounded"].values()
     )

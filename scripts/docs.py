@@ -24,15 +24,15 @@ PUBLIC = ("insitu", "insitu.testing")
 
 def configuration() -> str:
     """Return the page that lists every key of the configuration."""
-    tables = importlib.import_module("insitu.config").Config.model_fields
+    tables = importlib.import_module("insitu.config").table_classes()
     page = [
         "# Configuration",
         "TOML with one table per part. `table.key=value` on the command line overrides a key; "
         "`--dry-run` prints all keys of a run.",
     ]
-    for table, info in tables.items():
-        page.append(f"## {table}\n\n{inspect.getdoc(info.annotation) or ''}")
-        page.append("| key | default | meaning |\n|---|---|---|\n" + "\n".join(_rows(info.annotation)))
+    for table, kind in tables.items():
+        page.append(f"## {table}\n\n{inspect.getdoc(kind) or ''}")
+        page.append("| key | default | meaning |\n|---|---|---|\n" + "\n".join(_rows(kind)))
     return "\n\n".join(page) + "\n"
 
 
@@ -46,6 +46,16 @@ def _rows(table: Any, prefix: str = "") -> list[str]:
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
         rows.append(f"| `{prefix}{name}` | `{default}` | {meaning} |")
     return rows
+
+
+def metrics() -> str:
+    """Return the page that lists every metric of a run."""
+    names = importlib.import_module("insitu.tracking.names")
+    page = ["# Metrics", (inspect.getdoc(names) or "").partition("\n\n")[2]]
+    cells = [(sent, name, text.replace("|", "\\|")) for sent, name, text in names.table()]
+    rows = [f"| `{sent}` | `{name}` | {text} |" for sent, name, text in cells]
+    page.append("| sent as | in metrics.jsonl | meaning |\n|---|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(page) + "\n"
 
 
 def api() -> str:
@@ -107,6 +117,7 @@ def collect(folder: Path) -> None:
         page.write_text(text.replace("](../CONTRIBUTING.md", "](contributing.md"), encoding="utf-8")
     (folder / "reference").mkdir()
     (folder / "reference" / "configuration.md").write_text(configuration(), encoding="utf-8")
+    (folder / "reference" / "metrics.md").write_text(metrics(), encoding="utf-8")
     (folder / "reference" / "api.md").write_text(api(), encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 Start it from the folder of the repository in one of two ways:
 
-    python examples/own/own.py            everything from this file
+    python examples/own/own.py            everything from this file; takes overrides, e.g. run.steps=4
     insitu train examples/own/own.toml    the same as a configuration
 """
 
@@ -45,8 +45,9 @@ async def reward(rollout: insitu.FinishedRollout) -> dict[str, float]:
 
 if __name__ == "__main__":
     run = insitu.train(
-        run={"steps": 2, "eval_tasks": 0, "dir": sys.argv[1] if len(sys.argv) > 1 else ""},
-        tasks={"source": TASKS, "eval_share": 0.0, "groups_per_step": 2},
+        run={"steps": 2},
+        eval={"count": 0},
+        tasks={"source": TASKS, "eval_share": 0.0},
         reward={"function": reward},
         harness={
             "command": ["python3", "{files}/agent.py"],
@@ -54,8 +55,9 @@ if __name__ == "__main__":
             "pip": ["openai==3.54.0"],
             "workers": 4,
         },
-        collect={"group_size": 4},
+        collect={"groups_per_step": 2, "group_size": 4},
         limits={"max_calls": 4},
+        overrides=sys.argv[1:],
     )
     for step in run.steps:
         print(step.step, step.metrics["reward_mean"], step.ledger.trained)

@@ -48,6 +48,12 @@ KNOWN_SKIPS = (
     r"no Node 20 here: .*",
     # Too long for every change: `make test-full` and continuous integration run them.
     r"runs in make test-full",
+    # Their packages are in an environment of its own.
+    r"runs in scripts/test-bridges",
+    r"runs in scripts/test-fleet",
+    r"INSITU_SLIME_SRC names no checkout of slime",
+    # Sources that are on no index, or need another Python.
+    r"INSITU_\w+_SRC names no .*",
     # Continuous integration gives them a limited time (tests/time_budget.py).
     r"left out after .* s: make test-full runs it",
 )
@@ -65,6 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("INSITU_BRIDGES", "") != "1":
+        for item in items:
+            if item.get_closest_marker("bridge") is not None:
+                item.add_marker(pytest.mark.skip(reason="runs in scripts/test-bridges"))
+    if os.environ.get("INSITU_RAY", "") != "1":
+        for item in items:
+            if item.get_closest_marker("ray") is not None:
+                item.add_marker(pytest.mark.skip(reason="runs in scripts/test-fleet"))
     if os.environ.get("INSITU_FULL", "") != "1":
         for item in items:
             if item.get_closest_marker("full") is not None:

@@ -1,7 +1,7 @@
 """Order and cut the long tests to a time budget: what a change touches first, then a random rest.
 
 A test file is touched directly by its own change and by that of a module or a file that it names, and by way
-of others by that of anything these import; what starts `python -m insitu.cli` imports all that its verbs do.
+of others by that of anything these import; what starts `python -m insitu` imports all that its verbs do.
 With INSITU_FULL_BUDGET_S set, no test starts after so many seconds, or twice as many where it is touched
 directly (a change of names touches everything), and the summary names those left out. Continuous
 integration sets it for the tests marked `full` or `fuzz`; `make test-full` runs everything.
@@ -56,7 +56,7 @@ def modules() -> Mapping[str, Path]:
 
 @cache
 def named(file: Path) -> frozenset[Path]:
-    """Files that a Python file imports or names, as in `[sys.executable, "-m", "insitu.cli"]`; what starts a
+    """Files that a Python file imports or names, as in `[sys.executable, "-m", "insitu"]`; what starts a
     package as a program names its __main__."""
     text, known = file.read_text(), modules()
     names = set(re.findall(r"\b(?:insitu|benchmarks)(?:\.\w+)+", text))
@@ -67,7 +67,8 @@ def named(file: Path) -> frozenset[Path]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     longest = {_longest(name, known) for name in names}
-    longest |= {f"{name}.__main__" for name in longest if f"{name}.__main__" in known and f'"{name}"' in text}
+    started = re.findall(r'"-m", "([\w.]+)"', text)
+    longest |= {f"{name}.__main__" for name in started if f"{name}.__main__" in known}
     paths = {ROOT / path for path in re.findall(r"\bscripts/[\w./-]+\w", text)}
     return frozenset(known[name] for name in longest if name in known) | paths
 

@@ -18,9 +18,9 @@ SMALL = Case(groups=4, group_size=4, workers=16, updates=12)
 
 def test_the_last_line_has_the_four_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["async", "--updates", "4", "--seeds", "1", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(told) == ["speedup", "trainer_idle", "wasted", "staleness_max"]
-    assert told["speedup"] > 1.0
+    reported = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(reported) == ["speedup", "trainer_idle", "wasted", "staleness_max"]
+    assert reported["speedup"] > 1.0
 
 
 def test_the_same_seed_gives_the_same_schedule_and_running_ahead_is_faster() -> None:

@@ -127,9 +127,9 @@ async def test_the_engine_that_is_killed_samples_as_its_weights_say(tmp_path: Pa
             assert made.version_runs == ((0, version),)
             row = torch.from_numpy(np.concatenate([ids, made.ids]).astype(np.int64))
             logits = model.logits(model.hidden(row[:0], row[None, :-1]))[0] / 0.7
-            told = torch.log_softmax(logits, -1).gather(1, row[1:, None])[len(ids) - 1 :, 0]
+            reported = torch.log_softmax(logits, -1).gather(1, row[1:, None])[len(ids) - 1 :, 0]
             assert made.logprobs is not None
-            assert np.abs(told.detach().numpy() - made.logprobs).max() < 1e-4
+            assert np.abs(reported.detach().numpy() - made.logprobs).max() < 1e-4
             found.append(made.ids.tolist())
     driving.cancel()
     assert found[0] != found[1]

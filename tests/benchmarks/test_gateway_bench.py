@@ -78,19 +78,19 @@ def test_a_gateway_of_others_that_cannot_be_had_is_left_out_with_the_reason(
         _peers, "PEERS", (_peers.Peer(name="gone", requirement="insitu-no-such-peer==0.0.0"),)
     )
     shape = Shape(size="50KB", concurrency=1, sessions=1, turns=2, stream=False)
-    told = _peers.compare(model, {"50KB": (shape.job({}), 1)}, 1)
-    assert "cannot be installed" in told["gone"]["skipped"]
-    ours = told["insitu"]
+    reported = _peers.compare(model, {"50KB": (shape.job({}), 1)}, 1)
+    assert "cannot be installed" in reported["gone"]["skipped"]
+    ours = reported["insitu"]
     assert ours["shapes"]["50KB/1"]["calls"] == 2
     assert ours["cpu_ms"]["50KB"] > 0
-    gateway.report_peers(told)
-    line = summary({}, (), {}, told)
+    gateway.report_peers(reported)
+    line = summary({}, (), {}, reported)
     assert set(ours) <= set(line), "a peer's fields are called as ours"
 
 
 def test_a_peers_figures_are_by_field_and_then_by_size() -> None:
-    told = _peers.told({"50KB": cell(), "400KB": cell(cpu_ms=7.0, p99=9.0, calls_per_s=1.0)})
-    assert told["cpu_ms"] == {"50KB": 1.0, "400KB": 7.0}
-    assert told["added_ms"] == {"50KB": {"p50": 2.0, "p99": 3.0}, "400KB": {"p50": 2.0, "p99": 9.0}}
-    assert (told["calls_per_s"], told["calls_per_s_at"]) == (4.0, "50KB/1")
-    assert told["bytes_per_token"] is None
+    reported = _peers.reported({"50KB": cell(), "400KB": cell(cpu_ms=7.0, p99=9.0, calls_per_s=1.0)})
+    assert reported["cpu_ms"] == {"50KB": 1.0, "400KB": 7.0}
+    assert reported["added_ms"] == {"50KB": {"p50": 2.0, "p99": 3.0}, "400KB": {"p50": 2.0, "p99": 9.0}}
+    assert (reported["calls_per_s"], reported["calls_per_s_at"]) == (4.0, "50KB/1")
+    assert reported["bytes_per_token"] is None

@@ -11,7 +11,16 @@ from benchmarks.long import Case
 
 pytestmark = pytest.mark.slow
 
-TOLD = ["model", "tokens", "peak_gib", "predicted_gib", "tokens_per_s", "peers", "memory_gib", "techniques"]
+PRINTED = [
+    "model",
+    "tokens",
+    "peak_gib",
+    "predicted_gib",
+    "tokens_per_s",
+    "peers",
+    "memory_gib",
+    "techniques",
+]
 
 
 def test_a_small_case_is_measured_and_predicted(capfd: pytest.CaptureFixture[str]) -> None:
@@ -21,15 +30,15 @@ def test_a_small_case_is_measured_and_predicted(capfd: pytest.CaptureFixture[str
     cases = result["cases"]
     assert [c["tokens"] for c in cases] == [256, 256]
     for case in cases:
-        assert list(case) == TOLD
+        assert list(case) == PRINTED
         assert case["predicted_gib"] == pytest.approx(case["peak_gib"], rel=0.05)
         assert case["tokens_per_s"] > 0
 
 
 def test_what_did_not_run_has_no_figures() -> None:
-    told = Case(model="4b", tokens=1 << 20, predicted_gib=200.0, error="out of memory").told()
-    assert list(told) == TOLD
-    assert (told["peak_gib"], told["predicted_gib"], told["tokens_per_s"]) == (None, 200.0, None)
+    reported = Case(model="4b", tokens=1 << 20, predicted_gib=200.0, error="out of memory").reported()
+    assert list(reported) == PRINTED
+    assert (reported["peak_gib"], reported["predicted_gib"], reported["tokens_per_s"]) == (None, 200.0, None)
 
 
 def test_a_row_of_152k_tokens_is_expected_to_fit_in_40_gib() -> None:

@@ -18,10 +18,10 @@ def test_every_method_is_told_and_a_delta_is_a_tenth_at_most(capfd: pytest.Captu
     assert publish.main(["--json", *SMALL]) == 0
     said = capfd.readouterr()
     found = json.loads(said.out.strip().splitlines()[-1])
-    assert {name: sorted(told) for name, told in found.items()} == {
+    assert {name: sorted(reported) for name, reported in found.items()} == {
         name: ["bytes", "full_bytes", "seconds"] for name in ("inprocess", "disk", "disk_delta")
     }
-    assert all(told["seconds"] > 0 and told["full_bytes"] > 0 for told in found.values())
+    assert all(reported["seconds"] > 0 and reported["full_bytes"] > 0 for reported in found.values())
     assert found["inprocess"]["bytes"] == 0
     assert found["disk"]["bytes"] == found["disk"]["full_bytes"] == found["disk_delta"]["full_bytes"]
     assert 0 < found["disk_delta"]["bytes"] <= 0.1 * found["disk_delta"]["full_bytes"]
@@ -38,6 +38,6 @@ def test_a_delta_that_saves_too_little_fails(
     monkeypatch.setattr(publish, "run", run)
     assert publish.main(["--json"]) == 1
     said = capfd.readouterr()
-    told = {"disk_delta": {"seconds": 0.2, "bytes": 110, "full_bytes": 1000}}
-    assert json.loads(said.out.splitlines()[-1]) == told
+    reported = {"disk_delta": {"seconds": 0.2, "bytes": 110, "full_bytes": 1000}}
+    assert json.loads(said.out.splitlines()[-1]) == reported
     assert "a delta is more than a tenth of the whole" in said.err

@@ -37,10 +37,10 @@ def test_two_hundred_sessions_for_most_of_a_minute(capsys: pytest.CaptureFixture
 
 
 def test_leaks_defects_and_growth_are_blamed() -> None:
-    class Nobody:
+    class NoGateway:
         pass
 
-    soak = Soak(Nobody(), 0)  # type: ignore[arg-type]
+    soak = Soak(NoGateway(), 0)  # type: ignore[arg-type]
     first = {"tasks": 3, "descriptors": 9, "defects": 0}
     soak.marks = [{"rss_bytes": size} for size in (1, 1, 100 << 20, 100 << 20, 120 << 20, 120 << 20)]
     soak._check(first, {"tasks": 4, "descriptors": 10, "defects": 2})

@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
+import insitu
 from insitu.errors import RecordError
 from insitu.storage.run_dir import read_store
 
 pytestmark = pytest.mark.full
 DEADLINE_S = 900
 SMALL = [
-    "run.steps=4", "run.eval_tasks=8", "tasks.groups_per_step=3", "collect.group_size=4", "harness.workers=4",
+    "run.steps=4", "eval.count=8", "collect.groups_per_step=3", "collect.group_size=4", "harness.workers=4",
     "train.threads=1", "train.min_groups=1", "collect.max_staleness=2",
 ]  # fmt: skip
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "insitu.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "insitu", *map(str, arguments)]
 
 
 def finish(*arguments: object) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def finish(*arguments: object) -> dict[str, Any]:
 
 
 def test_a_short_run_learns_and_its_rollouts_are_one_version_old_at_most(tmp_path: Path) -> None:
-    settings = [f"run.dir={tmp_path / 'run'}", "run.eval_tasks=128", "run.steps=12"]
+    settings = [f"run.dir={tmp_path / 'run'}", "eval.count=128", "run.steps=12"]
     summary = finish("demo", "--agent", "script", "--plain", "--json", *settings, "collect.max_staleness=1")
     assert summary["heldout_after"] >= summary["heldout_before"] + 0.15
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -83,4 +84,6 @@ def test_kill_9_between_steps_loses_nothing_and_trains_nothing_twice(tmp_path: P
         assert sum(map(len, groups)) == len(set().union(*groups)), "a rollout was trained twice"
         assert trained <= set().union(*groups)
         assert graded <= {r.id for step in range(1, 20) for r in store.rollouts("train", step)}
-    assert finish("replay", run_dir, "--plain")["identical"] is True
+    insitu.export_run(run_dir, tmp_path / "out", check=True)
+    copy = insitu.import_run(tmp_path / "out", tmp_path / "copy")
+    assert finish("replay", copy.path, "--plain")["identical"] is True

@@ -18,12 +18,12 @@ from insitu.config.load import WARM_START
 
 pytestmark = pytest.mark.slow
 
-TINY = ["run.steps=2", "run.eval_tasks=4", "tasks.groups_per_step=2", "collect.group_size=2",
+TINY = ["run.steps=2", "eval.count=4", "collect.groups_per_step=2", "collect.group_size=2",
         "harness.workers=2", "train.threads=1", "train.min_groups=1", "engine.max_rows=8"]  # fmt: skip
 
 
 def insitu(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "insitu.cli", *arguments]
+    command = [sys.executable, "-m", "insitu", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=180, check=False, env={**os.environ, **(env or {})}
     )
@@ -56,7 +56,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     assert "starting the learner" not in done.stdout
     assert not (tmp_path / "r").exists()
     again = ["demo", "--agent", "script", "--plain", "--json", f"run.dir={tmp_path / 'r'}"]
-    assert insitu(*again, *TINY, "run.steps=0", "run.eval_tasks=0").returncode == 0
+    assert insitu(*again, *TINY, "run.steps=0", "eval.count=0").returncode == 0
 
 
 def test_everything_that_is_wrong_is_said_at_once_before_anything_starts(tmp_path: Path) -> None:
@@ -148,8 +148,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_loses_nothing_and_resumes(small_disk: Path) -> None:
     run_dir = small_disk / "run"
     arguments = ["demo", "--agent", "script", "--plain", f"run.dir={run_dir}", *TINY, "run.steps=4"]
+    arguments.append("run.checkpoint_every_steps=1")
     child = subprocess.Popen(
-        [sys.executable, "-m", "insitu.cli", *arguments],
+        [sys.executable, "-m", "insitu", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 90

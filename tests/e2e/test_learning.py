@@ -21,7 +21,7 @@ TASKS = 96
 
 def insitu(*arguments: str) -> dict[str, Any]:
     """Run to the end; the last line of stdout as JSON."""
-    command = [sys.executable, "-m", "insitu.cli", *arguments, "--plain"]
+    command = [sys.executable, "-m", "insitu", *arguments, "--plain"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -32,9 +32,9 @@ def insitu(*arguments: str) -> dict[str, Any]:
 def test_a_short_run_learns(tmp_path: Path) -> None:
     settings = [
         f"run.dir={tmp_path / 'run'}",
-        f"run.eval_tasks={TASKS}",
+        f"eval.count={TASKS}",
         "run.steps=12",
-        "tasks.groups_per_step=6",
+        "collect.groups_per_step=6",
     ]
     summary = insitu("demo", "--agent", "script", "--json", *settings)
     assert summary["heldout_before"] <= 0.35
@@ -46,9 +46,10 @@ def test_a_short_run_learns(tmp_path: Path) -> None:
 def test_a_run_with_the_real_pi_replays_bit_for_bit(tmp_path: Path) -> None:
     if find(RECIPE) is None and not os.environ.get("INSITU_REQUIRE_PI"):
         pytest.skip("Pi is not installed; scripts/setup installs it")
-    small = ["run.steps=2", "run.eval_tasks=16", "tasks.groups_per_step=4", "harness.workers=4"]
+    small = ["run.steps=2", "eval.count=4", "collect.groups_per_step=2", "harness.workers=4"]
     summary = insitu("demo", "--json", f"run.dir={tmp_path / 'pi'}", *small)
     assert summary["agent"] == "pi"
+    assert summary["ledger"]["trained"] > 0
     result = insitu("replay", str(tmp_path / "pi"))
     assert result["identical"] is True
     assert result["weights"] == summary["weights"]

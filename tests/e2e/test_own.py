@@ -13,15 +13,16 @@ import insitu
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+SMALL = ["run.steps=1", "collect.group_size=2"]  # each rollout imports the SDK of a vendor: a second
 TASKS = {"area", "total", "change", "margin", "quota"}
 
 
-def check(run: insitu.Run, steps: int) -> None:
-    assert [step.step for step in run.steps] == list(range(1, steps + 1))
+def check(run: insitu.Run) -> None:
+    assert [step.step for step in run.steps] == [1]
     assert run.ledger.balanced
     assert run.ledger.trained > 0
     rollouts = run.rollouts(phase="train")
-    assert len(rollouts) == 8 * steps
+    assert len(rollouts) == 4
     assert {rollout.task_id for rollout in rollouts} <= TASKS
     graded = [rollout for rollout in rollouts if rollout.reward is not None]
     assert graded
@@ -34,14 +35,14 @@ def check(run: insitu.Run, steps: int) -> None:
 
 
 def test_from_one_python_file(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/own/own.py", str(tmp_path / "run")]
+    command = [sys.executable, "examples/own/own.py", f"run.dir={tmp_path / 'run'}", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 2
-    check(insitu.open_run(tmp_path / "run"), 2)
+    assert len(done.stdout.splitlines()) == 1
+    check(insitu.open_run(tmp_path / "run"))
 
 
 def test_from_one_toml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    overrides = {"run.dir": str(tmp_path / "run"), "run.steps": 1}
-    check(insitu.train("examples/own/own.toml", overrides=overrides), 1)
+    overrides = [f"run.dir={tmp_path / 'run'}", *SMALL]
+    check(insitu.train("examples/own/own.toml", overrides=overrides))

@@ -18,7 +18,7 @@ from insitu.shutdown import descendants
 pytestmark = pytest.mark.slow
 
 SMALL = [
-    "run.steps=2", "run.eval_tasks=2", "tasks.groups_per_step=3", "collect.group_size=4", "harness.workers=4",
+    "run.steps=2", "eval.count=2", "collect.groups_per_step=3", "collect.group_size=4", "harness.workers=4",
     "train.threads=1", "train.min_groups=1", "train.ranks=2",
 ]  # fmt: skip
 DEADLINE_S = 300.0
@@ -26,7 +26,7 @@ DEADLINE_S = 300.0
 
 def started(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "insitu.cli", *map(str, arguments)],
+        [sys.executable, "-m", "insitu", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

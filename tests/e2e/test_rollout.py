@@ -211,14 +211,14 @@ async def test_an_agent_that_never_calls_the_model_is_not_graded(stage: Stage, a
     engine = ScriptedEngine(stage.renderer, playing([DONE]), sampled=True)
     pool = make_pool(stage.config)
     words = ("python3", "-c", agent) if agent else ("no-such-agent",)
-    setup = AgentSetup(pool=pool, harness=command_harness(words, pool))
+    setup = AgentSetup(config=stage.config, pool=pool, harness=command_harness(words, pool))
     task = replace(stage.task, limits=stage.task.limits.changed(wall_s=2.0))
 
     async def judge(task: Task, tree: Tree) -> Verdict:
         raise AssertionError("graded")
 
     backend = TokenBackend(engine, stage.renderer)
-    async with open_runtime(stage.config, backend, stage.source, setup) as runtime:
+    async with open_runtime(stage.config, backend, stage.source, {"": setup}) as runtime:
         attempts = AttemptExecutor(runtime.gateway, runtime.workers, judge)
         rollout = await attempts.run(AttemptSpec(rollout_id="train/00001/000/00", task=task, seed=1))
     assert (rollout.status, rollout.reward) == (Status.INFRA_FAILED, None)

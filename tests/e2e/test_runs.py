@@ -25,14 +25,14 @@ from insitu.types import Status
 pytestmark = pytest.mark.slow
 
 SMALL = [
-    "run.steps=3", "run.eval_tasks=8", "tasks.groups_per_step=3", "collect.group_size=4",
+    "run.steps=3", "eval.count=4", "collect.groups_per_step=2", "collect.group_size=4",
     "harness.workers=4", "train.threads=1", "train.min_groups=1", "engine.max_rows=8",
 ]  # fmt: skip
 DEADLINE_S = 240
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "insitu.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "insitu", *map(str, arguments)]
 
 
 def demo(run_dir: Path, *overrides: str, agent: str = "script") -> list[str]:
@@ -84,7 +84,7 @@ def test_the_summary_says_what_was_asked_for(reference: tuple[Path, dict[str, An
     }  # fmt: skip
     assert wanted <= set(summary)
     assert json.loads((run_dir / "summary.json").read_text()) == summary
-    assert (summary["rl_steps"], summary["rollouts"]) == (3, 3 * 12 + 2 * 8)
+    assert (summary["rl_steps"], summary["rollouts"]) == (3, 3 * 8 + 2 * 4)
     ledger = summary["ledger"]
     assert ledger["captured"] == ledger["trained"] + sum(ledger["excluded"].values())
     assert ledger["trained"] > 0
@@ -176,19 +176,19 @@ def test_an_evaluation_that_a_kill_cut_short_is_finished_on_resume(
     reference: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "cut"
-    arguments = demo(run_dir, "run.eval_every_steps=1", "harness.workers=1")
+    arguments = demo(run_dir, "eval.every_steps=1", "harness.workers=1")
     child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _wait_for(run_dir, child, ("eval_during", 1), 2)
     child.kill()
     child.wait(10)
     with read_store(run_dir) as store:
-        assert 0 < store.phases()["eval_during", 1] < 8, "the kill came too late to tell"
+        assert 0 < store.phases()["eval_during", 1] < 4, "the kill came too late to tell"
         assert float(store.meta()["wall_s"]) > 0, "the time until the last commit survives a kill"
     summary = finish(command("demo", "--plain", "--json", "--resume", run_dir))
     with read_store(run_dir) as store:
         places = store.phases()
         stored = [r for phase, step in places for r in store.rollouts(phase, step)]
-    assert (places["eval_during", 1], places["eval_during", 2]) == (8, 8)
+    assert (places["eval_during", 1], places["eval_during", 2]) == (4, 4)
     assert summary["weights"] == reference[1]["weights"]
     assert summary["ledger"]["captured"] >= sum(r.trajectory.ledger.captured for r in stored)
     assert summary["ledger"]["trained"] == reference[1]["ledger"]["trained"]
@@ -209,7 +209,7 @@ print(json.dumps(dict(asyncio.run(run_training(config, PlainView(sys.stderr), op
 def test_another_seed_gives_other_bits_and_the_time_counts_from_the_start(
     reference: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    short = [*SMALL, "run.steps=1", "run.eval_tasks=0", "run.seed=1"]
+    short = [*SMALL, "run.steps=1", "eval.count=0", "run.seed=1"]
     settings = [f"run.dir={tmp_path / 'r'}", "harness.agent=script", *short]
     summary = finish([sys.executable, "-c", TIMED, *settings])
     assert summary["weights"] != reference[1]["weights"]

@@ -53,16 +53,21 @@ class FakeLearner:
         self.published = Receipt(version=0, checksum=_START)
         self.lives += 1
 
-    async def step(self, plan: StepPlan) -> StepResult:
+    async def step(self, plan: StepPlan, scores: Path | None = None) -> StepResult:
         await self._asked("step", TrainError)
         self.weights = hashlib.sha256(f"{self.weights} {plan.digest}".encode()).hexdigest()
         self.version += 1
         return StepResult(optimizer_steps=self.version, version=self.version)
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> str:
         await self._asked("save", TrainError)
         self._disk[folder] = (self.version, self.weights)
         await self._asked("saved", TrainError)
+        return ""
+
+    async def written(self) -> str:
+        await self._asked("written", TrainError)
+        return ""
 
     async def load(self, folder: Path) -> None:
         await self._asked("load", TrainError)

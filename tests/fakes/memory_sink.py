@@ -1,4 +1,4 @@
-"""A sink in memory that refuses a second fate for a rollout and one that nobody planned."""
+"""A sink in memory that refuses a second fate for a rollout and one that was not planned."""
 
 from __future__ import annotations
 

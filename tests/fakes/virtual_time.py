@@ -23,7 +23,7 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("nothing is scheduled and nobody can wake the loop: a deadlock")
+            raise RuntimeError("nothing is scheduled to wake the loop: a deadlock")
         self.now += max(0.0, timeout)
         return []
 

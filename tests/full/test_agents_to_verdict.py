@@ -128,13 +128,13 @@ async def attempts(
     renderer: TemplateRenderer = open_renderer(model)
     policy = ScriptedPolicy(renderer, Splitter(model / "tokenizer.json", seed=5), play)
     engine = ScriptedEngine(renderer, policy, sampled=True)
-    told = ModelAccess(
+    reported = ModelAccess(
         public_id="",
         secret="",
         max_call_tokens=LIMITS.max_call_tokens,
         max_context_tokens=LIMITS.max_context_tokens,
     )
-    harness = make_harness(named_recipe(name), lab.backend, told)
+    harness = make_harness(named_recipe(name), lab.backend, reported)
     grader = Grader(lab.backend)
     async with (
         Gateway(TokenBackend(engine, renderer)) as gateway,

@@ -79,7 +79,7 @@ def test_a_run_whose_docker_daemon_ends_goes_on_in_local_sandboxes(daemon: int, 
     shown = StringIO()
     summary = asyncio.run(collect_rollouts(config, PlainView(shown), RolloutOptions(sampler=sampler)))
     assert ended
-    # Whatever was under way when the daemon ended was tried again elsewhere: nobody earns 0 for it.
+    # Whatever was under way when the daemon ended was tried again elsewhere: no rollout earns 0 for it.
     assert (summary["graded"], summary["verdict"]["resolved"]) == (TASKS, TASKS)
     assert summary["status"]["ok"] == TASKS
     ledger = summary["ledger"]

@@ -52,19 +52,19 @@ class Teacher:
 
 async def insitu(*arguments: str) -> dict[str, Any]:
     """Runs a command; returns its last line."""
-    command = [sys.executable, "-m", "insitu.cli", *arguments, "--plain", "--json"]
+    command = [sys.executable, "-m", "insitu", *arguments, "--plain", "--json"]
     env = {**os.environ, "FAKE_KEY": KEY}
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=env)
     out, _ = await asyncio.wait_for(child.communicate(), 900)
     assert child.returncode == 0
-    told: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return told
+    reported: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return reported
 
 
 async def solve_rate(folder: Path, *more: str) -> float:
     settings = ["rollout.split=eval", f"rollout.tasks={HELD_OUT}", "rollout.per_task=1", f"run.dir={folder}"]
-    told = await insitu("rollout", *SETTINGS, *settings, *more)
-    rate: float = told["pass_at"]["1"]["value"]
+    reported = await insitu("rollout", *SETTINGS, *settings, *more)
+    rate: float = reported["pass_at"]["1"]["value"]
     return rate
 
 

@@ -58,9 +58,9 @@ async def test_the_vercel_sdk_finishes_its_loop(folders: dict[str, str], tmp_pat
         )
         out, errors = await asyncio.wait_for(process.communicate(), LIMIT_S)
         assert process.returncode == 0, errors.decode()
-        told = json.loads(out.splitlines()[-1])
+        reported = json.loads(out.splitlines()[-1])
         trajectory = await rig.sealed()
-    assert told == {"text": "Done.", "steps": 3, "object": {"answer": 7}}
+    assert reported == {"text": "Done.", "steps": 3, "object": {"answer": 7}}
     assert [turn.parent for turn in trajectory.turns] == [-1, 0, 1, -1]
     # The object is asked for without tools, beside a line that has some.
     assert trajectory.ledger.excluded == {"auxiliary": len(trajectory.turns[-1].ids)}

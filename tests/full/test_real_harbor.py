@@ -107,12 +107,10 @@ def test_the_real_interface_is_the_one_that_the_adapter_and_the_fake_have(
     assert {"images", "pid_isolation"} <= set(capabilities)
     # Through the command line: Harbor says itself that this environment keeps no sandbox from the network.
     there = ["sandbox.backend=harbor", "sandbox.environment=docker", "sandbox.image=python:3.12"]
-    done = run("-m", "insitu.cli", "tasks", "validate", *there, "--limit", "1", "--out", "gate")
+    done = run("-m", "insitu", "tasks", "validate", *there, "--limit", "1", "--out", "gate")
     if "network_none" in capabilities:
         assert "sandbox failed" in done.stdout + done.stderr
     else:
         assert done.stderr == "insitu: grading needs network_none; harbor:docker has not\n"
-    done = run(
-        "-m", "insitu.cli", "tasks", "validate", *there, "sandbox.environment=no-such", "--out", "gate"
-    )
+    done = run("-m", "insitu", "tasks", "validate", *there, "sandbox.environment=no-such", "--out", "gate")
     assert "insitu: Harbor has no environment 'no-such' (known: " in done.stderr

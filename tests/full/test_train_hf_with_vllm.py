@@ -23,8 +23,9 @@ HF = {"kind": "hf", "device": "cpu"}
 
 def test_a_run_trains_and_publishes(real_vllm: RealVllm, tmp_path: Path) -> None:
     tables = {
-        "run": {"steps": 2, "eval_tasks": 4},
-        "tasks": {"groups_per_step": 4},
+        "run": {"steps": 2},
+        "eval": {"count": 4},
+        "collect": {"groups_per_step": 4},
         "harness": {"workers": 4},
         "train": {"lr": 1e-3},
         "policy": HF,
@@ -39,8 +40,9 @@ def test_a_run_trains_and_publishes(real_vllm: RealVllm, tmp_path: Path) -> None
 def test_two_shards_train_and_publish(real_vllm: RealVllm, tmp_path: Path) -> None:
     """Each rank holds a part of the model; the server gets all of it and samples what they compute."""
     tables = {
-        "run": {"steps": 2, "eval_tasks": 4},
-        "tasks": {"groups_per_step": 4},
+        "run": {"steps": 2},
+        "eval": {"count": 4},
+        "collect": {"groups_per_step": 4},
         "harness": {"workers": 4},
         "train": {"lr": 1e-3, "ranks": 2, "shard": True, "threads": 1},
         "policy": HF,
@@ -64,7 +66,8 @@ def test_adapters_are_trained_published_and_sampled_with(adapted_vllm: RealVllm,
     server is that of the trainer's adapter, which has moved it."""
     steps = 4
     tables = {
-        "run": {"steps": steps, "eval_tasks": 16},
+        "run": {"steps": steps},
+        "eval": {"count": 16},
         "train": {"lr": 1e-2},
         "policy": {**HF, "lora_rank": 8, "lora_alpha": 16.0},
     }

@@ -27,7 +27,8 @@ STEPS, STALENESS = 12, 1
 def finished(real_vllm: RealVllm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run of the demo's warm start, from the toy tasks, with the scripted agent: (directory, summary)."""
     tables = {
-        "run": {"steps": STEPS, "eval_tasks": 64, "keep_checkpoints": STEPS},
+        "run": {"steps": STEPS, "keep_checkpoints": STEPS},
+        "eval": {"count": 64},
         "train": {"lr": 1e-3},
         "collect": {"max_staleness": STALENESS},
     }

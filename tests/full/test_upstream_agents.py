@@ -82,14 +82,14 @@ async def test_an_agent_before_a_provider_is_graded_and_holds_no_token(agent: st
     async def judge(task: Task, tree: Tree) -> Verdict:
         return await grader.grade(task, ORACLE, tree)
 
-    told = ModelAccess(
+    reported = ModelAccess(
         public_id="",
         secret="",
         model=MODEL,
         max_call_tokens=LIMITS.max_call_tokens,
         max_context_tokens=LIMITS.max_context_tokens,
     )
-    harness = make_harness(named_recipe(agent), backend, told)
+    harness = make_harness(named_recipe(agent), backend, reported)
     async with (
         upstream(agent, tmp_path) as (gateway, engine),
         gateway.listen_unix(tmp_path / "g"),

@@ -1,4 +1,4 @@
-"""What a wheel holds beside the code, and how a person is told to install more."""
+"""What a wheel holds beside the code, and the install hints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A skip nobody listed fails the suite, so that a missing oracle cannot go unseen."""
+"""An unlisted skip fails the suite, so that a missing oracle cannot go unseen."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from benchmarks.no_read_baseline import measure
 from insitu.config import demo_preset, load_config
 from insitu.demo.demonstrator import Habits
-from insitu.demo.no_read_baseline import measure
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +21,8 @@ def test_an_agent_that_does_not_look_solves_nothing(anchor: bool) -> None:
 
 
 def test_the_same_agent_with_a_look_solves_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the zero above is worth: the same path, tasks and edit, told what the file says."""
-    monkeypatch.setattr("insitu.demo.no_read_baseline.BLIND", Habits(look=1.0, wrong=0.0, verify=0.0))
+    """What the zero above is worth: the same path, tasks and edit, given what the file contains."""
+    monkeypatch.setattr("benchmarks.no_read_baseline.BLIND", Habits(look=1.0, wrong=0.0, verify=0.0))
     config = load_config(None, ["harness.agent=script", "harness.workers=2"], demo_preset())
     scores = asyncio.run(measure(config, 8))
     assert (scores[""].solved, scores[""].total) == (8, 8)

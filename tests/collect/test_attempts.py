@@ -47,7 +47,7 @@ class Agent:
     version: str = "1"
     healthy: bool = True
 
-    def worker(self, gateway_socket: Path, setup: Setup) -> Self:
+    def worker(self, gateway_socket: Path, setup: Setup, gateway_url: str = "") -> Self:
         return self
 
     async def __aenter__(self) -> Self:

@@ -31,7 +31,7 @@ class SoundAgent(SingleTurn):
     def __init__(self) -> None:
         super().__init__(UserFunction("test:no_files", no_files))
 
-    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> Any:
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN, gateway_url: str = "") -> Any:
         return Worker(self, super().worker(gateway_socket, setup))
 
     async def run(self, inner: Any, task: Task, access: ModelAccess) -> AgentResult:

@@ -7,19 +7,25 @@ against the same signatures): text output, commands as one shell line, files mov
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
 from insitu.sandbox.local import LocalBackend
 
-MOST = 256 << 20
+MOST, ROOM = 256 << 20, 1 << 30
+INSTALLED = ("/opt/agent", "/opt/pi", "/opt/node/bin")
+"""Folders that an image of a cloud lets root make."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeFlags:
     disable_internet: bool = True
+    network_allowlist: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +38,22 @@ class FakeResult:
 class FakeEnvironment:
     """One environment; `backend` makes the sandbox behind it."""
 
-    def __init__(self, backend: SandboxBackend, spec: SandboxSpec, *, disable_internet: bool = True) -> None:
+    def __init__(
+        self,
+        backend: SandboxBackend,
+        spec: SandboxSpec,
+        *,
+        disable_internet: bool = True,
+        network_allowlist: bool = True,
+    ) -> None:
         if spec.network == "none" and not disable_internet:
             raise ValueError("network_mode='no-network' is not supported by fake environment.")
+        if spec.network == "gateway_only" and not network_allowlist:
+            raise ValueError("network_mode='allowlist' is not supported by fake environment.")
         self._backend, self._spec = backend, spec
-        self._flags = FakeFlags(disable_internet=disable_internet)
+        self._flags = FakeFlags(disable_internet=disable_internet, network_allowlist=network_allowlist)
+        self._way: tempfile.TemporaryDirectory[str] | None = None
+        self._relay: asyncio.Server | None = None
         self._sandbox: Sandbox | None = None
         self.stopped = 0
         self.start_error: Exception | None = None
@@ -55,9 +72,35 @@ class FakeEnvironment:
     async def start(self, force_build: bool) -> None:
         if self.start_error is not None:
             raise self.start_error
-        self._sandbox = await self._backend.create(
-            SandboxSpec(workdir=self._spec.workdir, places=("/logs", "/tests"))
-        )
+        spec = SandboxSpec(workdir=self._spec.workdir, places=("/logs", "/tests", *INSTALLED))
+        url = urlsplit(self._spec.gateway_url)
+        if self._spec.network != "none" and url.hostname == "127.0.0.1" and url.port:
+            spec = replace(
+                spec,
+                network="gateway_only",
+                gateway_port=url.port,
+                gateway_socket=await self._internet(url.hostname, url.port),
+            )
+        self._sandbox = await self._backend.create(spec)
+
+    async def _internet(self, host: str, port: int) -> Path:
+        """Carry connections of the sandbox to the public URL, which is on this machine."""
+        self._way = tempfile.TemporaryDirectory()
+        path = Path(self._way.name, "way")
+
+        async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while piece := await reader.read(65536):
+                    writer.write(piece)
+                    await writer.drain()
+            writer.close()
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection(host, port)
+            await asyncio.gather(copy(reader, back), copy(there, writer))
+
+        self._relay = await asyncio.start_unix_server(carry, path)
+        return path
 
     def _there(self) -> Sandbox:
         if self._sandbox is None:
@@ -68,6 +111,10 @@ class FakeEnvironment:
         self.stopped += 1
         if self._sandbox is not None:
             await self._sandbox.close()
+        if self._relay is not None:
+            self._relay.close()
+        if self._way is not None:
+            await asyncio.to_thread(self._way.cleanup)
 
     async def exec(
         self,
@@ -106,4 +153,9 @@ class FakeEnvironment:
 
 def local_environment(spec: SandboxSpec, folder: Path) -> FakeEnvironment:
     """For sandbox.environment: sandboxes of this machine under Harbor's interface."""
-    return FakeEnvironment(LocalBackend(), spec)
+    return FakeEnvironment(LocalBackend(scratch_bytes=ROOM), spec)
+
+
+def open_environment(spec: SandboxSpec, folder: Path) -> FakeEnvironment:
+    """The same without a list of hosts."""
+    return FakeEnvironment(LocalBackend(scratch_bytes=ROOM), spec, network_allowlist=False)

@@ -6,15 +6,17 @@ import asyncio
 import sys
 from pathlib import Path
 
+import orjson
 import pytest
 from sandbox_rig import out
 
 from insitu.errors import ImageMissing, PolicyUnsupported, SandboxLost, SandboxStartError, SetupError
 from insitu.grading.grader import Grader
-from insitu.sandbox.base import SandboxSpec
+from insitu.sandbox.base import Bind, SandboxSpec, gateway_url, terminate
 from insitu.sandbox.harbor import HarborBackend
 from insitu.sandbox.harbor_sdk import of_kind
 from insitu.sandbox.local import LocalBackend
+from insitu.sandbox.process_owner import owner
 from tests.fakes.harbor import FakeEnvironment
 
 pytestmark = pytest.mark.slow
@@ -23,16 +25,21 @@ pytestmark = pytest.mark.slow
 class Cloud:
     """Makes fake environments and keeps them."""
 
-    def __init__(self, *, disable_internet: bool = True, error: Exception | None = None) -> None:
-        self.inner, self.flag, self.error = LocalBackend(), disable_internet, error
+    def __init__(
+        self, *, disable_internet: bool = True, allowlist: bool = True, error: Exception | None = None
+    ) -> None:
+        self.inner, self.error = LocalBackend(), error
+        self.flags = {"disable_internet": disable_internet, "network_allowlist": allowlist}
         self.made: list[FakeEnvironment] = []
         self.folders: list[Path] = []
+        self.specs: list[SandboxSpec] = []
 
     def __call__(self, spec: SandboxSpec, folder: Path) -> FakeEnvironment:
-        made = FakeEnvironment(self.inner, spec, disable_internet=self.flag)
+        made = FakeEnvironment(self.inner, spec, **self.flags)
         made.start_error = self.error
         self.made.append(made)
         self.folders.append(folder)
+        self.specs.append(spec)
         return made
 
 
@@ -44,7 +51,7 @@ def test_without_harbor_the_line_says_what_to_install() -> None:
 
 
 async def test_a_cloud_that_cannot_cut_the_network_says_so_and_is_refused_for_grading() -> None:
-    cloud = Cloud(disable_internet=False)
+    cloud = Cloud(disable_internet=False, allowlist=False)
     backend = HarborBackend("hf-sandbox", image="any", make=cloud)
     assert backend.capabilities == {"images"}
     made = len(cloud.made)
@@ -59,8 +66,74 @@ async def test_a_cloud_that_cannot_cut_the_network_says_so_and_is_refused_for_gr
 
 async def test_what_harbor_says_of_itself_is_what_is_promised() -> None:
     backend = HarborBackend("e2b", image="any", make=Cloud())
-    assert backend.capabilities == {"images", "network_none", "pid_isolation"}
+    assert backend.capabilities == {"images", "network_none", "gateway_only", "pid_isolation"}
     Grader(backend)
+
+
+async def test_the_environment_gets_the_gateways_host_alone() -> None:
+    cloud = Cloud()
+    backend = HarborBackend("e2b", image="any", make=cloud)
+    url = "https://gateway.example.com/x"
+    async with await backend.create(SandboxSpec(network="gateway_only", gateway_url=url)) as sandbox:
+        assert gateway_url(sandbox) == url
+        assert (cloud.specs[-1].network, cloud.specs[-1].gateway_url) == ("gateway_only", url)
+    closed = HarborBackend("e2b", image="any", make=Cloud(allowlist=False))
+    with pytest.raises(PolicyUnsupported, match=r"no network `gateway_only`: it keeps no list of hosts"):
+        await closed.create(SandboxSpec(network="gateway_only", gateway_url=url))
+
+
+async def test_an_agents_folder_is_copied_with_links_and_modes(tmp_path: Path) -> None:
+    agent = tmp_path / "agent-1.0"
+    (agent / "bin").mkdir(parents=True)
+    (agent / "bin" / "go").write_text("#!/bin/sh\necho gone\n")
+    (agent / "bin" / "go").chmod(0o755)
+    (agent / "run").symlink_to("bin/go")
+    backend = HarborBackend("e2b", image="any", make=Cloud(), cache=tmp_path / "cache")
+    spec = SandboxSpec(binds=(Bind(source=agent, target="/opt/agent", may_copy=True),))
+    for _ in range(2):
+        async with await backend.create(spec) as sandbox:
+            assert await out(sandbox, "/opt/agent/run; rm /opt/agent/run") == "gone"
+    assert len(list((tmp_path / "cache" / "harbor").glob("agent-1.0-*.tar.gz"))) == 1
+
+
+COUNT = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sleep 838[34]' | sort -u | tr '\\n' ,"
+
+
+async def test_sigterm_spares_what_the_vendor_runs() -> None:
+    cloud = Cloud()
+    async with await HarborBackend("e2b", image="any", make=cloud).create(SandboxSpec()) as sandbox:
+        await cloud.made[-1].exec("(setsid sleep 8383 > /dev/null 2>&1 &)")
+        own = asyncio.ensure_future(sandbox.exec(["sleep", "8384"], timeout_s=30))
+        async with asyncio.timeout(20):
+            while await out(sandbox, COUNT) != "sleep 8383,sleep 8384,":  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.1)
+        await terminate(sandbox, 5.0)
+        assert (await own).exit_code != 0
+        assert await out(sandbox, COUNT) == "sleep 8383,"
+
+
+async def test_what_a_killed_run_left_is_ended_by_name_by_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cloud = Cloud()
+    kept = {kind: HarborBackend(kind, image="any", make=cloud, cache=tmp_path) for kind in ("docker", "e2b")}
+    own = await kept["docker"].create(SandboxSpec())
+    folder = tmp_path / "harbor" / "sandboxes"
+    (mine,) = folder.iterdir()
+    dead = await asyncio.create_subprocess_exec("sleep", "60")
+    mark = owner(dead.pid)
+    dead.kill()
+    await dead.wait()
+    for kind in kept:
+        row = {"kind": kind, "image": "any", "owner": mark}
+        (folder / f"insitu-left-{kind}").write_bytes(orjson.dumps(row))
+    assert [await backend.reap() for backend in kept.values()] == [1, 0]
+    assert cloud.specs[-1].label == "insitu-left-docker"
+    assert cloud.made[-1].stopped == 1
+    assert "perhaps left at the provider kind=e2b session=insitu-left-e2b" in caplog.text
+    assert list(folder.iterdir()) == [mine], "the sandbox of a live owner stays"
+    await own.close()
+    assert list(folder.iterdir()) == []
 
 
 async def test_a_secret_is_in_no_command_line_and_nothing_is_left_on_the_host() -> None:

@@ -118,8 +118,8 @@ class Harness(Protocol):
     @property
     def version(self) -> str: ...
 
-    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> Worker:
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN, gateway_url: str = "") -> Worker:
         """Return a worker for tasks of this setup.
 
-        Its sandbox has no network except the gateway at this host unix socket.
+        Its sandbox has no network except the gateway at this host unix socket, or at this public URL.
         """

@@ -15,7 +15,7 @@ from insitu.agents.recipe import NODE_AT, Recipe, Start
 from insitu.agents.termination import GRACE_S, KILL_S, attend
 from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, write_task_files
 from insitu.errors import HarnessError, SetupError
-from insitu.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec
+from insitu.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec, gateway_url
 from insitu.types import Setup, Task
 
 LOG_BYTES = 1 << 20
@@ -45,9 +45,12 @@ class Launch:
     verified_images: set[str] = field(default_factory=set)
     """Images in which the agent starts."""
 
-    def start(self, template: SandboxTemplate, access: ModelAccess, prompt: str = "") -> Start:
+    def start(
+        self, template: SandboxTemplate, sandbox: Sandbox, access: ModelAccess, prompt: str = ""
+    ) -> Start:
+        origin = gateway_url(sandbox) or f"http://127.0.0.1:{template.spec.gateway_port}"
         return Start(
-            address=f"http://127.0.0.1:{template.spec.gateway_port}/s/{access.public_id}",
+            address=f"{origin}/s/{access.public_id}",
             api_key=access.secret,
             model=access.model,
             prompt=prompt,
@@ -80,13 +83,20 @@ class RecipeHarness:
         Raises SetupError.
         """
         self._backend, self._artifacts = backend, artifacts
+        if recipe.worker is not None and "stdin_pipe" not in backend.capabilities:
+            if not recipe.without_pipes:
+                raise SetupError(f"agent {recipe.name} needs pipes, which sandboxes of {backend.name} lack")
+            recipe = replace(recipe, command=recipe.without_pipes, worker=None)
+        if "binds" not in backend.capabilities:
+            uses = 1  # the agent can change its own files there
         installed = installed or install(recipe)
         self.binds: tuple[Bind, ...] = ()
         """The installed packages, and Node where the agent needs it."""
         if installed.folder is not None:
-            self.binds += (Bind(source=installed.folder, target=recipe.root),)
+            self.binds += (Bind(source=installed.folder, target=recipe.root, may_copy=True),)
         if "{node}" in (*installed.program, *recipe.command):
-            self.binds += (Bind(source=sealed_node(find_node(recipe.node)), target=NODE_AT),)
+            node = sealed_node(find_node(recipe.node))
+            self.binds += (Bind(source=node, target=NODE_AT, may_copy=True),)
         self._launch = Launch(
             recipe=recipe,
             program=installed.program,
@@ -103,7 +113,7 @@ class RecipeHarness:
     def version(self) -> str:
         return self._launch.recipe.version
 
-    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> SandboxWorker:
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN, gateway_url: str = "") -> SandboxWorker:
         recipe = self._launch.recipe
         spec = SandboxSpec(
             image=setup.image,
@@ -112,8 +122,9 @@ class RecipeHarness:
             # A one-character fix can keep a file's size and mtime second, so a stale .pyc would be used.
             env={"PYTHONDONTWRITEBYTECODE": "1"},
             binds=self.binds,
-            network="gateway_only",
+            network="gateway_only" if "gateway_only" in self._backend.capabilities else "public",
             gateway_socket=gateway_socket,
+            gateway_url=gateway_url,
         )
         if "resource_limits" in self._backend.capabilities:
             spec = replace(spec, memory_bytes=recipe.process_memory_bytes, max_processes=AGENT_PROCESSES)
@@ -138,7 +149,7 @@ class _CommandWorker(SandboxWorker):
         image, launch = self._template.spec.image, self._launch
         if not image or image in launch.verified_images or "{files}" in launch.program[0]:
             return
-        start = launch.start(self._template, launch.access)
+        start = launch.start(self._template, sandbox, launch.access)
         argv = [start.fill(word) for word in (*launch.program, *launch.recipe.check)]
         if not launch.recipe.check:
             argv = ["/bin/sh", "-c", 'command -v "$0"', argv[0]]
@@ -147,7 +158,7 @@ class _CommandWorker(SandboxWorker):
         launch.verified_images.add(image)
 
     async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
-        start = self._launch.start(self._template, access, task.prompt)
+        start = self._launch.start(self._template, sandbox, access, task.prompt)
         for path, content, executable in self._launch.recipe.home_files(start):
             await sandbox.put(path, content, executable=executable)
         await write_task_files(sandbox, task)
@@ -155,7 +166,8 @@ class _CommandWorker(SandboxWorker):
     async def _run_agent(
         self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck
     ) -> AgentEnd:
-        recipe, start = self._launch.recipe, self._launch.start(self._template, access, task.prompt)
+        recipe = self._launch.recipe
+        start = self._launch.start(self._template, sandbox, access, task.prompt)
         wall_s = task.limits.wall_s
         running = asyncio.create_task(
             sandbox.exec(

@@ -83,7 +83,7 @@ class _PiWorker(SandboxWorker):
         return self._process is None or self._process.poll() is None
 
     async def _boot(self, sandbox: Sandbox) -> None:
-        start = self._launch.start(self._template, self._launch.access)
+        start = self._launch.start(self._template, sandbox, self._launch.access)
         await self._configure(sandbox, start)
         self._rpc = await self._spawn(sandbox, start)
 
@@ -107,7 +107,7 @@ class _PiWorker(SandboxWorker):
         return rpc
 
     async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
-        start = self._launch.start(self._template, access)
+        start = self._launch.start(self._template, sandbox, access)
         changed = await self._configure(sandbox, start)
         await write_task_files(sandbox, task)
         if self._process is None or changed:
@@ -142,22 +142,26 @@ class _PiWorker(SandboxWorker):
         return AgentEnd(exit="finished", log=run.log, reusable=not rpc.tampered)
 
 
+_PROGRAM = (
+    "{node}",
+    # Saves a fifth of the memory per worker without slowing it down.
+    "--max-semi-space-size=2",
+    # Otherwise SIGUSR1, which any process in the sandbox may send, opens Node's debugger.
+    "--disable-sigusr1",
+    "{root}/node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js",
+)
+_OPTIONS = (
+    *("--no-session", "--provider", PROVIDER),
+    *("--no-extensions", "--no-skills", "--no-prompt-templates", "--no-themes", "--no-context-files"),
+    *("--no-approve", "--offline", "--thinking", "off", "--model", "{model}"),
+)
 RECIPE = Recipe(
     name="pi",
     npm=("@earendil-works/pi-coding-agent@0.87.1",),
     # Part of Pi's system prompt.
     root="/opt/pi",
-    command=(
-        "{node}",
-        # Saves a fifth of the memory per worker without slowing it down.
-        "--max-semi-space-size=2",
-        # Otherwise SIGUSR1, which any process in the sandbox may send, opens Node's debugger.
-        "--disable-sigusr1",
-        "{root}/node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js",
-        *("--mode", "rpc", "--no-session", "--provider", PROVIDER),
-        *("--no-extensions", "--no-skills", "--no-prompt-templates", "--no-themes", "--no-context-files"),
-        *("--no-approve", "--offline", "--thinking", "off", "--model", "{model}"),
-    ),
+    command=(*_PROGRAM, "--mode", "rpc", *_OPTIONS),
+    without_pipes=(*_PROGRAM, "--print", *_OPTIONS),
     env={
         "PI_OFFLINE": "1",
         "PI_SKIP_VERSION_CHECK": "1",

@@ -44,12 +44,18 @@ class Sockets:
 class WorkerPool:
     """Pool of at most `size` workers, each with its own socket; needs `size` sockets."""
 
-    def __init__(self, harness: Harness, size: int, sockets: Sockets, *, strict: bool = False) -> None:
-        """Create a pool; `harness`: the agent of `warm` and of leases that name none."""
+    def __init__(
+        self, harness: Harness, size: int, sockets: Sockets, *, strict: bool = False, gateway_url: str = ""
+    ) -> None:
+        """Create a pool; `harness`: the agent of `warm` and of leases that name none.
+
+        `gateway_url`: for sandboxes that reach no socket.
+        """
         self._harness = harness
         self._size = size
         self._sockets = sockets
         self._strict = strict
+        self._gateway_url = gateway_url
         self._permits = asyncio.Semaphore(size)
         self._idle: list[tuple[_Kind, Worker]] = []
         """Idle workers, longest idle first."""
@@ -76,7 +82,7 @@ class WorkerPool:
     async def _new(self, kind: _Kind) -> Worker:
         path = self._sockets.take()
         try:
-            return await kind[0].worker(path, kind[1]).__aenter__()
+            return await kind[0].worker(path, kind[1], self._gateway_url).__aenter__()
         except BaseException:
             self._sockets.give_back(path)
             raise

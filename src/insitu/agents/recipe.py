@@ -165,6 +165,9 @@ class Recipe:
     """Path of the installed packages in the sandbox."""
     worker: Callable[[SandboxTemplate, Launch], SandboxWorker] | None = None
     """Creates workers that drive the agent otherwise than by one process per rollout."""
+    without_pipes: Sequence[str] = ()
+    """For a recipe with `worker`: the command of one process per rollout, for sandboxes in which no process
+    with pipes can be started."""
 
     def __post_init__(self) -> None:
         if not self.command:

@@ -61,7 +61,7 @@ class SingleTurn:
         """Set up the harness; `parse_answer` is the user's BuildAction, None = `code_to_file`."""
         self._build = parse_answer
 
-    def worker(self, gateway_socket: Path, setup: Setup = PLAIN) -> _SingleTurnWorker:
+    def worker(self, gateway_socket: Path, setup: Setup = PLAIN, gateway_url: str = "") -> _SingleTurnWorker:
         """Return a worker.
 
         Raises TaskError for tasks with an image or setup commands, since there is no sandbox.

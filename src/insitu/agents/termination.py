@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from insitu.agents.base import Clock, FinishedCheck, loop_time
 from insitu.errors import SandboxError, SandboxLost
-from insitu.sandbox.base import ExecResult, Sandbox
+from insitu.sandbox.base import ExecResult, Sandbox, terminate
 
 GRACE_S = 2.0
 """Time between SIGTERM and SIGKILL, for an agent to save its state."""
@@ -91,4 +91,4 @@ async def within(coroutine: Coroutine[Any, Any, T], wall_s: float, clock: Clock)
 async def ask_to_stop(sandbox: Sandbox) -> None:
     """Send SIGTERM to every process of the sandbox; errors are ignored, since SIGKILL follows."""
     with contextlib.suppress(SandboxError):
-        await sandbox.exec(["/bin/sh", "-c", "kill -TERM -1"], timeout_s=GRACE_S)
+        await terminate(sandbox, GRACE_S)

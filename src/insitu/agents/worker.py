@@ -20,7 +20,7 @@ from typing import Self
 from insitu.agents.artifacts import Artifacts, attribute_loss, collect_tree, redact
 from insitu.agents.base import AgentExit, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.errors import HarnessError, SandboxError, SandboxLost
-from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, memory_kills
+from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, gateway_url, memory_kills
 from insitu.sandbox.base_tree import is_plain, set_up
 from insitu.types import Setup, Task, Tree
 
@@ -190,7 +190,8 @@ class SandboxWorker(ABC):
         artifacts: Mapping[str, bytes] = {}
         with contextlib.suppress(SandboxError):  # Artifacts are optional.
             artifacts = await self._template.artifacts.collect(sandbox)
-        total = await egress_attempts(sandbox)
+        # in a sandbox elsewhere the provider drops packets outside of it
+        total = None if gateway_url(sandbox) else await egress_attempts(sandbox)
         egress = None if total is None else max(0, total - self._egress)
         self._egress = total or 0
         return tree, artifacts, egress, ""

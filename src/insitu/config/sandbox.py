@@ -33,13 +33,16 @@ class SandboxTable(PoolKeys, Table):
 
     backend: SandboxName = "local"
     """local = namespaces of this machine; docker = containers, which tasks with images need; harbor =
-    sandboxes of Harbor's environments (clouds), for grading: no agent reaches the gateway from there; or an
-    own one, as entry point, module:attribute or file.py:attribute."""
+    sandboxes of Harbor's environments (clouds), whose agents call gateway.public_url; or an own one, as entry
+    point, module:attribute or file.py:attribute."""
     fallback: SandboxName = ""
     """Backend used while `backend` is down; empty = none: sandboxes wait for it, or fail."""
     environment: Annotated[str, _HARBOR] = ""
     """Kind of environment (e2b, modal, daytona, ...), or dotted path of a function that creates one:
     package.module:function (spec, folder) -> environment."""
+    egress: Annotated[Literal["gateway", "open"], _HARBOR] = "gateway"
+    """Network of agents: gateway = only the gateway's public URL, refused where the environment keeps no list
+    of hosts; open = the Internet too."""
     mode: Annotated[Literal["auto", "bubblewrap", "namespaces"], _LOCAL] = "auto"
     """Isolation; auto = bubblewrap, else namespaces."""
     image: Annotated[str, _IMAGES] = ""

@@ -43,6 +43,15 @@ class GatewayTable(Table):
     """TCP port that serves all sessions too, by their secrets; 0 = none."""
     host: Annotated[str, unless("port", 0)] = "127.0.0.1"
     """Address of `port`; 0.0.0.0 = reachable from other machines, behind a proxy with TLS."""
+    public_url: Annotated[str, unless("port", 0)] = ""
+    """URL at which `port` is reached from elsewhere, https by a proxy: agents in sandboxes of clouds call
+    it. It is probed before the first rollout. Empty = that of the Hugging Face Space in SPACE_HOST or in
+    SPACE_ID, else that of `tunnel`."""
+    tunnel: Annotated[str, unless("port", 0)] = ""
+    """Command that opens a tunnel to {origin} and prints its https URL, for example
+    "cloudflared tunnel --url {origin}"; it runs as long as the gateway."""
+    public_timeout_s: Annotated[Seconds, unless("port", 0)] = 60.0
+    """Timeout until the public URL answers, start of the tunnel included."""
     max_concurrent_calls: Annotated[int, Field(ge=1)] = 16
     """Concurrent model calls of one session; further ones wait."""
     auxiliary: Literal["exclude", "train"] = "exclude"

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hmac
 import logging
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -72,6 +74,7 @@ class Gateway:
         self.intake = MemoryBudget(self.config.max_intake_bytes)
         self.reports = CallReporter(on_call)
         self._backend, self._on_host_call = backend, on_host_call
+        self._proof_key = secrets.token_bytes(32)
         backend.connect(
             ServerState(
                 config=self.config,
@@ -139,6 +142,10 @@ class Gateway:
         self._by_name[session.public_id] = session
         self._by_name[rollout_id] = session
         return session
+
+    def proof(self, nonce: str) -> str:
+        """Return what this gateway alone answers at `/health?nonce=`."""
+        return hmac.digest(self._proof_key, nonce.encode(errors="replace"), "sha256").hex()
 
     def open_sessions(self) -> list[Session]:
         """Return the sessions that are not sealed, in the order they were opened."""
@@ -213,7 +220,8 @@ class Gateway:
         self, listener: Path | None, http: web.BaseRequest, route: Route | None, dialect: Dialect
     ) -> web.StreamResponse:
         if http.path == "/health" or (route is not None and route.kind == "hello"):
-            return json_response({"status": "ok"})
+            nonce = http.query.get("nonce")
+            return json_response({"status": "ok"} | ({"proof": self.proof(nonce)} if nonce else {}))
         if route is None or not self._backend.serves(route):
             raise WireError("not_found", f"Unknown request URL: {http.method} {http.path}.")
         try:

@@ -16,7 +16,7 @@ from insitu.agents.single_turn import SingleTurn
 from insitu.config import Config, SandboxTable
 from insitu.gateway.listeners import check_port
 from insitu.runtime.gateway import gateway_config
-from insitu.runtime.sandboxes import NO_AGENT, make_pool
+from insitu.runtime.sandboxes import NO_AGENT, check_network, make_pool
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.pool import Pool
 from insitu.tasks.factory import action_of
@@ -50,6 +50,7 @@ def make_harness(
     if config.harness.agent == NO_AGENT:
         return SingleTurn(action_of(config))
     recipe = resolve_agent(config.harness)
+    check_network(config, backend, log_line)
     access = ModelAccess(
         public_id="",
         secret="",

@@ -43,6 +43,8 @@ from insitu.runtime.agents import AgentSetup, agents_of, find_setups
 from insitu.runtime.engine import Sampler, open_sampler
 from insitu.runtime.fleet.controller import Fleet, open_fleet
 from insitu.runtime.gateway import gateway_config
+from insitu.runtime.public_url import open_public_url
+from insitu.runtime.sandboxes import agents_call_by_url
 from insitu.runtime.transcripts import transcript_reader
 from insitu.runtime.upstream import open_upstream
 from insitu.sandbox.base import SandboxBackend
@@ -215,10 +217,17 @@ async def open_runtime(
         paths = [folder / f"g{i}" for i in range(size)]
         for path in paths:
             await stack.enter_async_context(gateway.listen_unix(path))
+        url = ""
         if config.gateway.port:
-            await stack.enter_async_context(gateway.listen_tcp(config.gateway.host, config.gateway.port))
+            tcp = await stack.enter_async_context(
+                gateway.listen_tcp(config.gateway.host, config.gateway.port)
+            )
+            public = open_public_url(config, gateway, tcp.origin, say, needed=agents_call_by_url(parts))
+            url = await stack.enter_async_context(public)
         strict = config.harness.mode == "fresh"
-        workers = await stack.enter_async_context(WorkerPool(harness, size, Sockets(paths), strict=strict))
+        workers = await stack.enter_async_context(
+            WorkerPool(harness, size, Sockets(paths), strict=strict, gateway_url=url)
+        )
         if not strict:
             await workers.warm()
         judges = make_judges(parts, {part: setup.pool for part, setup in setups.items()}, source)

@@ -16,6 +16,7 @@ from insitu import registry
 from insitu.config import Config
 from insitu.errors import ConfigError, SetupError, user_code
 from insitu.grading.grader import RUNNERS
+from insitu.runtime.public_url import check_public_url
 from insitu.sandbox.base import Capability, SandboxBackend
 from insitu.sandbox.circuit_breaker import CircuitOptions
 from insitu.sandbox.docker import DockerBackend
@@ -38,7 +39,6 @@ UNSUPPORTED: Mapping[str, Mapping[Capability, str]] = {
     },
     "docker": {},
     "harbor": {
-        "gateway_only": "its sandboxes cannot reach the gateway",
         "binds": "it cannot mount folders of this machine",
         "root_setup": "it runs no commands as root before the agent",
     },
@@ -131,17 +131,27 @@ def _factory(environment: str) -> Factory | None:
     return cast("Factory | None", found)
 
 
+def agents_call_by_url(parts: Mapping[str, Config]) -> bool:
+    """Return whether agents of a run may get sandboxes that reach no socket of this machine."""
+    return any("harbor" in own.sandbox.kinds and own.harness.agent != NO_AGENT for own in parts.values())
+
+
 def check_agents(config: Config) -> None:
-    """Raise ConfigError for an agent that could not run in the sandboxes of every backend."""
-    if config.harness.agent == NO_AGENT:
+    """Raise ConfigError for an agent without a way to the gateway in the sandboxes of every backend."""
+    check_public_url(config, needed=agents_call_by_url({"": config}))
+
+
+def check_network(config: Config, backend: SandboxBackend, say: Callable[[str], None]) -> None:
+    """Raise SetupError for agents that the backend cannot keep to the gateway; a line if egress is open."""
+    if "gateway_only" in backend.capabilities:
         return
-    for kind in config.sandbox.kinds:
-        if why := UNSUPPORTED.get(kind, {}).get("gateway_only"):
-            raise ConfigError(
-                f"no agent runs in sandboxes of {_key(config, kind)} = {kind}: {why};"
-                f" harness.agent = {NO_AGENT}, `insitu grade` and `insitu tasks validate` open sandboxes"
-                " for grading alone"
-            )
+    if config.sandbox.egress == "open":
+        say(f"agents in sandboxes of {backend.name} can reach the Internet (sandbox.egress)")
+        return
+    raise SetupError(
+        f"no agent runs in sandboxes of {backend.name}: they cannot be kept from the Internet while they call"
+        ' the gateway (sandbox.egress = "open" allows it)'
+    )
 
 
 def check_tasks(config: Config, tasks: Iterable[Task]) -> None:

@@ -44,6 +44,8 @@ class Bind:
 
     source: Path
     target: str
+    may_copy: bool = False
+    """Without the capability `binds` a copy will do, which processes of the sandbox can change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,8 @@ class SandboxSpec:
     """Host unix socket of the gateway, for network `gateway_only`."""
     gateway_port: int = 8080
     """Loopback port inside the sandbox at which the gateway is reached."""
+    gateway_url: str = ""
+    """Public URL of the gateway, for backends whose sandboxes reach no socket of this machine."""
     memory_bytes: int | None = None
     """Private writable memory of one process (RLIMIT_DATA). Shared memory, files in memory and the sum over
     processes are bounded by capability `sandbox_memory`."""
@@ -237,6 +241,35 @@ class _ReportsOom(Protocol):
 def memory_kills(sandbox: Sandbox) -> int:
     """Return the number of OOM kills; 0 where the sandbox does not report it."""
     return sandbox.memory_kills() if isinstance(sandbox, _ReportsOom) else 0
+
+
+@runtime_checkable
+class _CallsByUrl(Protocol):
+    """A sandbox that may reach the gateway at its public URL."""
+
+    @property
+    def gateway_url(self) -> str: ...
+
+
+def gateway_url(sandbox: Sandbox) -> str:
+    """Return the public URL at which the gateway is reached; "" where it is a loopback port."""
+    return sandbox.gateway_url if isinstance(sandbox, _CallsByUrl) else ""
+
+
+@runtime_checkable
+class _Terminates(Protocol):
+    """A sandbox with processes beside those of its commands, which must live on."""
+
+    async def terminate(self) -> None:
+        """Send SIGTERM to the processes that commands started. Raises SandboxError."""
+
+
+async def terminate(sandbox: Sandbox, timeout_s: float) -> None:
+    """Send SIGTERM to every process of the sandbox that a command started. Raises SandboxError."""
+    if isinstance(sandbox, _Terminates):
+        await sandbox.terminate()
+    else:
+        await sandbox.exec(["/bin/sh", "-c", "kill -TERM -1"], timeout_s=timeout_s)
 
 
 @runtime_checkable

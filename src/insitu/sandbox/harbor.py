@@ -11,79 +11,27 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import io
 import shlex
 import shutil
-import tarfile
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Self
 
 from insitu.backoff import retry
 from insitu.errors import PolicyUnsupported, SandboxError, SandboxLost, SandboxStartError, SetupError
 from insitu.sandbox import harbor_scripts as scripts
-from insitu.sandbox.base import Capability, ExecResult, Owner, Process, SandboxSpec
+from insitu.sandbox.base import Bind, Capability, ExecResult, Owner, Process, SandboxSpec
+from insitu.sandbox.harbor_archive import pack, packed_copy, unpack
+from insitu.sandbox.harbor_leaks import Leaks
 from insitu.sandbox.harbor_sdk import Environment, Factory, Result, foreign, of_kind
 from insitu.sandbox.rootfs import HOME
-from insitu.sandbox.tree import MAX_DEPTH, TreeTooLarge, parts_of
+from insitu.sandbox.tree import parts_of
+from insitu.storage.temp_dirs import cache_folder
 from insitu.storage.ulid import new_ulid
 from insitu.types import FileEntry, Tree
-
-
-def pack(files: Tree) -> bytes:
-    """Return a tar archive that names every folder, so that tar replaces a link in place of one."""
-    packed, made = io.BytesIO(), set[PurePosixPath]()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for path, entry in files.items():
-            pure = PurePosixPath(*parts_of(path))
-            for folder in [each for each in reversed(pure.parents) if each.parts and each not in made]:
-                made.add(folder)
-                info = tarfile.TarInfo(str(folder))
-                info.type, info.mode = tarfile.DIRTYPE, 0o755
-                archive.addfile(info)
-            info = tarfile.TarInfo(str(pure))
-            info.size, info.mode = len(entry.content), 0o755 if entry.executable else 0o644
-            archive.addfile(info, io.BytesIO(entry.content))
-    return packed.getvalue()
-
-
-def unpack(packed: bytes, max_bytes: int, max_files: int) -> Tree:
-    """Return the regular files of an archive whose paths stay inside. Raises TreeTooLarge."""
-    found: dict[str, FileEntry] = {}
-    entries, size = 0, 0
-    try:
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            for member in archive:
-                entries += 1
-                name = PurePosixPath(member.name)
-                size += member.size
-                if entries > 4 * max_files + 1000 or size > max_bytes:
-                    raise TreeTooLarge("work folder is over a cap of entries or bytes")
-                entry = _entry(archive, member) if len(name.parts) <= MAX_DEPTH + 1 else None
-                if entry is not None:
-                    size += len(entry.content) - member.size  # 0 for a hard link
-                    found[str(name)] = entry
-    except tarfile.TarError as error:
-        raise TreeTooLarge(f"work folder is over a cap: its archive ends early ({error})") from error
-    if len(found) > max_files:
-        raise TreeTooLarge("work folder has too many files")
-    return dict(sorted(found.items()))
-
-
-def _entry(archive: tarfile.TarFile, member: tarfile.TarInfo) -> FileEntry | None:
-    name = PurePosixPath(member.name)
-    try:
-        member.name.encode()
-        if name.is_absolute() or ".." in name.parts or not (member.isreg() or member.islnk()):
-            return None
-        reader = archive.extractfile(member)
-    except (UnicodeEncodeError, KeyError):
-        return None
-    content = reader.read() if reader is not None else b""
-    return FileEntry(content=content, executable=bool(member.mode & 0o100))
-
 
 MARK = "INSITU_SANDBOX"
 FOLDER = "/tmp/.insitu"
@@ -102,23 +50,37 @@ SHARED = frozenset({"singularity", "hf-sandbox"})
 class HarborBackend:
     """Implements insitu.sandbox.base.SandboxBackend over one kind of Harbor's environments."""
 
-    def __init__(self, kind: str, *, image: str, make: Factory | None = None) -> None:
-        """Raise SetupError without Harbor or the vendor's library. `image`: default of specs."""
-        self._kind, self._image = kind, image
-        self._make = make or of_kind(kind)
-        self._no_network = self._enforces_no_network()
+    def __init__(
+        self, kind: str, *, image: str, make: Factory | None = None, cache: Path | None = None
+    ) -> None:
+        """Raise SetupError without Harbor or the vendor's library.
 
-    def _enforces_no_network(self) -> bool:
+        `image`: default of specs. `cache`: host folder for packed agents and the list of sandboxes.
+        """
+        self._kind, self._image = kind, image
+        self._cache = cache or cache_folder()
+        self._make = make or of_kind(kind)
+        self._leaks = Leaks(self._cache / "harbor" / "sandboxes", kind, self._make)
+        self._packing = asyncio.Lock()
+        self._own = self._network_capabilities()
+
+    def _network_capabilities(self) -> frozenset[Capability]:
         # Harbor's constructor rejects a policy that the environment cannot enforce.
-        folder = Path(tempfile.mkdtemp(prefix="insitu-harbor-"))
+        folder, found = Path(tempfile.mkdtemp(prefix="insitu-harbor-")), set[Capability]()
+        probe = SandboxSpec(image=self._image, gateway_url="https://gateway.example.com", label="probe")
         try:
             with foreign(SetupError, f"harbor {self._kind}"):
-                self._make(SandboxSpec(image=self._image, network="public"), folder)
+                self._make(replace(probe, network="public"), folder)
             with contextlib.suppress(SandboxError), foreign(SandboxError, "no network"):
-                return self._make(SandboxSpec(image=self._image), folder).capabilities.disable_internet
-            return False
+                if self._make(replace(probe, network="none"), folder).capabilities.disable_internet:
+                    found.add("network_none")
+            with contextlib.suppress(SandboxError), foreign(SandboxError, "a list of hosts"):
+                listed = self._make(replace(probe, network="gateway_only"), folder)
+                if listed.capabilities.network_allowlist:
+                    found.add("gateway_only")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        return frozenset(found)
 
     @property
     def name(self) -> str:
@@ -126,28 +88,35 @@ class HarborBackend:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        own: set[Capability] = {"images"}
-        if self._no_network:
-            own.add("network_none")
-        if self._kind not in SHARED:
-            own.add("pid_isolation")
-        return frozenset(own)
+        apart: set[Capability] = {"pid_isolation"} if self._kind not in SHARED else set()
+        return self._own | apart | {"images"}
+
+    async def reap(self) -> int:
+        """End the sandboxes of killed runs that can be found by name; return how many."""
+        return await self._leaks.reap()
 
     def _check(self, spec: SandboxSpec) -> None:
         if not (spec.image or self._image):
             raise PolicyUnsupported(
                 f"a sandbox of {self.name} needs an image: name one in the task or in sandbox.image"
             )
-        if spec.network == "none" and not self._no_network:
+        if spec.network == "none" and "network_none" not in self._own:
             raise PolicyUnsupported(f"{self.name} cannot keep a sandbox from the network")
-        if spec.network in ("gateway_only", "allowlist"):
-            why = "its sandboxes reach no socket of this machine, and no list of hosts is kept"
-            raise PolicyUnsupported(f"{self.name} offers no network `{spec.network}`: {why}")
+        if spec.network == "allowlist" or (
+            spec.network == "gateway_only" and "gateway_only" not in self._own
+        ):
+            raise PolicyUnsupported(
+                f"{self.name} offers no network `{spec.network}`: it keeps no list of hosts"
+            )
+        if spec.network == "gateway_only" and not spec.gateway_url:
+            raise PolicyUnsupported(
+                f"{self.name} reaches no socket of this machine, and the spec has no gateway_url"
+            )
         if not spec.workdir:
             raise PolicyUnsupported(f"{self.name} is not asked where an image starts: name a workdir")
         if spec.root_setup:
             raise PolicyUnsupported(f"{self.name} sets no sandbox up as root")
-        for bind in spec.binds:
+        for bind in (bind for bind in spec.binds if not bind.may_copy):
             raise PolicyUnsupported(f"{self.name} cannot show {bind.source} at {bind.target}: no binds there")
         if spec.memory_bytes or spec.max_processes:
             raise PolicyUnsupported(f"{self.name} has no limits by process")
@@ -155,16 +124,23 @@ class HarborBackend:
     async def create(self, spec: SandboxSpec) -> _HarborSandbox:
         self._check(spec)
         folder = Path(tempfile.mkdtemp(prefix="insitu-harbor-"))
+        name = f"insitu-{new_ulid().lower()}"
         sandbox: _HarborSandbox | None = None
         try:
             with foreign(SandboxStartError, f"start a sandbox of {self.name}"):
-                image = spec.image or self._image
-                wanted = SandboxSpec(image=image, network=spec.network, workdir=spec.workdir)
-                environment = self._make(wanted, folder)
-                sandbox = _HarborSandbox(environment, spec, folder, alone=self._kind not in SHARED)
+                copies = [(bind.target, await self._packed(bind)) for bind in spec.binds]
+                environment = self._make(self._wanted(spec, name), folder)
+                self._leaks.add(name, spec.image or self._image)
+                sandbox = _HarborSandbox(
+                    environment,
+                    spec,
+                    folder,
+                    alone=self._kind not in SHARED,
+                    ended=lambda: self._leaks.remove(name),
+                )
                 async with asyncio.timeout(START_S):
                     await environment.start(force_build=False)
-                await sandbox.begin()
+                await sandbox.begin(copies)
         except BaseException:
             if sandbox is not None:
                 await sandbox.close()
@@ -172,17 +148,38 @@ class HarborBackend:
             raise
         return sandbox
 
+    def _wanted(self, spec: SandboxSpec, name: str) -> SandboxSpec:
+        return SandboxSpec(
+            image=spec.image or self._image,
+            network=spec.network,
+            workdir=spec.workdir,
+            gateway_url=spec.gateway_url,
+            label=name,
+        )
+
+    async def _packed(self, bind: Bind) -> Path:
+        async with self._packing:
+            return await asyncio.to_thread(packed_copy, bind.source, bind.target, self._cache)
+
 
 class _HarborSandbox:
     """Implements insitu.sandbox.base.Sandbox; all files belong to one user, so `owner` is ignored.
 
-    A sandbox in a cloud outlives a killed owner until the vendor's own time limit; nothing reaps it. A
-    timeout kills the processes that carry the command's mark. Those that cleared their environment are killed
-    by `kill_all`, but not in a SHARED environment.
+    A timeout kills the processes that carry the command's mark. Those that cleared their environment are
+    killed by `kill_all`, but not in a SHARED environment.
     """
 
-    def __init__(self, environment: Environment, spec: SandboxSpec, folder: Path, *, alone: bool) -> None:
-        """`alone`: every process in the sandbox may be killed."""
+    def __init__(
+        self,
+        environment: Environment,
+        spec: SandboxSpec,
+        folder: Path,
+        *,
+        alone: bool,
+        ended: Callable[[], None],
+    ) -> None:
+        """`alone`: every process in the sandbox may be killed. `ended` is called when it has ended."""
+        self._ended = ended
         self._env, self._spec, self._folder = environment, spec, folder
         self._id = new_ulid()
         self._alone, self._before = alone, ""
@@ -191,8 +188,18 @@ class _HarborSandbox:
         """Folders of finished commands; the next command removes them."""
         self._places = (spec.workdir, HOME, "/tmp", *spec.places)
 
-    async def begin(self) -> None:
+    @property
+    def gateway_url(self) -> str:
+        return self._spec.gateway_url
+
+    async def begin(self, copies: Sequence[tuple[str, Path]]) -> None:
+        """Make the places and unpack (target, archive) pairs."""
         await self._sh('mkdir -p "$@"', *self._places)
+        for target, archive in copies:
+            place = f"/tmp/.insitu-{new_ulid()}"
+            with foreign(SandboxError, f"send {target} to a sandbox"):
+                await self._env.upload_file(archive, place)
+            await self._sh(scripts.UNPACK, target, place)
         self._before = await self._sh(scripts.LIST) if self._alone else ""
         if self._spec.files:
             await self.put_tree(self._spec.files)
@@ -353,6 +360,9 @@ class _HarborSandbox:
         else:
             await self._sh(scripts.KILL_ALL, f"{MARK}={self._id}")
 
+    async def terminate(self) -> None:
+        await self._sh(scripts.TERMINATE, f"{MARK}={self._id}")
+
     async def wipe(self) -> None:
         for place in self._places:
             await self._sh(scripts.EMPTY, place)
@@ -367,6 +377,7 @@ class _HarborSandbox:
         with contextlib.suppress(SandboxError), foreign(SandboxError, "end a sandbox"):
             async with asyncio.timeout(MARGIN_S):
                 await self._env.stop(delete=True)
+            self._ended()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def __aenter__(self) -> Self:

@@ -54,6 +54,17 @@ for round in 1 2 3 4 5 6 7 8 9 10; do
 done
 exit 1
 """
+TERMINATE = """
+mark=$1
+for folder in /proc/[0-9]*; do
+  pid=${folder#/proc/}; [ "$pid" != $$ ] || continue
+  { tr '\\0' '\\n' < "$folder/environ"; } 2> /dev/null | grep -qx "$mark" && kill -TERM "$pid" 2> /dev/null
+done
+true
+"""
+UNPACK = """
+mkdir -p "${1%/*}" && tar -xzf "$2" -C / --no-same-owner && rm -f "$2"
+"""
 LAY = """
 cd "$1" && { [ ! -s "$2/remove" ] || xargs -0 rm -rf -- < "$2/remove"; } || exit 1
 [ ! -s "$2/names" ] || xargs -0 sh -c 'for p; do if [ -d "$p" ] && [ ! -L "$p" ]; then rm -rf -- "$p"; fi

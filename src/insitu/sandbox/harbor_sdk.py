@@ -7,17 +7,18 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from insitu.errors import ImageMissing, InsituError, SandboxStartError, SandboxTransient, SetupError
 from insitu.install_hints import install_extra
 from insitu.sandbox.base import SandboxSpec
-from insitu.storage.ulid import new_ulid
 
 
 class Flags(Protocol):
     """harbor.environments.capabilities.EnvironmentCapabilities, the part in use."""
 
     disable_internet: bool
+    network_allowlist: bool
 
 
 class Result(Protocol):
@@ -51,7 +52,7 @@ class Environment(Protocol):
 
 
 Factory = Callable[[SandboxSpec, Path], Environment]
-"""(spec, host folder of the environment) -> environment, not started."""
+"""(spec, host folder of the environment) -> environment, not started; `label` of the spec is its name."""
 
 
 def of_kind(kind: str) -> Factory:
@@ -73,15 +74,18 @@ def of_kind(kind: str) -> Factory:
         raise SetupError(f"Harbor has no environment {kind!r} (known: {known})") from error
 
     def make(spec: SandboxSpec, folder: Path) -> Environment:
-        mode = config.NetworkMode.NO_NETWORK if spec.network == "none" else config.NetworkMode.PUBLIC
+        modes, hosts = config.NetworkMode, []
+        mode = modes.NO_NETWORK if spec.network == "none" else modes.PUBLIC
+        if spec.network == "gateway_only":
+            mode, hosts = modes.ALLOWLIST, [urlsplit(spec.gateway_url).hostname]
         made: Environment = factory.create_environment(
             type=chosen,
             environment_dir=folder,
             environment_name="insitu",
-            session_id=f"insitu-{new_ulid().lower()}",
+            session_id=spec.label,
             trial_paths=paths(folder),
             task_env_config=config.EnvironmentConfig(docker_image=spec.image),
-            network_policy=config.NetworkPolicy(network_mode=mode),
+            network_policy=config.NetworkPolicy(network_mode=mode, allowed_hosts=hosts),
         )
         return made
 

@@ -10,13 +10,24 @@ from typing import Self, TypeVar
 
 from insitu.backoff import retry
 from insitu.errors import PolicyUnsupported, SandboxTransient
-from insitu.sandbox.base import ExecResult, Owner, Process, Sandbox, SupportsRootSetup, cpu_s, memory_kills
+from insitu.sandbox.base import (
+    ExecResult,
+    Owner,
+    Process,
+    Sandbox,
+    SupportsRootSetup,
+    cpu_s,
+    gateway_url,
+    memory_kills,
+    terminate,
+)
 from insitu.types import Tree
 
 T = TypeVar("T")
 
 ATTEMPTS = 3
 PAUSE_S = 0.2
+TERMINATE_S = 2.0
 
 
 def _is_transient(error: Exception) -> bool:
@@ -43,6 +54,13 @@ class PooledSandbox:
 
     async def cpu_s(self) -> float:
         return await cpu_s(self._inner)
+
+    @property
+    def gateway_url(self) -> str:
+        return gateway_url(self._inner)
+
+    async def terminate(self) -> None:
+        await terminate(self._inner, TERMINATE_S)
 
     async def _retry(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         try:

@@ -83,7 +83,8 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "nll": "insitu.training.loss.losses:nll",
     },
     "advantages": {
-        name: f"insitu.training.plan.advantage:{name}" for name in ("dr_grpo", "grpo", "rloo", "maxrl")
+        name: f"insitu.training.plan.advantage:{name}"
+        for name in ("dr_grpo", "grpo", "rloo", "maxrl", "zero")
     },
     "samplers": {"epochs": "insitu.tasks.samplers:epochs"},
     "sandboxes": {name: f"insitu.runtime.sandboxes:{name}_backend" for name in ("local", "docker", "harbor")},

@@ -29,7 +29,10 @@ from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
-from insitu.types import Limits
+from insitu.training.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows
+from insitu.training.trainer.batch import make_batch
+from insitu.training.trainer.served_reference import ServedReference
+from insitu.types import Ledger, Limits
 from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
@@ -100,6 +103,22 @@ async def test_logprobs_are_those_of_our_own_forward(engine: VllmEngine, tempera
     assert worst < CLOSE
     # The test can tell: at another temperature the same ids have other logprobs.
     assert max(gap(model, said, temperature * 1.1) for said in replies) > CLOSE
+
+
+async def test_it_scores_as_a_teacher(engine: VllmEngine, real_vllm: RealVllm) -> None:
+    said = await ask(engine, 20, 48)
+    ids = np.concatenate([PROMPT, said.ids]).astype(np.int32)
+    row = PlanRow(
+        group_id="g", rollout_id="r", segment=0, advantage=0.0, weight=1.0, ids=ids,
+        mask=np.arange(len(ids)) >= len(PROMPT),
+        logprobs=np.zeros(len(ids), np.float32), versions=np.zeros(len(ids), np.int32),
+    )  # fmt: skip
+    plan = StepPlan(rows=(row,), batches=pack_rows([row], PlanConfig()), ledger=Ledger(), groups=1)
+    teacher = ServedReference(real_vllm.url, WARM_START, 120.0)
+    found = teacher.logprobs(make_batch(plan, plan.batches[0]), 1.0).numpy()
+    worst = float(np.abs(found - our_logprobs(load_model(WARM_START), PROMPT, said.ids, 1.0)).max())
+    print(f"largest |vLLM's score of a prompt - ours|: {worst:.2e}")
+    assert worst < CLOSE
 
 
 async def test_a_long_prompt_comes_back_exactly(engine: VllmEngine) -> None:

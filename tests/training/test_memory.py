@@ -348,7 +348,7 @@ def test_the_weights_of_a_reference_are_not_room_for_training(
     reference = Reference(opened(folder))
     with pytest.raises(TrainError, match="GiB are available"):
         Trainer(opened(folder), config, reference=reference).step(plan)
-    held = sum(p.nbytes for _, p in reference.policy.named_parameters())
+    held = sum(p.nbytes for _, p in reference.policies[0].named_parameters())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 20 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
     policy = opened(folder)
@@ -357,8 +357,9 @@ def test_the_weights_of_a_reference_are_not_room_for_training(
         head_dim=8,
         named_parameters=policy.named_parameters,
     )  # fmt: skip
-    assert isinstance(reference.policy, HfPolicy)
-    assert MemoryPlanner.of(on_gpu, 0.0, reference=reference.policy).limit == int(
+    (scored_by,) = reference.policies
+    assert isinstance(scored_by, HfPolicy)
+    assert MemoryPlanner.of(on_gpu, 0.0, references=[scored_by]).limit == int(
         (12 * GIB - held) * (1 - KEPT_FREE)
     )
 
@@ -374,9 +375,10 @@ def test_the_forward_of_a_larger_reference_counts(tmp_path: Path) -> None:
     model = MemoryModel(config, dtype=torch.float32, lora=None, kernels="cpu", frozen=True)
     load = load_of(plan, plan.batches[0])
     assert model.scoring(load, PLAIN) == pytest.approx(found, rel=0.05)
-    assert isinstance(reference.policy, HfPolicy)
+    (scored_by,) = reference.policies
+    assert isinstance(scored_by, HfPolicy)
     policy = opened(small)
-    fit = MemoryPlanner(policy.model.config, policy, limit=1 << 40, host=0, reference=reference.policy)
+    fit = MemoryPlanner(policy.model.config, policy, limit=1 << 40, host=0, reference=scored_by)
     alone = fit._model.predict(load, PLAIN)
     assert alone.peak < alone.states + model.scoring(load, PLAIN)
     fit.limit = alone.peak

@@ -46,6 +46,7 @@ __all__ = [
     "description",
     "holds_paths",
     "is_extension",
+    "is_url",
     "marks",
     "only",
     "unless",
@@ -65,6 +66,11 @@ def _expand_home(text: str) -> str:
 _PATH = AfterValidator(_expand_home)
 OwnPath = Annotated[str, _PATH]
 """Path on this machine; a leading ~ is the home folder. All path keys use this type."""
+
+
+def is_url(text: str) -> bool:
+    """Return whether a key that takes a folder or an address holds an address."""
+    return text.startswith(("http://", "https://"))
 
 
 def holds_paths(field: FieldInfo) -> bool:

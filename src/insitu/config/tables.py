@@ -300,6 +300,8 @@ class Config(Table):
         if len({table.name for table in self.eval}) < len(self.eval):
             raise ValueError("each [[eval]] needs a name of its own")
         for table in self.tasks:
+            if table.reference and self.train.kl == "none":
+                raise ValueError("tasks.reference has no effect with train.kl = 'none'")
             if shared := {"workers", "mode"} & {*table.harness}:
                 raise ValueError(f"tasks.{table.name}: harness.{min(shared)} is that of the run")
             if any(getattr(table, layer) for layer in LAYERS):

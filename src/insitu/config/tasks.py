@@ -63,6 +63,9 @@ class TaskSetTable(Table):
     """Dotted path of a function (stdin, expected, printed) -> bool, for runner stdio; empty = by words."""
     parse_answer: str = ""
     """Dotted path of a function (reply, task) -> files, for single_turn; empty = the last code block."""
+    reference: OwnPath = ""
+    """Reference policy or teacher for this set: a model folder or the URL of a vLLM server; empty =
+    train.reference."""
     harness: Mapping[str, Any] = {}
     """Keys of [harness] for this set, e.g. { agent = "mini_swe" }."""
     limits: Mapping[str, Any] = {}

@@ -206,8 +206,10 @@ class PlanKeys(RowRules, _ParallelKeys):
     """Advantages, weights and micro-batches of a step."""
 
     advantage: AdvantageName = "dr_grpo"
-    """Advantage estimator: dr_grpo, grpo, rloo, maxrl, or a function of the rewards of a group, as entry
-    point, module:attribute or file.py:attribute."""
+    """Advantage estimator: dr_grpo, grpo, rloo, maxrl, zero (rewards are not trained on, for distillation
+    alone), or a function of the rewards of a group, as entry point, module:attribute or file.py:attribute."""
+    degenerate: Literal["drop", "keep"] = "drop"
+    """Groups with equal rewards: left out, or trained by `kl` alone."""
     reducer: Literal["rollout", "token", "constant", "group"] = "rollout"
     """Unit that the loss is averaged over; constant = rollouts, each its tokens / constant_tokens."""
     constant_tokens: Annotated[Count, only("reducer", "constant")] = 1024
@@ -254,7 +256,8 @@ class LearnerKeys(_ParallelKeys):
     trainer: stop = the run ends; skip = its groups are dropped (exclusion `bad_step`), at most 3
     times between two updates."""
     reference: Annotated[OwnPath, _KL] = ""
-    """Model folder of the reference policy; empty = the initial model of the run."""
+    """Reference policy or teacher: a model folder, or the URL of a vLLM server; empty = the initial model of
+    the run. `tasks.reference` replaces it for one task set."""
     reference_alarm: Annotated[float, Field(ge=0), _KL] = 0.0
     """Warn at this divergence from the reference; 0 = never."""
     kl_alarm: Annotated[float, Field(ge=0)] = 0.1
@@ -289,6 +292,13 @@ class TrainTable(PlanKeys, OptimizerKeys, LearnerKeys, LossConfig, Table):
     def _samples(self) -> Self:
         if self.loss == "nll":
             raise ValueError("loss = 'nll' trains on given tokens: use `insitu sft`")
+        if self.kl == "none" or not self.kl_weight:
+            for key, used in (
+                ("degenerate = 'keep'", self.degenerate == "keep"),
+                ("advantage = 'zero'", self.advantage == "zero"),
+            ):
+                if used:
+                    raise ValueError(f"{key} needs kl with kl_weight above 0: nothing else would be trained")
         return self
 
 

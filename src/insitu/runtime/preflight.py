@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from tokenizers import Tokenizer
+
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
+from insitu.config.base import is_url
 from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
@@ -203,9 +206,25 @@ def check_weights(config: Config) -> None:
 
 
 def check_reference(config: Config) -> None:
-    """Raise ConfigError if the folder of the reference policy has no weights."""
-    if config.train.reference:
-        _check_model(Path(config.train.reference), "train.reference")
+    """Raise ConfigError if the folder of a reference policy has no weights, or a server cannot score."""
+    named = {"train.reference": config.train.reference}
+    named |= {".".join(filter(None, ["tasks", t.name, "reference"])): t.reference for t in config.tasks}
+    for key, name in named.items():
+        if not is_url(name):
+            if name:
+                _check_model(Path(name), key)
+                _check_vocabulary(Path(name), model_folder(config), key)
+        elif checked_url(name, key) and config.engine.temperature != 1.0:
+            raise ConfigError(f"{key}: a server scores at engine.temperature = 1 only")
+
+
+def _check_vocabulary(folder: Path, model: Path, key: str) -> None:
+    """Raise ConfigError if both folders have a tokenizer and they do not name the same tokens."""
+    files = [folder / "tokenizer.json", model / "tokenizer.json"]
+    if all(file.exists() for file in files):
+        theirs, ours = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+        if theirs != ours:
+            raise ConfigError(f"{key}: {folder} has another vocabulary than model.path")
 
 
 def _check_model(folder: Path, key: str) -> None:

@@ -98,6 +98,8 @@ class TrainConfig(LearnerKeys):
     """The sampler's: log-probabilities are those of softmax(logits / temperature)."""
     max_staleness: CountOrZero = 0
     """Most versions that a trained token may be behind the trainer."""
+    references: Mapping[str, str] = {}
+    """Reference policy by task set, where sets have their own; empty = `reference` for all."""
     share_gpu: bool = False
     """An engine uses the GPU between steps: torch's memory cache is freed after each."""
 
@@ -111,8 +113,11 @@ class TrainConfig(LearnerKeys):
     def of(cls, config: Config) -> TrainConfig:
         """Return the learner's part of a run's configuration."""
         t = config.train
+        references = {name: part.task_set.reference for name, part in config.parts.items()}
+        own = any(references.values())
         return t.pick(
             cls,
+            references={name: found or t.reference for name, found in references.items() if own},
             optim=_optim(config),
             loss=t.pick(LossConfig),
             policy=PolicyConfig.of(config),

@@ -28,7 +28,7 @@ def encode_plan(plan: StepPlan) -> tuple[dict[str, Any], dict[str, Array]]:
         "groups": plan.groups,
         "skipped": plan.skipped,
         "ledger": asdict(plan.ledger),
-        "rows": [[r.group_id, r.rollout_id, r.segment, len(r.ids)] for r in plan.rows],
+        "rows": [[r.group_id, r.rollout_id, r.part, r.segment, len(r.ids)] for r in plan.rows],
         "batches": [[b.prefix, b.tokens, b.rank, b.layout, list(b.rows)] for b in plan.batches],
     }
     arrays: dict[str, Array] = {
@@ -61,22 +61,23 @@ def decode_plan(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> StepPla
 def _plan(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> StepPlan:
     rows = []
     start = 0
-    for i, (group_id, rollout_id, segment, length) in enumerate(meta["rows"]):
-        part = slice(start, start + int(length))
+    for i, (group_id, rollout_id, part, segment, length) in enumerate(meta["rows"]):
+        own = slice(start, start + int(length))
         rows.append(
             PlanRow(
                 group_id=group_id,
                 rollout_id=rollout_id,
+                part=part,
                 segment=int(segment),
                 advantage=float(arrays["advantage"][i]),
                 weight=float(arrays["weight"][i]),
-                ids=arrays["ids"][part],
-                mask=arrays["mask"][part],
-                logprobs=arrays["logprobs"][part],
-                versions=arrays["versions"][part],
+                ids=arrays["ids"][own],
+                mask=arrays["mask"][own],
+                logprobs=arrays["logprobs"][own],
+                versions=arrays["versions"][own],
             )
         )
-        start = part.stop
+        start = own.stop
     return StepPlan(
         rows=tuple(rows),
         batches=tuple(

@@ -100,7 +100,7 @@ class MemoryPlanner:
         memory_gib: float,
         *,
         copies: bool = False,
-        reference: HfPolicy | Qwen3 | None = None,
+        references: Sequence[HfPolicy | Qwen3] = (),
         ranks: int = 1,
     ) -> MemoryPlanner:
         """Return a planner for free memory, or `memory_gib` if not 0.
@@ -111,7 +111,9 @@ class MemoryPlanner:
         """
         kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
         kept //= 1 if isinstance(policy, Qwen3) else policy.shards
-        beside = 0 if reference is None else _weights(reference)
+        beside = sum(map(_weights, references))
+        # The largest one's forward pass needs most.
+        reference = max(references, key=_weights, default=None)
         on_gpu = policy.device.type == "cuda"
         host = available_memory() // ranks
 

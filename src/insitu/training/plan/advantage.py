@@ -7,6 +7,7 @@ An estimator is a function of the G scorable rewards R, float64 [G] -> float64 [
              trainer takes it; its GRPOTrainer and verl take the sample's, sqrt(G / (G - 1)) times as large)
     rloo     G / (G - 1) * (R - mean)       (= R minus the mean of the others)
     maxrl    (R - mean) / mean              (arXiv 2602.02710; rewards >= 0)
+    zero     0                              (only the KL to a teacher is trained)
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ def maxrl(rewards: Rewards) -> Rewards:
     if (rewards < 0).any():
         raise TrainError(f"maxrl needs rewards >= 0, not {rewards.tolist()}")
     return (rewards - float(rewards.mean())) * (1.0 / float(rewards.mean()))
+
+
+def zero(rewards: Rewards) -> Rewards:
+    return np.zeros_like(rewards)
 
 
 def overlong_penalty(tokens: int, limit: int, margin: int) -> float:

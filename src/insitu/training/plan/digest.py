@@ -50,7 +50,7 @@ def plan_digest(
     shared = dict(zip(found.order, found.shared, strict=True))
     ledger = [plan.ledger.captured, plan.ledger.trained, sorted(plan.ledger.excluded.items())]
     batches = [[b.prefix, b.tokens, b.rank, b.layout, *b.rows] for b in plan.batches]
-    names = [[r.group_id, r.rollout_id, r.segment, len(r.ids)] for r in plan.rows]
+    names = [[r.group_id, r.rollout_id, r.segment, len(r.ids), *filter(None, [r.part])] for r in plan.rows]
     h = hashlib.sha256()
     content = [ledger, plan.groups, plan.skipped, batches, names, found.order, found.shared]
     h.update(json.dumps(content).encode())

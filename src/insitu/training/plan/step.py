@@ -79,6 +79,8 @@ class PlanRow:
 
     group_id: str
     rollout_id: str
+    part: str = ""
+    """`Task.part` of its task: which reference policy scores it."""
     segment: int
     advantage: float
     weight: float
@@ -228,7 +230,8 @@ def _judge(group: Group, config: PlanConfig) -> list[PlannedRollout]:
     rollouts = sorted(group.rollouts, key=lambda r: _natural(r.id))
     rewards = [_reward(r, config) for r in rollouts]
     scorable = [r for r in rewards if r is not None]
-    thin, degenerate = len(scorable) < config.group_min, equal_rewards(scorable)
+    thin = len(scorable) < config.group_min
+    degenerate = config.degenerate == "drop" and equal_rewards(scorable)
     credit = advantages(rewards, config.advantage)
     failed = any(r.status is Status.INFRA_FAILED for r in rollouts)
     # In a small group without failures the missing rollouts timed out.
@@ -306,6 +309,7 @@ def _weights(slots: Sequence[PlannedRollout], config: PlanConfig) -> list[float]
 def row_of(slot: PlannedRollout, segment: Segment) -> tuple[PlanRow, FloatArray]:
     """Return the row of a segment and its trained tokens' log-probabilities, which must be usable."""
     row = cut_row(slot.group_id, slot.rollout.id, segment, slot.advantage or 0.0, slot.weight)
+    row = replace(row, part=slot.rollout.part)
     mu = row.logprobs[row.mask]
     # nan fails every comparison
     if not (float(mu.min()) > -np.inf and float(mu.max()) <= 0):

@@ -134,6 +134,7 @@ def train_config(config: Config, steps: int) -> TrainConfig:
         on_bad_step="stop",
         temperature=1.0,
         reference="",
+        references={},
         reference_alarm=0.0,
     )
 

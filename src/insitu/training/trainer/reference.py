@@ -1,24 +1,55 @@
-"""The reference policy: a frozen model that scores tokens.
+"""Reference policies: frozen models that score tokens, in this process or behind a server.
 
-Its weights are outside the run directory, so checkpoints contain their checksum and a resumed run refuses
-other ones.
+A teacher is a reference policy with a large train.kl_weight. Weights are outside the run directory, so
+checkpoints contain their checksum and a resumed run refuses other ones.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from insitu.config.base import is_url
 from insitu.engines.embedded.weights import checksum
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, TrainError
 from insitu.training.loss.fused_head import score
 from insitu.training.model.base import PLAIN, MemoryOptions, Policy
 from insitu.training.model.hf import HfPolicy
 from insitu.training.model.load import open_policy
 from insitu.training.options import TrainConfig
+from insitu.training.plan.step import PlanRow
 from insitu.training.trainer.batch import TensorBatch, states
+from insitu.training.trainer.served_reference import ServedReference
+
+
+class Scorer(Protocol):
+    """What the trainer needs of a reference policy."""
+
+    @property
+    def checksum(self) -> str:
+        """Hex SHA-256 that tells it from others."""
+        ...
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """Its models in this process."""
+        ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def check(self, trained: Policy) -> None:
+        """Raise ConfigError when the vocabularies differ."""
+        ...
+
+    def logprobs(self, batch: TensorBatch, temperature: float, techniques: MemoryOptions = PLAIN) -> Tensor:
+        """Return [N] of the batch's trained tokens, row by row. techniques: those of the training pass."""
+        ...
 
 
 class Reference:
@@ -34,8 +65,8 @@ class Reference:
             model.freeze()
 
     @property
-    def policy(self) -> Policy:
-        return self._model
+    def policies(self) -> tuple[Policy, ...]:
+        return (self._model,)
 
     @property
     def max_positions(self) -> int:
@@ -57,14 +88,63 @@ class Reference:
             return score(self._model, *states(self._model, batch), temperature).logp
 
 
-def read_reference(config: TrainConfig, model: Path) -> Reference | None:
-    """Return the policy that the loss needs, from its own folder or the start `model`; None without a KL.
+class References:
+    """Reference policies by name of a task set."""
 
-    Raises ConfigError when the folder is not a model.
+    def __init__(self, by_set: Mapping[str, Scorer]) -> None:
+        self._by_set = by_set
+        self._all = [*dict.fromkeys(by_set.values())]
+        named = [f"{name}={scorer.checksum}" for name, scorer in sorted(by_set.items())]
+        self.checksum = hashlib.sha256("\n".join(named).encode()).hexdigest()
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        return tuple(policy for scorer in self._all for policy in scorer.policies)
+
+    @property
+    def max_positions(self) -> int:
+        return min(scorer.max_positions for scorer in self._all)
+
+    def check(self, trained: Policy) -> None:
+        """Raise ConfigError when a vocabulary differs."""
+        for scorer in self._all:
+            scorer.check(trained)
+
+    def logprobs(self, batch: TensorBatch, temperature: float, techniques: MemoryOptions = PLAIN) -> Tensor:
+        """Return [N] of the batch's trained tokens, row by row, each by its task set's reference."""
+        scorers = [self._of(row) for row in batch.rows]
+        # One pass of the whole batch for each of them: few micro-batches mix sets.
+        found = {one: one.logprobs(batch, temperature, techniques) for one in dict.fromkeys(scorers)}
+        parts = {one: torch.split(logp, batch.counts) for one, logp in found.items()}
+        return torch.cat([parts[scorer][i] for i, scorer in enumerate(scorers)])
+
+    def _of(self, row: PlanRow) -> Scorer:
+        try:
+            return self._by_set[row.part]
+        except KeyError:
+            raise TrainError(
+                f"rollout {row.rollout_id}: no reference policy for task set {row.part!r}"
+            ) from None
+
+
+def read_reference(config: TrainConfig, model: Path) -> Scorer | None:
+    """Return the reference policies that the loss needs, None without a KL. An empty name is the start model.
+
+    Raises ConfigError when a folder is not a model, or a server does not score the vocabulary of `model`.
     """
     if config.loss.kl == "none":
         return None
-    folder = Path(config.reference) if config.reference else model
+    names = config.references or {"": config.reference}
+    opened = {name: _open(name or str(model), config, model) for name in dict.fromkeys(names.values())}
+    if len(opened) == 1:
+        return next(iter(opened.values()))
+    return References({part: opened[name] for part, name in names.items()})
+
+
+def _open(source: str, config: TrainConfig, model: Path) -> Scorer:
+    if is_url(source):
+        return ServedReference(source, model, config.step_timeout_s)
+    folder = Path(source)
     if not (folder / "config.json").exists():
         raise ConfigError(f"train.reference: {folder} is not a model folder: it has no config.json")
     return Reference(open_policy(folder, config.policy.changed(lora=None)))

@@ -37,7 +37,7 @@ from insitu.training.trainer.batch import TensorBatch, make_batch, states
 from insitu.training.trainer.distributed import Ranks
 from insitu.training.trainer.mismatch import Mismatch, refused
 from insitu.training.trainer.optimizer import Optimiser
-from insitu.training.trainer.reference import Reference
+from insitu.training.trainer.reference import Scorer
 from insitu.training.trainer.score_recorder import ScoreRecorder
 from insitu.training.trainer.versions import check_versions
 
@@ -53,7 +53,7 @@ class Trainer:
         config: TrainConfig,
         *,
         version: int = 0,
-        reference: Reference | None = None,
+        reference: Scorer | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Set up. Raises ConfigError when `reference` is missing or does not fit the loss."""
@@ -183,9 +183,13 @@ class Trainer:
             found = self._precompute_logprobs(plan, plan.batches)
         return [found[i] for i in range(len(plan.rows))]
 
+    @property
+    def _references(self) -> tuple[Policy, ...]:
+        return () if self.reference is None else self.reference.policies
+
     def _laid_out(self, plan: StepPlan) -> StepPlan:
         """Return the plan with a micro-batch for each row where a model runs by rows."""
-        models = (self.model, None if self.reference is None else self.reference.policy)
+        models = (self.model, *self._references)
         if not any(isinstance(model, HfPolicy) and model.by_rows for model in models):
             return plan
         ids = [row.ids for row in plan.rows]
@@ -328,12 +332,11 @@ class Trainer:
         return objective(hidden, weight, targets, self.config.temperature, weighted, into=into, soft_cap=cap)
 
     def _fit_of(self, model: HfPolicy | Qwen3) -> MemoryPlanner:
-        beside = self.reference.policy if self.reference is not None else None
         return MemoryPlanner.of(
             model,
             self.config.policy.memory_gib,
             copies=self.config.epochs > 1,
-            reference=beside if isinstance(beside, HfPolicy | Qwen3) else None,
+            references=[one for one in self._references if isinstance(one, HfPolicy | Qwen3)],
             ranks=self.ranks.world,
         )
 

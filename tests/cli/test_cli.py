@@ -520,7 +520,7 @@ sys.exit(main(sys.argv[1:]))
 )
 def test_a_run_without_torch_says_what_to_install(argv: list[str], line: str, tmp_path: Path) -> None:
     if argv[0] == "train":
-        (tmp_path / "c.toml").write_text('[engine]\nkind = "vllm"\nurl = "http://127.0.0.1:1"\n')
+        (tmp_path / "c.toml").write_text('[engine]\nkind = "vllm"\nurls = ["http://127.0.0.1:1"]\n')
         argv.insert(1, "c.toml")
     env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     command = [sys.executable, "-c", WITHOUT, *argv]

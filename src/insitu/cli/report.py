@@ -31,6 +31,8 @@ def report_failure(error: BaseException, resume: str = "") -> int:
     if isinstance(first, OSError) and first.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {first.filename}" if first.filename else ""
         return fail(f"disk full{where}: free some space{resume}", EXIT_FAILED)
+    if isinstance(first, OSError) and first.filename and first.strerror:
+        return fail(f"{first.filename}: {first.strerror}{resume}", EXIT_FAILED)
     if isinstance(first, InsituError | OSError):
         return fail(str(first) + resume, EXIT_FAILED)
     raise error

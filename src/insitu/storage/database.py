@@ -6,6 +6,7 @@ process is running. Thread-safe within one process. Errors are `RecordError` wit
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,8 @@ class Database:
         try:
             self._db = _connect(path, readonly)
         except sqlite3.Error as error:
-            raise RecordError(f"cannot open {path}: {error}") from error
+            why = error if os.access(path, os.R_OK) or not path.exists() else "permission denied"
+            raise RecordError(f"cannot open {path}: {why}") from error
         self._db.row_factory = sqlite3.Row
         try:
             self._prepare(readonly)

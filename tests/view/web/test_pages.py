@@ -350,7 +350,7 @@ async def test_damaged_stores_are_named_in_one_line(lab_run: Path, tmp_path: Pat
             opened.set_meta("schema_version", "1")
     elif damage == "killed":  # a log without its index, as after kill -9 and a copy
         (copy / "run.sqlite-wal").write_bytes(b"")
-    async with viewing(copy) as client:
+    async with viewing(tmp_path) as client:
         runs = (await client.json("/api/runs"))["runs"]
         assert len(runs) == 1
         status, body, _ = await client.get("/api/broken/rollouts")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,17 +129,59 @@ def test_no_failed_rollouts_are_refused(lab_run: Path, capsys: Capture, count: i
     assert "--failed takes a positive number" in looked(capsys, "show", lab_run, "--failed", count, code=2)
 
 
-@pytest.mark.parametrize("verb", ["top", "show", "track"])
+@pytest.mark.parametrize("verb", ["top", "show", "track", "runs", "view"])
 def test_a_damaged_store_is_one_line(lab_run: Path, tmp_path: Path, capsys: Capture, verb: str) -> None:
     half = tmp_path / "half"
     shutil.copytree(lab_run, half, ignore=shutil.ignore_patterns("run.sqlite-*", "logs"))
     with (half / "run.sqlite").open("rb+") as file:
         file.truncate(10_000)
-    more = ("--to", "tensorboard") if verb == "track" else ()
+    more = {"track": ("--to", "tensorboard"), "view": ("--no-open", "--port", 0)}.get(verb, ())
     line = f"insitu: cannot read {half / 'run.sqlite'}: database disk image is malformed\n"
     assert looked(capsys, verb, half, *more, code=1) == line
     with pytest.raises(RecordError, match="database disk image is malformed"):
         insitu.open_run(half)
+
+
+@pytest.mark.parametrize("verb", [("view", "--export", "x.html"), ("view", "--no-open"), ("runs",)])
+def test_a_run_of_another_tool_is_one_line(tmp_path: Path, capsys: Capture, verb: tuple[str, ...]) -> None:
+    (tmp_path / "config.toml").write_text("[orchestrator]\nbatch = 3\n")
+    line = looked(capsys, verb[0], tmp_path, *verb[1:], code=1)
+    assert "is not a run of insitu: config.toml: unknown key orchestrator" in line
+    assert not (tmp_path / "x.html").exists()
+
+
+def without_rights(*argv: object) -> subprocess.CompletedProcess[str]:
+    """Run a command as somebody whom modes of files stop, which root is not."""
+    command = [sys.executable, "-m", "insitu", *map(str, argv)]
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("modes do not stop root, and there is no setpriv here")
+        command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *command]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.slow
+def test_what_may_not_be_read_is_one_line_and_hides_no_other_run(lab_run: Path, tmp_path: Path) -> None:
+    shut, folder = tmp_path / "shut", tmp_path / "folder"
+    for path in (shut, folder / "a", folder / "b"):
+        shutil.copytree(lab_run, path)
+    closed = {shut / "run.sqlite": 0o644, folder / "a": 0o755}
+    for path in closed:
+        path.chmod(0)
+    try:
+        done = without_rights("view", shut, "--no-open")
+        assert (done.returncode, done.stderr) == (
+            1, f"insitu: cannot open {shut / 'run.sqlite'}: permission denied\n"
+        )  # fmt: skip
+        done = without_rights("view", folder / "a", "--no-open")
+        assert done.stderr == f"insitu: cannot read {folder / 'a'}: permission denied\n"
+        done = without_rights("show", folder / "a")
+        assert done.stderr == f"insitu: {folder / 'a/config.toml'}: Permission denied\n"
+        done = without_rights("runs", folder)
+        assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["b"]
+    finally:
+        for path, mode in closed.items():
+            path.chmod(mode)
 
 
 @pytest.mark.parametrize(

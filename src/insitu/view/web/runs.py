@@ -13,7 +13,7 @@ from typing import Any
 from insitu.config import Config
 from insitu.errors import InsituError, RecordError
 from insitu.storage.queries import HELDOUT_SCORES, LAST_ROLLOUT, RunReader, ulid_seconds
-from insitu.storage.run_dir import KIND, read_config, read_summary, run_state
+from insitu.storage.run_dir import KIND, check_store, read_config, read_summary, run_state
 from insitu.storage.store import EmptyStore
 
 SPARK_POINTS = 60
@@ -57,13 +57,22 @@ class Runs:
     """Run directories at the given paths, and in folders among them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Take the paths; raise RecordError when one of them is neither a run nor a folder of runs."""
+        """Take the paths.
+
+        Raises RecordError when one of them is neither a run nor a folder of runs, and InsituError when they
+        are runs of which none can be read.
+        """
         self._paths = [path.resolve() for path in paths]
         for path in self._paths:
             if not path.is_dir():
                 raise RecordError(f"there is no folder {path}: give a run directory, or a folder of runs")
+            if not os.access(path, os.R_OK | os.X_OK):
+                raise RecordError(f"cannot read {path}: permission denied")
             if not any(_runs_at(path)) and path.name != "runs":
-                raise RecordError(f"{path} is not a run directory and holds none: no config.toml there")
+                raise RecordError(f"{path} is not a run directory and holds none that can be read")
+        problems = [_problem(path) for path in self._paths]
+        if problems and all(problems):
+            raise next(filter(None, problems))
 
     def all(self) -> list[RunHandle]:
         """Return every run, newest last written first; equal names get their folder before them."""
@@ -178,14 +187,30 @@ def open_inside(root: Path, path: Path, limit: int, *, from_end: bool = False) -
         raise RecordError(f"there is no readable {path.name}") from error
 
 
+def _problem(path: Path) -> InsituError | None:
+    """Return why a run cannot be read; None for a folder of runs."""
+    if not (path / "config.toml").is_file():
+        return None
+    try:
+        read_config(path)
+        check_store(path)
+    except InsituError as error:
+        if (path / "run.sqlite").exists():
+            return error
+        return RecordError(f"{path} is not a run of insitu: {without_paths(error, RunHandle('', path))}")
+    return None
+
+
 def _runs_at(path: Path) -> Iterator[Path]:
     if (path / "config.toml").is_file():
         yield path
         return
     with contextlib.suppress(OSError):
         for child in sorted(path.iterdir()):
-            if not child.is_symlink() and (child / "config.toml").is_file():
-                yield child
+            # One that may not be read hides no other.
+            with contextlib.suppress(OSError):
+                if not child.is_symlink() and (child / "config.toml").is_file():
+                    yield child
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -181,8 +182,32 @@ def test_j_k_and_enter_open_rows_where_a_page_has_no_keys_of_its_own(tab: Tab) -
     tab.page.get_by_role("button", name="Held-out tasks").click()
     tab.page.wait_for_selector("main tbody tr")
     assert tab.page.locator("main tbody tr").count() == 3
+    tab.open("#/lab/step/2")
+    assert tab.page.locator("main .title a").all_text_contents() == ["← step 1", "step 3 →"]
+    tab.open("#/lab/step/3")
+    assert tab.page.locator("main .title a").all_text_contents() == ["← step 2"]
     tab.open("#/lab/step/abc")
     assert "There is no step abc" in tab.page.text_content("main")
+
+
+def test_tokens_of_a_degenerate_group_are_not_called_trained(tab: Tab, runs: Path) -> None:
+    with sqlite3.connect(runs / "lab" / "run.sqlite") as db:
+        degenerate = "SELECT rollout_id FROM states WHERE reason = 'degenerate' ORDER BY 1"
+        name = db.execute(degenerate).fetchone()[0]
+    for rollout, trained in ((name, False), (ROLLOUT, True)):
+        tab.open(f"#/lab/rollout/{rollout}")
+        shown = tab.page.locator(".stats .stat:has-text('Tokens trained') .value").text_content()
+        assert (not shown.startswith("0 of")) == trained, shown
+    assert tab.problems == []
+
+
+def test_the_overview_leads_to_the_same_tasks_before_and_after(tab: Tab) -> None:
+    tab.open("#/lab")
+    tab.page.get_by_role("link", name="task by task").click()
+    tab.page.wait_for_selector("h2:has-text('The same held-out tasks')")
+    tab.page.get_by_role("link", name="side by side").first.click()
+    tab.page.wait_for_selector("h1:has-text('Two rollouts')")
+    assert tab.problems == []
 
 
 def test_a_search_of_what_is_not_there_says_so(tab: Tab) -> None:

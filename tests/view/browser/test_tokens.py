@@ -109,6 +109,26 @@ def test_an_address_leads_to_its_token(tab: Tab) -> None:
     assert tab.problems == []
 
 
+def test_parts_follow_each_other_in_every_width(tab: Tab) -> None:
+    """Lines wrap elsewhere after a resize; what is read stays in view."""
+    page = tab.page
+    tab.open(f"#/long/rollout/{LONG}?tab=tokens&at=100000")
+    at_token(tab, 100_000)
+    gaps = """() => {
+      const boxes = [...document.querySelectorAll('.tokpage')].map(e => e.getBoundingClientRect());
+      boxes.sort((a, b) => a.top - b.top);
+      return boxes.slice(1).map((box, i) => Math.round(box.top - boxes[i].bottom));
+    }"""
+    for width in (1280, 500, 900):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.wait_for_timeout(500)
+        found = page.evaluate(gaps)
+        assert found, width
+        assert all(abs(gap) <= 1 for gap in found), (width, found)
+        page.wait_for_function(FRAMED)
+    assert tab.problems == []
+
+
 def test_without_a_token_in_the_address_the_first_sampled_one_is_in_view(tab: Tab) -> None:
     tab.open(f"#/long/rollout/{LONG}?tab=tokens")
     tab.page.wait_for_selector(".tokpage")

@@ -16,8 +16,11 @@ from insitu.view.web.words import Words, WordsCache
 T = TypeVar("T")
 
 
-SHARE = 0.01
-"""Most of a core that one page of a run under way may take when it is asked for again and again."""
+SHARE = 0.005
+"""Most of a core that one page of a run under way may take when it is asked for again and again.
+
+The overview asks for two of them.
+"""
 FREE_S = 0.1
 """Pages that take less CPU time are always up to date."""
 KEPT = 64

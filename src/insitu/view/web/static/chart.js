@@ -129,7 +129,7 @@ function plotOptions({ series, range, log, sync, format, axis, height, width }) 
     scales: { x: { time: axis === "time" }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
     axes: [
       { stroke: text, font, grid: { show: false }, ticks: { show: false }, size: 24, gap: 4, ...(axis === "time" ? { space: 64, values: (_u, ticks, _axis, _space, incr) => ticks.map((t) => clock(t, incr)) } : { space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5, 1e6] }) },
-      { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false }, size: 54, gap: 4, space: 28, values: (_u, ticks) => ticks.map((y) => (isNumber(y) ? format(y) : "")) },
+      { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false }, size: (_u, labels) => Math.max(54, 12 + 6 * Math.max(0, ...(labels ?? []).map((label) => label.length))), gap: 4, space: 28, values: (_u, ticks) => ticks.map((y) => (isNumber(y) ? format(y) : "")) },
     ],
     series: [{}, ...series.map((s) => plotSeries(s))],
   };

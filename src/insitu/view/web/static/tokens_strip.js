@@ -52,12 +52,21 @@ export class TokenStrip {
     box.replaceChildren(this.inner);
     this.onScroll = () => this.update();
     box.addEventListener("scroll", this.onScroll, { passive: true });
-    this.resize = new ResizeObserver(() => {
-      this.heights.clear();
-      this.tops = null;
-      this.update();
-    });
+    this.width = box.clientWidth;
+    this.resize = new ResizeObserver(() => this.resized());
     this.resize.observe(box);
+  }
+
+  /** Lines wrap elsewhere in another width: measure again, and keep what is read in its place. */
+  resized() {
+    if (this.box.clientWidth !== this.width) {
+      this.width = this.box.clientWidth;
+      const { index, share } = this.partAt(this.box.scrollTop);
+      this.heights.clear();
+      this.measure([...this.shown.values()].filter((entry) => entry.page));
+      this.box.scrollTop = this.topOf(index) + share * this.heightOf(index);
+    }
+    this.update();
   }
 
   destroy() {
@@ -197,6 +206,7 @@ export class TokenStrip {
 
   /** Keep what is read in its place when parts above turn out taller or shorter than estimated. */
   measure(entries) {
+    if (!entries.length) return;
     const heights = entries.map((entry) => entry.element.offsetHeight);
     if (!this.heights.size) this.rowsPerToken = heights[0] / Math.max(1, this.tokensIn(entries[0].index));
     let shift = 0;

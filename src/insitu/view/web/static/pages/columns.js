@@ -21,7 +21,7 @@ export const COLUMNS = [
   { key: "reason", label: "Why", cell: (row) => (row.reason || row.error ? html`<${Line} text=${row.reason || row.error} max=${64} />` : dim(NONE)) },
   { key: "calls", label: "Calls", num: true, sortable: true, cell: (row) => int(row.calls) },
   { key: "sampled", label: "Tokens", title: "sampled tokens", num: true, sortable: true, cell: (row) => int(row.sampled) },
-  { key: "trained", label: "Trained", title: "trained tokens", num: true, sortable: true, cell: (row) => int(row.trained) },
+  { key: "trained", label: "To train", title: "tokens that may be trained: a plan can still exclude them", num: true, sortable: true, cell: (row) => int(row.trained) },
   { key: "excluded", label: "Excluded by", cell: (row) => Object.keys(row.excluded ?? {}).map(words).join(", ") || dim(NONE) },
   { key: "state", label: "State", cell: (row) => html`${words(row.state ?? "")} ${row.fate ? dim(words(row.fate)) : ""}` },
   seconds("total_s", "Time", "from dispatch to verdict"),

@@ -34,7 +34,7 @@ function Member({ row, run, reference, rows }) {
       <div><dt>calls</dt><dd>${int(row.calls)}</dd></div>
       <div><dt>advantage</dt><dd>${row.advantage === null ? html`<span class="dim">${words(row.untrained || "none")}</span>` : signed(row.advantage)}</dd></div>
       <div><dt>weight</dt><dd>${num(row.weight)}</dd></div>
-      <div><dt>tokens</dt><dd>${int(row.trained)} <span class="dim">of ${int(row.sampled)}</span></dd></div>
+      <div><dt>tokens</dt><dd>${int(row.untrained ? 0 : row.trained)} <span class="dim">of ${int(row.sampled)}</span></dd></div>
       <div><dt>time</dt><dd>${secs(row.total_s)}</dd></div>
     </dl>
     ${row.reason && html`<p class="small"><span class="dim">Verdict:</span> <${Line} text=${row.reason} max=${160} /></p>`}

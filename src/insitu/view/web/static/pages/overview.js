@@ -3,7 +3,7 @@ import { html, useEffect, useMemo, useState } from "../vendor/preact-htm.module.
 import { apiPath, get } from "../api.js";
 import { ago, int, num, pct, plural, secs, words } from "../format.js";
 import { useRun, useRunVersion } from "../live.js";
-import { go, href, rolloutHref } from "../router.js";
+import { compareHref, go, href, rolloutHref } from "../router.js";
 import { Badge, Empty, Panel, Reward, Stat, useData, Waiting } from "../ui.js";
 import { Line } from "../text.js";
 import { Chart, movingMean, recentMean, Stack } from "../chart.js";
@@ -103,8 +103,8 @@ function Curve({ data, run }) {
   const { steps, heldout } = data;
   const curve = useMemo(() => curveOf(steps, heldout), [steps, heldout]);
   return html`<${Panel} title="Is it learning?" note="share of tasks solved; click a step to open it">
-    ${curve.xs.length ? html`<${Chart} title="training solve rate" xs=${curve.xs} series=${curve.series} height=${270} range=${[0, curve.top]} format=${pct} legend onPick=${(x) => steps.step.includes(x) && go(href(run, "step", [x]))} />` : html`<${Empty}>No step is committed yet.<//>`}
-    <${HeldOutLine} heldout=${heldout} />
+    ${curve.xs.length ? html`<${Chart} title="training solve rate" xs=${curve.xs} series=${curve.series} height=${320} range=${[0, curve.top]} format=${pct} legend onPick=${(x) => steps.step.includes(x) && go(href(run, "step", [x]))} />` : html`<${Empty}>No step is committed yet.<//>`}
+    <${HeldOutLine} heldout=${heldout} run=${run} />
   <//>`;
 }
 
@@ -127,10 +127,10 @@ function curveOf(steps, heldout) {
   return { xs, series, top: Math.min(1, Math.ceil(highest * 10.5) / 10) || 1 };
 }
 
-function HeldOutLine({ heldout }) {
+function HeldOutLine({ heldout, run }) {
   const totals = heldout.filter((p) => p.category === "");
   if (!totals.length) return "";
-  return html`<p class="note">${totals.map((p, i) => html`${i ? " · " : ""}${words(p.phase)}: <b class="nowrap">${int(p.solved)} of ${int(p.total)}</b> (${pct(p.low)} – ${pct(p.high)})`)}</p>`;
+  return html`<p class="note">${totals.map((p, i) => html`${i ? " · " : ""}${words(p.phase)}: <b class="nowrap">${int(p.solved)} of ${int(p.total)}</b> (${pct(p.low)} – ${pct(p.high)})`)}${totals.length > 1 ? html` · <a href=${compareHref([run])}>task by task</a>` : ""}</p>`;
 }
 
 function HeldOut({ points }) {

@@ -93,12 +93,13 @@ function Moves({ moves }) {
 
 function Figures({ row, credit, waits, run }) {
   const trained = credit?.proof === "identical";
+  const planned = credit && credit.proof !== "unknown";
   return html`<section class="panel strip" aria-label="figures"><div class="figures">
     <dl class="stats">
       ${figure("Reward", html`<${Reward} value=${row.reward} />`, row.total ? `${int(row.passed)} of ${int(row.total)} checks` : "")}
       ${figure("Status", words(row.status), row.attempt > 1 ? `attempt ${row.attempt}` : "")}
       ${figure("Advantage × weight", isNumber(credit?.advantage) ? html`${signed(credit.advantage)} <span class="dim">× ${num(credit.weight)}</span>` : NONE, credit ? (trained && isNumber(credit.advantage) ? html`<span class="good-text" title="the recomputed plan has the digest of the trained one">✓ proven</span>` : words(credit.reason || credit.problem)) : row.fate ? words(row.fate) : "")}
-      ${figure("Tokens trained", html`${int(row.trained)} <span class="dim">of ${int(row.sampled)}</span>`, Object.entries(row.excluded ?? {}).map(([reason, n]) => `${int(n)} ${words(reason)}`).join(", "))}
+      ${figure(planned ? "Tokens trained" : "Tokens to train", html`${int(planned ? credit.trained : row.trained)} <span class="dim">of ${int(row.sampled)}</span>`, Object.entries(row.excluded ?? {}).map(([reason, n]) => `${int(n)} ${words(reason)}`).join(", "))}
       ${figure("Calls", int(row.calls), "")}
       ${figure("Weights", isNumber(row.oldest) ? `version ${row.oldest === row.version ? row.version : `${row.oldest}–${row.version}`}` : NONE, "")}
     </dl>

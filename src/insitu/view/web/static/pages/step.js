@@ -3,6 +3,7 @@ import { html } from "../vendor/preact-htm.module.js";
 import { apiPath } from "../api.js";
 import { ago, int, isNumber, num, pct, plural, secs, signed, when, words } from "../format.js";
 import { useKeys } from "../keys.js";
+import { useRun } from "../live.js";
 import { go, href, rolloutHref } from "../router.js";
 import { Empty, Facts, Panel, Stat, useData, Waiting } from "../ui.js";
 import { Line } from "../text.js";
@@ -18,10 +19,12 @@ export function StepPage({ route }) {
 function OneStep({ route }) {
   const step = Number(route.parts[0]);
   const loaded = useData(apiPath([route.run, "step"], { step }));
+  const { run } = useRun();
+  const more = run?.state === "running" || step < run?.step;
   const to = (n) => go(href(route.run, "step", [n]));
-  useKeys({ h: ["previous step", () => step > 1 && to(step - 1)], l: ["next step", () => to(step + 1)] });
+  useKeys({ h: ["previous step", () => step > 1 && to(step - 1)], l: ["next step", () => more && to(step + 1)] });
   const title = html`<div class="title"><h1>Step ${step}</h1><span class="grow"></span>
-    ${step > 1 && html`<a href=${href(route.run, "step", [step - 1])}>← step ${step - 1}</a>`} <a href=${href(route.run, "step", [step + 1])}>step ${step + 1} →</a></div>`;
+    ${step > 1 && html`<a href=${href(route.run, "step", [step - 1])}>← step ${step - 1}</a>`} ${more && html`<a href=${href(route.run, "step", [step + 1])}>step ${step + 1} →</a>`}</div>`;
   if (!loaded.data) return html`${title}<${Waiting} of=${loaded} />`;
   const { metrics, ledger, groups } = loaded.data;
   const members = groups.flatMap((group) => group.rollouts);

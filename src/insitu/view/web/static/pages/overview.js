@@ -137,13 +137,16 @@ function HeldOut({ points }) {
   return html`<${Panel} title="Solved" note="with 95 % intervals"><ul class="list">${points.filter((p) => p.phase !== "train").map((p) => html`<li class="rowlink"><b class="num">${pct(p.rate)}</b> <${Line} text=${p.category || "all tasks"} /> <span class="dim">${int(p.solved)} of ${int(p.total)}, ${pct(p.low)} – ${pct(p.high)}</span></li>`)}</ul><//>`;
 }
 
+const CAUSES = 6;
+
 function Why({ why, run }) {
   const total = why.reduce((sum, row) => sum + row.n, 0);
-  return html`<${Panel} title="Why not solved" note=${total ? `${plural(total, "rollout")}, by cause` : ""}>
-    ${why.length ? html`<ul class="bars">${why.slice(0, 8).map((row) => html`<li><a class="bar-row" href=${whyHref(run, row)}>
+  const cause = (row) => html`<li><a class="bar-row" href=${whyHref(run, row)}>
       <span class="fill" style=${{ width: `${(100 * row.n) / why[0].n}%` }}></span>
       <span class="on"><b class="num">${int(row.n)}</b> <span class="cause"><${Line} text=${row.text || causeOf(row)} max=${110} /></span> ${row.outcome && row.outcome !== "unresolved" ? html`<${Badge} value=${row.outcome} />` : row.status !== "ok" ? html`<${Badge} value=${row.status} />` : ""}</span>
-    </a></li>`)}</ul>${why.length > 8 ? html`<p class="note">${plural(why.length - 8, "more cause", "more causes")} on the <a href=${href(run, "health")}>health page</a></p>` : ""}` : html`<${Empty}>Nothing failed.<//>`}
+    </a></li>`;
+  return html`<${Panel} title="Why not solved" note=${total ? `${plural(total, "rollout")}, by cause` : ""}>
+    ${why.length ? html`<ul class="bars">${why.slice(0, CAUSES).map(cause)}</ul>${why.length > CAUSES ? html`<details><summary class="note">${plural(why.length - CAUSES, "more cause", "more causes")}</summary><ul class="bars">${why.slice(CAUSES).map(cause)}</ul></details>` : ""}` : html`<${Empty}>Nothing failed.<//>`}
   <//>`;
 }
 

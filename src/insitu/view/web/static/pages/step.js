@@ -78,8 +78,10 @@ export function RewardLegend() {
 export function Cell({ row, run }) {
   const kind = row.reward === null ? "n" : row.reward >= 1 ? "1" : row.reward > 0 ? "p" : "0";
   const text = row.reward === null ? "–" : row.reward >= 1 ? "1" : row.reward > 0 ? num(row.reward).replace(/^0/, "") : "0";
-  const fate = row.untrained ? `, not trained: ${words(row.untrained)}` : isNumber(row.advantage) ? `, advantage ${signed(row.advantage)}` : "";
-  return html`<a class=${`cell heat-${kind} ${row.untrained ? "hatched" : ""}`} href=${rolloutHref(run, row.id)} title=${`${row.id}: reward ${num(row.reward)}${fate}`} aria-label=${`rollout ${row.slot}: reward ${num(row.reward)}${fate}`}>${text}</a>`;
+  // Lists of a task have no plan: there, the fate of the rollout says it.
+  const why = row.untrained || row.fate;
+  const fate = why ? `, not trained: ${words(why)}` : isNumber(row.advantage) ? `, advantage ${signed(row.advantage)}` : "";
+  return html`<a class=${`cell heat-${kind} ${why ? "hatched" : ""}`} href=${rolloutHref(run, row.id)} title=${`${row.id}: reward ${num(row.reward)}${fate}`} aria-label=${`rollout ${row.slot}: reward ${num(row.reward)}${fate}`}>${text}</a>`;
 }
 
 function Staleness({ rows, step }) {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -15,6 +18,7 @@ import insitu
 from insitu.bridges.equality import difference
 from insitu.bridges.export import FORMS as FORMS_OF_EXPORT
 from insitu.bridges.imports import read_export
+from insitu.bridges.jsonl import read_jsonl
 from insitu.bridges.records import ROWS
 from insitu.cli import main
 from insitu.cli.options import EXPORT_FORMS
@@ -196,27 +200,88 @@ def test_damaged_exports_are_refused(run: Path, tmp_path: Path, damage: Any, lin
     assert not (tmp_path / "run").exists()
 
 
+def _edited(run: Path, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """Export a step and edit its first rollout, as if the manifest were of the edited file."""
+    if not folder.exists():
+        insitu.export_run(run, folder, to="jsonl", steps=(2, 3))
+        shutil.copyfile(folder / "data" / "rollouts.jsonl", folder / "kept")
+        _changed(folder, files={})
+    first, *others = (folder / "kept").read_bytes().splitlines()
+    record = orjson.loads(first)
+    edit(record)
+    (folder / "data" / "rollouts.jsonl").write_bytes(b"\n".join([orjson.dumps(record), *others]))
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "line"),
+    ("name", "change", "line"),
     [
-        ("mask", [True], "lists differ in length"),
-        ("ids", [2**40], "is not an exported rollout"),
-        ("rollout_id", "other", "3 rows are expected"),
+        ("mask", lambda old: old[:1], "lists differ in length"),
+        ("mask", lambda old: [True for _ in old], "segments hold"),
+        ("mask", lambda old: ["no" for _ in old], "mask is no list of one type without gaps"),
+        ("ids", lambda old: [2**40 for _ in old], "is not an exported rollout"),
+        ("ids", lambda old: [1.5 for _ in old], "ids is no list of one type without gaps"),
+        ("ids", lambda old: [-5 for _ in old], "an id is below 0"),
+        ("ids", lambda old: [[1] for _ in old], "ids is no list of one type without gaps"),
+        ("ids", lambda old: 5, "ids is no list"),
+        ("logprobs", lambda old: [None, *old[1:]], "logprobs is no list of one type without gaps"),
+        ("rollout_id", lambda old: "other", "3 rows are expected"),
     ],
 )
 def test_lists_that_do_not_fit_are_refused(
-    run: Path, tmp_path: Path, name: str, value: object, line: str
+    run: Path, tmp_path: Path, name: str, change: Callable[[Any], object], line: str
 ) -> None:
-    folder = tmp_path / "out"
-    insitu.export_run(run, folder, to="jsonl", steps=(2, 3))
-    path = folder / "data" / "rollouts.jsonl"
-    first, *others = path.read_bytes().splitlines()
-    record = orjson.loads(first)
-    record["segments"][0][name] = value
-    path.write_bytes(b"\n".join([orjson.dumps(record), *others]))
-    _changed(folder, files={})
+    def edit(record: dict[str, Any]) -> None:
+        row = record["segments"][0]
+        row[name] = change(row[name])
+
     with pytest.raises(RecordError, match=line):
-        list(read_export(folder))
+        list(read_export(_edited(run, tmp_path / "out", edit)))
+
+
+def test_whatever_is_edited_is_read_or_refused(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    _edited(run, folder, lambda record: None)
+    record = next(read_jsonl(folder))[0]
+    for name in [*record, "segments"]:
+        for value in ("none", None, "x", -1, 1.5, [None], {}):
+
+            def edit(record: dict[str, Any], name: str = name, value: object = value) -> None:
+                record.pop(name)
+                if value != "none":
+                    record[name] = value
+
+            with contextlib.suppress(RecordError):
+                list(read_export(_edited(run, folder, edit)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("reward", "x"), ("reward", []), ("components", -1), ("began_s", {}), ("place", None), ("state", 1),
+     ("attempts", [None])],
+)  # fmt: skip
+def test_values_that_cannot_be_stored_are_refused(
+    run: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    folder = _edited(run, tmp_path / "out", lambda record: record.update({name: value}))
+    with pytest.raises(RecordError, match=r"rollout train/.* cannot be"):
+        insitu.import_run(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tables_of_other_types_are_refused(exports: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(exports["parquet"], folder)
+    path = folder / "data" / "rows.parquet"
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("ids")
+    wide = table.set_column(at, "ids", table["ids"].cast(pa.list_(pa.int64())))
+    gaps = table.set_column(at, "ids", pa.array([[None]] * len(table), pa.list_(pa.int32())))
+    for made, line in ((wide, "column ids has type list<.*int64>, not list<.*int32>"), (gaps, "has gaps")):
+        pq.write_table(made, path)
+        _changed(folder, files={})
+        with pytest.raises(RecordError, match=line):
+            list(read_export(folder))
 
 
 @pytest.mark.parametrize(
@@ -241,10 +306,20 @@ def test_columns_do_not_come_from_a_file(run: Path, tmp_path: Path, place: objec
 def test_a_manifest_without_its_facts_is_refused(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     insitu.export_run(run, folder, to="jsonl", steps=(2, 3))
-    for change, line in (({"steps": [{"step": 1}]}, "committed step"), ({"form": "verl"}, "has form verl")):
+    for change, line in (
+        ({"steps": 1}, "has no steps"),
+        ({"steps": [{"step": 1}]}, "committed step"),
+        ({"meta": None}, "has no meta"),
+        ({"files": []}, "has no files"),
+        ({"files": {"data/rollouts.jsonl": 1}}, "the export is damaged or was changed"),
+        ({"form": []}, "has no form"),
+        ({"form": "verl"}, "has form verl"),
+    ):
+        before = (folder / "manifest.json").read_bytes()
         _changed(folder, **change)
         with pytest.raises(RecordError, match=line):
             insitu.import_run(folder, tmp_path / "run")
+        (folder / "manifest.json").write_bytes(before)
     (folder / "manifest.json").write_text('{"format": "insitu-rollouts"}')
     with pytest.raises(RecordError, match="has no schema_version"):
         insitu.import_run(folder, tmp_path / "run")

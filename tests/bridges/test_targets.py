@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import orjson
 import pytest
 from played import AGENTS, played_group
+from row_lab import rollout
 
 import insitu
 from insitu.bridges.calls import row_calls
@@ -30,6 +32,7 @@ from insitu.bridges.to_verl import to_verl
 from insitu.cli import main
 from insitu.suites.open_renderer import Splitter, open_renderer
 from insitu.training.plan.step import PlanConfig, PlanRow
+from insitu.types import Group, Trajectory, Turn
 
 Groups = tuple[GroupRows, ...]
 
@@ -190,6 +193,29 @@ def test_skyrl_rows_of_a_rollout_are_contiguous(groups: Groups) -> None:
     assert out["rewards"] == [item.rollout.reward for item, _ in rows]
     for index, (_, segment) in enumerate(rows):
         assert out["prompt_token_ids"][index] + out["response_ids"][index] == segment.ids.tolist()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_names_of_sessions_are_any_text(name: str) -> None:
+    rollouts = tuple(rollout(f"suite/{text}", reward) for text, reward in (("a", 1.0), ("b", 0.0)))
+    rollouts = tuple(replace(one, trajectory=_with_turns(one.trajectory)) for one in rollouts)
+    made = rows_of([Group(id="suite", task_id="t", rollouts=rollouts)], PlanConfig())
+    assert TARGETS[name](made).account.trained == 6
+
+
+def _with_turns(trajectory: Trajectory) -> Trajectory:
+    [row] = trajectory.segments
+    row = replace(row, **{name: getattr(row, name)[:7] for name in ("ids", "mask", "logprobs", "versions")})
+    turn = Turn(
+        index=0,
+        parent=-1,
+        context_ids=row.ids[:4],
+        ids=row.ids[4:7],
+        logprobs=row.logprobs[4:7],
+        finish="stop",
+        version_runs=((0, 4),),
+    )
+    return replace(trajectory, segments=(row,), turns=(turn,))
 
 
 def test_areal_arrays_have_one_shape(groups: Groups) -> None:

@@ -6,8 +6,11 @@ import asyncio
 import importlib.util
 import os
 import signal
+from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType
+from threading import Thread
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +27,12 @@ from insitu.training.learner.process import LearnerSpec
 from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine
 from insitu.training.options import LossConfig, OptimConfig, PolicyConfig, ServiceOptions, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.training.service.main import probe_ids
+from insitu.training.service.main import Published, SamplingCommands, probe_ids
 from insitu.training.service.reduction import Reduction, find_reduction
 from insitu.training.service.session import Service, TrainingRun
 from insitu.training.service.trainer import HalfDoneError, ServiceTrainer
 from insitu.training.trainer.trainer import Trainer
-from insitu.types import RequestKey, SamplingParams
+from insitu.types import IntArray, RequestKey, SamplingParams
 
 SDK = Path(__file__).parents[1] / "fakes" / "tinker_sdk"
 
@@ -294,3 +297,95 @@ async def test_a_learner_that_only_samples_trains_nothing(folder: Path) -> None:
             await one(learner)
         results = await asyncio.gather(*(one(learner, f"r{i}") for i in range(5)))
         assert len({tuple(ids) for ids, _ in results}) > 1
+
+
+# --------------------------------------------------------------------------- replies of the service
+
+
+class Request:
+    """One sampling request without a socket; `answer` is what it was answered with."""
+
+    open = True
+    on_cancel = None
+
+    def __init__(self) -> None:
+        self.meta = {
+            "max_tokens": 4, "temperature": 1.0, "stop_ids": [], "seed": 0, "rollout_id": "a", "turn": 0,
+        }  # fmt: skip
+        self.arrays = {"ids": np.arange(4, dtype=np.int32)}
+        self.answer: object = None
+
+    def reply(self, meta: object = None, arrays: object = None) -> None:
+        self.answer = meta or "done"
+
+    def fail(self, error: object) -> None:
+        self.answer = error
+
+
+class Later:
+    """A sampler whose requests end when a test says so."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future[Any]] = []
+
+    def sample(self, ids: IntArray, params: SamplingParams, seed: int) -> Future[Any]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def sampling(sampler: Later) -> SamplingCommands:
+    return SamplingCommands(Published(version=3, weights="w", sampler=sampler), 64)  # type: ignore[arg-type]
+
+
+def sequence(**changed: object) -> SimpleNamespace:
+    known = {"tokens": [5, 6], "logprobs": [-1.0, -2.0], "stop_reason": "length"}
+    return SimpleNamespace(**{**known, **changed})
+
+
+@pytest.mark.parametrize(
+    ("sequences", "line"),
+    [
+        ([], "0 sequences where one was asked for"),
+        ([sequence(), sequence()], "2 sequences where one was asked for"),
+        ([sequence(logprobs=None)], "no logprobs"),
+        ([sequence(logprobs=[-1.0])], "1 logprobs for 2 ids"),
+        ([sequence(logprobs=[-1.0, float("nan")])], "logprob 1 is nan"),
+        ([sequence(logprobs=[-1.0, None])], "logprob 1 is None"),
+        ([sequence(logprobs=[-1.0, 0.5])], "which no sampled token can have"),
+        ([sequence(tokens=[])], "0 tokens"),
+        ([sequence(stop_reason="refusal")], "finish reason 'refusal'"),
+    ],
+)
+def test_what_a_service_must_not_reply_is_refused(sequences: list[object], line: str) -> None:
+    sampler, request = Later(), Request()
+    sampling(sampler).handlers["engine.generate"](request)  # type: ignore[arg-type]
+    sampler.futures[0].set_result(SimpleNamespace(sequences=sequences))
+    assert isinstance(request.answer, EngineError)
+    assert str(request.answer).startswith("training service")
+    assert line in str(request.answer)
+
+
+def test_a_pause_waits_for_all_requests_and_holds_later_ones() -> None:
+    sampler = Later()
+    commands = sampling(sampler)
+    handlers = commands.handlers
+    running, held, pause = [Request(), Request()], Request(), Request()
+    for request in running:
+        handlers["engine.generate"](request)  # type: ignore[arg-type]
+    handlers["engine.pause"](pause)  # type: ignore[arg-type]
+    handlers["engine.generate"](held)  # type: ignore[arg-type]
+    # Requests end in threads of the SDK.
+    threads = [
+        Thread(target=future.set_result, args=(SimpleNamespace(sequences=[sequence()]),))
+        for future in sampler.futures
+    ]
+    assert pause.answer is None
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert pause.answer == "done"
+    assert len(sampler.futures) == 2, "held until resumed"
+    handlers["engine.resume"](Request())  # type: ignore[arg-type]
+    sampler.futures[2].set_result(SimpleNamespace(sequences=[sequence()]))
+    assert held.answer == {"finish": "length", "version_runs": [[0, 3]], "first_s": None, "cached": None}

@@ -25,7 +25,7 @@ from insitu.storage.store import StepRecord
 from insitu.types import Ledger
 
 MANIFEST = "manifest.json"
-_FACTS = ("schema_version", "form", "files", "meta", "steps")
+_FACTS = {"schema_version": int, "form": str, "files": dict, "meta": dict, "steps": list}
 _READERS = {"jsonl": read_jsonl, "parquet": read_parquet, "hf": read_parquet}
 
 
@@ -36,9 +36,9 @@ def read_manifest(folder: Path) -> Mapping[str, Any]:
         manifest = orjson.loads(path.read_bytes())
     if not isinstance(manifest, dict) or manifest.get("format") != "insitu-rollouts":
         raise RecordError(f"{path} is not the manifest of exported rollouts")
-    lacking = [name for name in _FACTS if name not in manifest]
-    if lacking:
-        raise RecordError(f"{path} has no {lacking[0]}")
+    for name, kind in _FACTS.items():
+        if not isinstance(manifest.get(name), kind):
+            raise RecordError(f"{path} has no {name}")
     if manifest["schema_version"] != SCHEMA or manifest["form"] not in _READERS:
         raise RecordError(
             f"{folder} has form {manifest['form']}, schema {manifest['schema_version']}; this insitu imports"
@@ -47,7 +47,11 @@ def read_manifest(folder: Path) -> Mapping[str, Any]:
     for name, facts in manifest["files"].items():
         file = folder / name
         with boundary(RecordError, f"read {file}"), file.open("rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != facts["sha256"]:
+            found = {
+                "bytes": file.stat().st_size,
+                "sha256": hashlib.file_digest(opened, "sha256").hexdigest(),
+            }
+            if found != facts:
                 raise RecordError(f"{file} differs from the manifest: the export is damaged or was changed")
     return manifest
 
@@ -84,7 +88,10 @@ def _fill(made: RunDir, folder: Path, manifest: Mapping[str, Any]) -> None:
         shutil.copytree(folder / TOKENIZER, made.path / TOKENIZER, dirs_exist_ok=True)
     with ImportedStore(made.path / "run.sqlite") as store, made.metrics() as metrics:
         for found in read_export(folder):
-            store.add(found.rollout, found.place, found.state, found.attempts)
+            try:
+                store.add(found.rollout, found.place, found.state, found.attempts)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise RecordError(f"rollout {found.rollout.id} cannot be stored: {error!r}") from error
         for name, value in manifest["meta"].items():
             if name != "schema_version":
                 store.set_meta(name, value)

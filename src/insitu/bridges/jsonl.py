@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from insitu.bridges.records import ROLLOUTS, ROWS, Record
 from insitu.errors import RecordError, boundary
 
 FILE = "data/rollouts.jsonl"
-_NUMPY = {"ints": np.int32, "bools": np.bool_, "floats": np.float32}
+_NUMPY = {"ints": ("i", np.int32), "bools": ("b", np.bool_), "floats": ("f", np.float32)}
+"""Kind of a column -> kind of what is read, and type."""
 
 
 class JsonlWriter:
@@ -46,5 +48,13 @@ def _arrays(record: Record, columns: Mapping[str, str]) -> Record:
     found: dict[str, Any] = dict(record)
     for name, kind in columns.items():
         if kind in _NUMPY:
-            found[name] = np.array(record[name], dtype=_NUMPY[kind])
+            found[name] = _array(name, record[name], *_NUMPY[kind])
     return found
+
+
+def _array(name: str, values: Any, kind: str, dtype: type) -> npt.NDArray[Any]:
+    """Return a list as an array; ValueError where a value would have to be changed for that."""
+    read = np.array(values)
+    if not isinstance(values, list) or read.ndim != 1 or (values and read.dtype.kind != kind):
+        raise ValueError(f"{name} is no list of one type without gaps")
+    return np.array(values, dtype)

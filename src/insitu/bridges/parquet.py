@@ -133,6 +133,9 @@ def _records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
         lacking = [name for name in columns if name not in file.schema_arrow.names]
         if lacking:
             raise RecordError(f"{path} has no column {lacking[0]}: it is not an export of insitu")
+        for name, kind in columns.items():
+            if (found := file.schema_arrow.field(name).type) != _type(kind):
+                raise RecordError(f"{path}: column {name} has type {found}, not {_type(kind)}")
         for batch in file.iter_batches(GROUP_ROWS, columns=list(columns)):
             values = {name: _values(batch.column(name), kind) for name, kind in columns.items()}
             for index in range(len(batch)):
@@ -146,6 +149,8 @@ def _values(column: Any, kind: str) -> Sequence[Any]:
     if kind not in ("ints", "bools", "floats"):
         found: list[Any] = column.to_pylist()
         return found
+    if column.null_count or column.values.null_count:
+        raise ValueError("a list has gaps")
     offsets = column.offsets.to_numpy()
     items = column.values.to_numpy(zero_copy_only=False)
     return [items[start:stop] for start, stop in pairwise(offsets)]

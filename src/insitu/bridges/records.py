@@ -17,7 +17,9 @@ import numpy as np
 
 from insitu.bridges.rows import RolloutRows
 from insitu.capture.export import by_index, chain_ends
-from insitu.errors import RecordError
+from insitu.config.training import RowRules
+from insitu.errors import RecordError, TrainError
+from insitu.training.plan.row_selection import choose_rows
 from insitu.types import (
     CallTimes,
     DriftNote,
@@ -294,17 +296,23 @@ def _joined(parts: Sequence[np.ndarray[Any, Any]], dtype: Any) -> Any:
 
 def read_rollout(record: Record, rows: Sequence[Record]) -> ReadRollout:
     """Return the rollout of a record and its row records. Raises RecordError when they do not fit."""
-    rollout_id = record["rollout_id"]
-    if len(rows) != record["rows"] or any(row["rollout_id"] != rollout_id for row in rows):
-        raise RecordError(f"rollout {rollout_id}: {record['rows']} rows are expected, {len(rows)} are there")
-    segments = tuple(_segment(record["session"] or rollout_id, row) for row in rows)
+    rollout_id = str(record.get("rollout_id"))
     try:
+        if len(rows) != record["rows"] or any(row["rollout_id"] != rollout_id for row in rows):
+            raise RecordError(
+                f"rollout {rollout_id}: {record['rows']} rows are expected, {len(rows)} are there"
+            )
+        segments = tuple(_segment(record["session"] or rollout_id, row) for row in rows)
         rollout = _rollout(record, segments)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        # The tokens must be those of the account.
+        choose_rows(rollout, RowRules())
+        return ReadRollout(
+            rollout=rollout, place=record["place"], state=record["state"], attempts=record["attempts"]
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise RecordError(f"rollout {rollout_id} cannot be read: {error!r}") from error
-    return ReadRollout(
-        rollout=rollout, place=record["place"], state=record["state"], attempts=record["attempts"]
-    )
+    except TrainError as error:
+        raise RecordError(str(error)) from error
 
 
 def _segment(session: str, row: Record) -> Segment:
@@ -314,6 +322,8 @@ def _segment(session: str, row: Record) -> Segment:
         raise RecordError(
             f"rollout {row['rollout_id']} segment {row['segment']}: lists differ in length: {lengths}"
         )
+    if arrays["ids"].min(initial=0) < 0:
+        raise RecordError(f"rollout {row['rollout_id']} segment {row['segment']}: an id is below 0")
     return Segment(rollout_id=session, index=row["segment"], kind=row["kind"], label=row["label"], **arrays)
 
 

@@ -19,8 +19,7 @@ def to_skyrl(groups: Sequence[GroupRows]) -> Conversion[dict[str, Any]]:
     """Return lists of one length, an entry per row; the reward stands at each row of its rollout."""
     out: dict[str, Any] = {name: [] for name in _FIELDS}
     taken: list[RowKey] = []
-    for item in (item for group in groups for item in group.scored):
-        slot = int(item.rollout.id.rpartition("/")[2]) if "/" in item.rollout.id else len(taken)
+    for number, item in (pair for group in groups for pair in enumerate(group.scored)):
         for segment in item.segments:
             first = int(segment.mask.argmax())
             values = (
@@ -30,7 +29,7 @@ def to_skyrl(groups: Sequence[GroupRows]) -> Conversion[dict[str, Any]]:
                 segment.mask[first:].astype(np.int32).tolist(),
                 "length" if item.rollout.status == "truncated" else "stop",
                 segment.logprobs[first:].astype(np.float64).tolist(),
-                {"instance_id": item.group_id, "repetition_id": slot},
+                {"instance_id": item.group_id, "repetition_id": number},
                 segment is item.segments[-1],
             )
             for name, value in zip(_FIELDS, values, strict=True):

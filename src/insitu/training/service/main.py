@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +58,8 @@ class SamplingCommands:
     def __init__(self, published: Published, max_context: int) -> None:
         self.published = published
         self._max_context = max_context
+        self._lock = threading.Lock()
+        """Of the next two: requests end in threads of the SDK."""
         self._running = 0
         self._pausing: list[RpcCall] = []
         self._waiting: list[RpcCall] | None = None
@@ -85,27 +88,33 @@ class SamplingCommands:
         params, key = request_of(call.meta)
         ids, version = call.arrays["ids"], self.published.version
         future = self.published.sampler.sample(ids, params, stream_seed(key) % _SEEDS)
-        self._running += 1
+        with self._lock:
+            self._running += 1
         call.on_cancel = lambda: void(future.cancel())
         future.add_done_callback(lambda done: self._answer(call, ids, params, version, done))
 
     def _answer(
         self, call: RpcCall, ids: IntArray, params: SamplingParams, version: int, done: Future[Any]
     ) -> None:
-        self._running -= 1
         try:
             call.reply(*_reply(done, ids, params, version))
         except InsituError as error:
             call.fail(error)
-        if not self._running:
-            while self._pausing:
-                self._pausing.pop().reply()
+        with self._lock:
+            self._running -= 1
+            paused = self._pausing if not self._running else []
+            if paused:
+                self._pausing = []
+        for one in paused:
+            one.reply()
 
     def _pause(self, call: RpcCall) -> None:
         self._waiting = self._waiting or []
-        if self._running:
-            self._pausing.append(call)
-        else:
+        with self._lock:
+            running = self._running
+            if running:
+                self._pausing.append(call)
+        if not running:
             call.reply()
 
     def _resume(self, call: RpcCall) -> None:
@@ -125,7 +134,10 @@ def _reply(
     if (error := done.exception()) is not None:
         line = " ".join(str(error).split()) or type(error).__name__
         raise EngineError(f"training service: sample: {line[:400]}") from error
-    sequence = done.result().sequences[0]
+    sequences = done.result().sequences
+    if len(sequences) != 1:
+        raise EngineError(f"training service: sample: {len(sequences)} sequences where one was asked for")
+    [sequence] = sequences
     raw = RawReply(
         ids=list(sequence.tokens),
         logprobs=list(sequence.logprobs) if sequence.logprobs is not None else None,

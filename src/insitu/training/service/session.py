@@ -49,9 +49,10 @@ class ServiceSampler:
             seed=seed,
             stop=sorted(params.stop_ids),
         )
-        future: Future[Any] = self._client.sample(
-            prompt=types.ModelInput.from_ints(ids.tolist()), num_samples=1, sampling_params=wanted
-        )
+        with _sdk_errors("sample"):
+            future: Future[Any] = self._client.sample(
+                prompt=types.ModelInput.from_ints(ids.tolist()), num_samples=1, sampling_params=wanted
+            )
         return future
 
 

@@ -150,7 +150,7 @@ def test_json_lines_go_to_stdout(run: Path, capfdbinary: pytest.CaptureFixture[b
     ("argv", "line"),
     [
         (["--to", "csv", "--out", "OUT"], "no such form: csv; there are: jsonl, parquet, hf, atif"),
-        (["--to", "verl", "--check", "--out", "OUT"], "--check reads back jsonl, parquet, hf, not verl"),
+        (["--to", "atif", "--check", "--out", "OUT"], "--check reads back jsonl, parquet, hf, areal, nemo"),
         (["--to", "parquet"], "give --out DIR: only JSON lines without --check are written to stdout"),
         (["--steps", "1-3", "--out", "OUT"], "--steps takes A:B, A: or :B, not '1-3'"),
         (["--phase", "nothing", "--out", "OUT"], "holds no such rollout"),

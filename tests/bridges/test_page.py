@@ -36,4 +36,4 @@ def test_blocks_with_packages_run(
 
 
 def test_there_are_blocks_of_both_kinds() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6

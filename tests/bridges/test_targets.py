@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from insitu.bridges.calls import row_calls
 from insitu.bridges.equality import difference
 from insitu.bridges.records import StoredRollout, read_rollout, rollout_record, row_records
 from insitu.bridges.rows import GroupRows, rows_of
-from insitu.bridges.targets import TARGETS
+from insitu.bridges.targets import READERS, TARGETS, check_payload
 from insitu.bridges.to_areal import to_areal
 from insitu.bridges.to_nemo import to_nemo
 from insitu.bridges.to_openenv import to_openenv
@@ -30,6 +31,7 @@ from insitu.bridges.to_tinker import to_tinker
 from insitu.bridges.to_verifiers import to_verifiers
 from insitu.bridges.to_verl import to_verl
 from insitu.cli import main
+from insitu.errors import RecordError
 from insitu.suites.open_renderer import Splitter, open_renderer
 from insitu.training.plan.step import PlanConfig, PlanRow
 from insitu.types import Group, Trajectory, Turn
@@ -73,6 +75,50 @@ def test_every_captured_token_is_in_the_payload_or_excluded_by_name(name: str, g
     assert account.trained == (own if name in ("prime", "rllm", "tinker", "verifiers") else everything)
     unscored = account.excluded.get("target_unscored", 0) + account.excluded.get("ungraded", 0)
     assert unscored == ledgers[3].trained
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_payloads_are_read_back_bit_for_bit(name: str, groups: Groups) -> None:
+    made = TARGETS[name](groups)
+    payload = made.payload if isinstance(made.payload, list) else [made.payload]
+    wire = orjson.loads(orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY))
+    for each in (payload, wire):
+        check_payload(name, groups, each)
+    rows = READERS[name](wire)
+    assert sum(int(row.mask.sum()) for row in rows) >= made.account.trained > 0
+    missing = {
+        "versions": all(row.versions is None for row in rows),
+        "rewards": all(row.reward is None for row in rows),
+        "weights": name != "tinker" and all(row.weight is None for row in rows),
+    }
+    lost = {each.partition(" ")[0] for each in made.lost}
+    assert {what for what, gone in missing.items() if gone} == lost - {"rows"}, "losses are named"
+
+
+DAMAGE: dict[str, Callable[[Any], object]] = {
+    "areal": lambda p: p[0]["input_ids"][0].__setitem__(0, 3),
+    "nemo": lambda p: p[0]["message_log"][1]["generation_logprobs"].pop(),
+    "openenv": lambda p: p[0].update(env_reward=0.25),
+    "prime": lambda p: p[0][13].__setitem__(p[0][1].index(True), 9.0),
+    "rllm": lambda p: p[0]["trajectories"][0]["steps"][0]["response_ids"].append(1),
+    "skyrl": lambda p: p[0]["rollout_logprobs"].pop(),
+    "tinker": lambda p: p.pop(),
+    "verifiers": lambda p: p[0]["nodes"][0]["token_ids"].__setitem__(0, 3),
+    "verl": lambda p: p[0][0]["response_mask"].__setitem__(0, 0),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_changed_payload_is_named(name: str, all_groups: dict[str, Groups]) -> None:
+    groups = all_groups["mini_swe"]
+    made = TARGETS[name](groups).payload
+    payload = orjson.loads(
+        orjson.dumps(made if isinstance(made, list) else [made], option=orjson.OPT_SERIALIZE_NUMPY)
+    )
+    DAMAGE[name](payload)
+    with pytest.raises(RecordError) as raised:
+        check_payload(name, groups, payload)
+    assert "\n" not in str(raised.value)
 
 
 def test_recorded_sessions_have_forks_and_subagents(all_groups: dict[str, Groups]) -> None:
@@ -262,8 +308,9 @@ def test_every_target_is_a_form_of_export(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / name
-    assert main(["export", str(run), "--to", name, "--out", str(out), "--json"]) == 0
+    assert main(["export", str(run), "--to", name, "--out", str(out), "--check", "--json"]) == 0
     report = orjson.loads(capsys.readouterr().out)
+    assert report["checked"]
     account = report["account"]
     assert account["captured"] == account["trained"] + sum(account["excluded"].values())
     assert account["trained"] >= sum(step.ledger.trained for step in insitu.open_run(run).steps)

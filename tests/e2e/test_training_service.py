@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 import insitu
+from insitu.bridges.equality import difference
 from insitu.config import WARM_START
 from insitu.training.service.checkpoint import read_checkpoint
+from insitu.types import Rollout
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +60,12 @@ def demo(run_dir: Path, *overrides: str) -> list[str]:
     )
 
 
+def graded(run_dir: Path) -> dict[str, Rollout]:
+    """Return the graded rollouts of training, also of a run that was killed."""
+    rollouts = insitu.open_run(run_dir).rollouts(phase="train")
+    return {rollout.id: rollout for rollout in rollouts if rollout.reward is not None}
+
+
 def check(summary: dict[str, Any], run_dir: Path) -> None:
     assert (summary["rl_steps"], summary["updates"], summary["mismatched"]) == (3, 3, 0)
     assert 0 < summary["max_logprob_gap"] <= 1e-4
@@ -74,15 +82,19 @@ def test_a_run_is_trained_at_the_service_and_resumed_after_kill_9(tmp_path: Path
     with (tmp_path / "out").open("wb") as out:
         child = subprocess.Popen(demo(run_dir), stdout=out, stderr=out)
     deadline = time.monotonic() + DEADLINE_S
-    while not (run_dir / "checkpoints" / "step-00001").exists():
+    # A step is committed, and rollouts of the next one are graded.
+    while not (run_dir / "checkpoints" / "step-00001").exists() or len(graded(run_dir)) <= 12:
         assert child.poll() is None, (tmp_path / "out").read_text()[-2000:]
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
+    before = graded(run_dir)
     check(finish(command("demo", "--plain", "--json", "--resume", run_dir)), run_dir)
     rollouts = insitu.open_run(run_dir).rollouts(phase="train")
     assert len({rollout.id for rollout in rollouts}) == len(rollouts) == 36
+    after = {rollout.id: rollout for rollout in rollouts}
+    assert [difference(rollout, after[name]) for name, rollout in before.items()] == [""] * len(before)
 
 
 def test_tokens_carry_the_version_that_sampled_them_while_it_trains(tmp_path: Path) -> None:

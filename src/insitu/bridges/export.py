@@ -27,9 +27,9 @@ from insitu.bridges.jsonl import FILE, JsonlWriter
 from insitu.bridges.otlp import OtlpWriter
 from insitu.bridges.parquet import ParquetWriter
 from insitu.bridges.records import SCHEMA, Record, StoredRollout, rollout_record, row_records
-from insitu.bridges.rows import Conversion, convert
+from insitu.bridges.rows import Conversion, GroupRows, convert
 from insitu.bridges.stored import READ_S, RolloutFilter, RunPart, run_parts, stored_rollouts
-from insitu.bridges.targets import TARGETS, write_payload
+from insitu.bridges.targets import TARGETS, check_payload, read_payload, write_payload
 from insitu.config import Config, dump_toml
 from insitu.errors import ConfigError, RecordError
 from insitu.storage.queries import RunReader
@@ -151,7 +151,8 @@ def write_export(options: RolloutExport, stdout: IO[bytes] | None = None) -> Map
         _finish(reader, config, options, folder, counts)
         report = _report(counts, options.to, folder)
         if options.check:
-            _check(reader, config, options, folder)
+            if options.to in FILES:
+                _check(reader, config, options, folder)
             report["checked"] = True
     return report
 
@@ -161,8 +162,8 @@ def _check_options(options: RolloutExport, stdout: IO[bytes] | None) -> None:
         raise ConfigError(f"no such form: {options.to}; there are: {', '.join(FORMS)}")
     if options.out is None and (options.to != "jsonl" or options.check or stdout is None):
         raise ConfigError("give --out DIR: only JSON lines without --check are written to stdout")
-    if options.to not in FILES and options.check:
-        raise ConfigError(f"--check reads back {', '.join(FILES)}, not {options.to}")
+    if options.check and options.to not in (*FILES, *TARGETS):
+        raise ConfigError(f"--check reads back {', '.join((*FILES, *TARGETS))}, not {options.to}")
     if options.send and options.to != "otlp":
         raise ConfigError("--send URL only applies to --to otlp")
 
@@ -222,13 +223,18 @@ def _convert(
         run_parts(reader, config, options.chosen), key=lambda part: (part.phase, part.step)
     ):
         payload: list[Any] = []
+        written: list[GroupRows] = []
         for part in parts:
             made = TARGETS[options.to](part.groups)
             counts.converted(part, made)
             if made.account.trained:
                 payload += made.payload if isinstance(made.payload, list) else [made.payload]
+                written += part.groups
         if payload:
-            write_payload(folder / "data" / f"{phase}-{step:05d}", options.to, payload)
+            path = folder / "data" / f"{phase}-{step:05d}"
+            write_payload(path, options.to, payload)
+            if options.check:
+                check_payload(options.to, written, read_payload(path, options.to))
     if not counts.rollouts:
         raise RecordError(f"{options.run} holds no such rollout: see insitu show {options.run}")
 

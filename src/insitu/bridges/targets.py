@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from insitu.bridges.rows import Conversion, GroupRows
-from insitu.bridges.to_areal import to_areal
-from insitu.bridges.to_nemo import to_nemo
-from insitu.bridges.to_openenv import to_openenv
-from insitu.bridges.to_prime import to_prime
-from insitu.bridges.to_rllm import to_rllm
-from insitu.bridges.to_skyrl import to_skyrl
-from insitu.bridges.to_tinker import to_tinker
-from insitu.bridges.to_verifiers import to_verifiers
-from insitu.bridges.to_verl import to_verl
-from insitu.errors import SetupError
+from insitu.bridges.target_rows import TargetRow, all_rows, check_rows, scored_rows, trained_rows
+from insitu.bridges.to_areal import read_areal, to_areal
+from insitu.bridges.to_nemo import read_nemo, to_nemo
+from insitu.bridges.to_openenv import read_openenv, to_openenv
+from insitu.bridges.to_prime import read_prime, to_prime
+from insitu.bridges.to_rllm import read_rllm, to_rllm
+from insitu.bridges.to_skyrl import read_skyrl, to_skyrl
+from insitu.bridges.to_tinker import read_tinker, to_tinker
+from insitu.bridges.to_verifiers import read_verifiers, to_verifiers
+from insitu.bridges.to_verl import read_verl, to_verl
+from insitu.errors import RecordError, SetupError, boundary
 from insitu.install_hints import install_extra
 
 Converter = Callable[[Sequence[GroupRows]], Conversion[Any]]
@@ -33,6 +34,39 @@ TARGETS: Mapping[str, Converter] = {
     "verifiers": to_verifiers,
     "verl": to_verl,
 }
+READERS: Mapping[str, Callable[[Sequence[Any]], list[TargetRow]]] = {
+    "areal": read_areal,
+    "nemo": read_nemo,
+    "openenv": read_openenv,
+    "prime": read_prime,
+    "rllm": read_rllm,
+    "skyrl": read_skyrl,
+    "tinker": read_tinker,
+    "verifiers": read_verifiers,
+    "verl": read_verl,
+}
+"""The way back: the rows in a payload, of which a list is given."""
+_GIVEN = {"verifiers": all_rows} | dict.fromkeys(("prime", "rllm", "tinker"), trained_rows)
+
+
+def check_payload(to: str, groups: Iterable[GroupRows], payload: Sequence[Any]) -> None:
+    """Compare a payload with the groups it was made of, bit for bit. Raises RecordError."""
+    with boundary(RecordError, f"read {to}"):
+        try:
+            rows = READERS[to](payload)
+        except (LookupError, TypeError) as error:
+            raise RecordError(f"read {to}: {error!r}") from error
+    check_rows(_GIVEN.get(to, scored_rows)(groups), rows)
+
+
+def read_payload(path: Path, to: str) -> list[Any]:
+    """Read what `write_payload` wrote. Raises RecordError."""
+    with boundary(RecordError, f"read {path}"):
+        if to == "prime":
+            import msgpack
+
+            return list(msgpack.unpackb(path.with_suffix(".bin").read_bytes()))
+        return [orjson.loads(line) for line in path.with_suffix(".jsonl").read_bytes().splitlines()]
 
 
 def write_payload(path: Path, to: str, payload: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from insitu.bridges.rows import Conversion, GroupRows, RolloutRows, convert, unscored
+from insitu.bridges.target_rows import TargetRow, target_row
 
 PROMPT_VERSION = -1
 """Version of tokens that were not sampled."""
@@ -39,3 +40,15 @@ def _arrays(item: RolloutRows) -> dict[str, npt.NDArray[Any]]:
         found["logprobs"][row, :end] = segment.logprobs
         found["versions"][row, :end] = np.where(segment.mask, segment.versions, PROMPT_VERSION)
     return found
+
+
+def read_areal(payload: Sequence[Any]) -> list[TargetRow]:
+    """Return the rows of trajectories, as made here or as JSON. Raises RecordError."""
+    names = ("input_ids", "loss_mask", "logprobs", "versions")
+    rows = []
+    for arrays in payload:
+        kept = np.array(arrays["attention_mask"], np.bool_)
+        for row, reward in enumerate(arrays["rewards"]):
+            lists = (np.array(arrays[name][row])[kept[row]] for name in names)
+            rows.append(target_row(*lists, reward=float(reward)))
+    return rows

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, Refusal, RolloutRows, RowKey, convert, unscored
+from insitu.bridges.target_rows import TargetRow, target_row
 from insitu.types import Segment
 
 
@@ -64,3 +65,19 @@ def _messages(segment: Segment) -> list[dict[str, Any]]:
             message["generation_logprobs"] = segment.logprobs[start:stop]
         found.append(message)
     return found
+
+
+def read_nemo(payload: Sequence[Any]) -> list[TargetRow]:
+    """Return the rows of data, as made here or as JSON. Raises RecordError."""
+    rows = []
+    for datum in payload:
+        ids: list[Any] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        for message in datum["message_log"]:
+            count = len(message["token_ids"])
+            ids += [*message["token_ids"]]
+            mask += [message["role"] == "assistant"] * count
+            logprobs += [*message.get("generation_logprobs", [0.0] * count)]
+        rows.append(target_row(ids, mask, logprobs, reward=datum["reward"]))
+    return rows

@@ -6,12 +6,14 @@ Turns are ordered by row: in the order of time TRL's harness worker would fork a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from insitu.bridges.calls import row_calls
 from insitu.bridges.rows import Conversion, GroupRows, RolloutRows, convert, unscored
+from insitu.bridges.target_rows import TargetRow, calls_row
 
 
 def to_openenv(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
@@ -46,5 +48,15 @@ def _turns(item: RolloutRows) -> Iterator[dict[str, Any]]:
                 "completion_token_ids": call.turn.ids.tolist(),
                 "per_token_logps": segment.logprobs[call.middle : call.stop].astype(np.float64).tolist(),
                 "loss_mask": mask.astype(np.int32).tolist(),
-                "metadata": {"versions": [list(run) for run in call.turn.version_runs]},
+                "metadata": {"row": segment.index, "versions": [list(run) for run in call.turn.version_runs]},
             }
+
+
+def read_openenv(payload: Sequence[Any]) -> list[TargetRow]:
+    """Return the rows of traces. Raises RecordError."""
+    names = ("prompt_token_ids", "completion_token_ids", "per_token_logps")
+    return [
+        calls_row([tuple(turn[name] for name in names) for turn in turns], reward=one["env_reward"])
+        for one in payload
+        for _, turns in groupby(one["trace"]["turns"], key=lambda turn: turn["metadata"]["row"])
+    ]

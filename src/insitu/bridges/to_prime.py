@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, convert
+from insitu.bridges.target_rows import TargetRow, first_trained, target_row
 from insitu.training.plan.step import PlanRow
 from insitu.types import BoolArray
 
@@ -33,7 +34,7 @@ def to_prime(
 def _converted(groups: Sequence[GroupRows], make: Any) -> Conversion[list[list[Any]]]:
     rows = [row for group in groups for row in group.rows]
     taken = [(row.rollout_id, row.segment) for row in rows]
-    return convert([make(row) for row in rows], groups, taken, lost=("versions",))
+    return convert([make(row) for row in rows], groups, taken, lost=("versions", "rewards"))
 
 
 def _stream(mask: BoolArray, value: float) -> list[float]:
@@ -66,4 +67,18 @@ def _micro_batch(row: PlanRow, env_name: str, temperature: float) -> list[Any]:
         None,  # mm_refs
         None,  # mm_token_type_ids
         _stream(row.mask, row.weight),
+    ]
+
+
+def read_prime(payload: Sequence[Any]) -> list[TargetRow]:
+    """Return the rows of micro-batches of one row each. Raises RecordError."""
+    return [
+        target_row(
+            batch[0],
+            batch[1],
+            batch[3],
+            advantage=first_trained(batch[2], batch[1]),
+            weight=first_trained(batch[13], batch[1]),
+        )
+        for batch in payload
     ]

@@ -9,13 +9,14 @@ import numpy as np
 
 from insitu.bridges.calls import RowCall, row_calls
 from insitu.bridges.rows import Conversion, GroupRows, RolloutRows, convert
+from insitu.bridges.target_rows import TargetRow, calls_row
 
 
 def to_rllm(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
     """Return an episode per trained rollout, a trajectory per row."""
     items = [item for group in groups for item in group.rollouts if item.rows]
     taken = [(row.rollout_id, row.segment) for item in items for row in item.rows]
-    return convert([_episode(item) for item in items], groups, taken, lost=("weights",))
+    return convert([_episode(item) for item in items], groups, taken, lost=("weights", "versions per token"))
 
 
 def _episode(item: RolloutRows) -> dict[str, Any]:
@@ -45,3 +46,17 @@ def _step(item: RolloutRows, call: RowCall) -> dict[str, Any]:
         "start_version": int(versions.min()),
         "end_version": int(versions.max()),
     }
+
+
+def read_rllm(payload: Sequence[Any]) -> list[TargetRow]:
+    """Return the rows of episodes. Raises RecordError."""
+    names = ("prompt_ids", "response_ids", "logprobs")
+    return [
+        calls_row(
+            [tuple(step[name] for name in names) for step in one["steps"]],
+            advantage=one["steps"][0]["advantage"],
+            reward=one["reward"],
+        )
+        for episode in payload
+        for one in episode["trajectories"]
+    ]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, RowKey, convert, unscored
+from insitu.bridges.target_rows import TargetRow, responses
 
 _FIELDS = (
     "prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs",
@@ -37,3 +38,11 @@ def to_skyrl(groups: Sequence[GroupRows]) -> Conversion[dict[str, Any]]:
             taken.append((item.rollout.id, segment.index))
     out["rollout_metrics"] = None
     return convert(out, groups, taken, unscored(groups), lost=("weights", "versions"))
+
+
+def read_skyrl(payload: Sequence[Any]) -> list[TargetRow]:
+    """Return the rows of outputs. Raises RecordError."""
+    names = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards")
+    return [
+        responses(*values) for out in payload for values in zip(*(out[name] for name in names), strict=True)
+    ]

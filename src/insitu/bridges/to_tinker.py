@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, convert
+from insitu.bridges.target_rows import TargetRow, first_trained, target_row
 from insitu.errors import SetupError
 from insitu.install_hints import install_extra
 from insitu.training.plan.step import PlanRow
@@ -20,7 +21,7 @@ def to_tinker(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
     """Return `model_input` (ids) and `loss_fn_inputs` (arrays of one length) of each trained row."""
     rows = [row for group in groups for row in group.rows]
     taken = [(row.rollout_id, row.segment) for row in rows]
-    return convert([_datum(row) for row in rows], groups, taken, lost=("versions",))
+    return convert([_datum(row) for row in rows], groups, taken, lost=("versions", "rewards"))
 
 
 def _datum(row: PlanRow) -> dict[str, Any]:
@@ -49,3 +50,18 @@ def datums(payload: Sequence[dict[str, Any]]) -> list[Any]:
         )
         for datum in payload
     ]
+
+
+def read_tinker(payload: Sequence[Any]) -> list[TargetRow]:
+    """Return the rows of data, as made here or as JSON. Raises RecordError."""
+    return [_row(datum["model_input"], datum["loss_fn_inputs"]) for datum in payload]
+
+
+def _row(ids: Any, inputs: Any) -> TargetRow:
+    mask = inputs["mask"]
+    return target_row(
+        [*ids, inputs["target_tokens"][-1]],
+        [0, *mask],
+        [0, *inputs["logprobs"]],
+        advantage=first_trained(inputs["advantages"], mask),
+    )

@@ -7,7 +7,7 @@ node: they are in `info["insitu"]`, per node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from insitu.bridges.calls import RowCall, row_calls
 from insitu.bridges.rows import Conversion, GroupRows, RolloutRows, convert
+from insitu.bridges.target_rows import TargetRow, first_trained, target_row
 from insitu.types import IntArray, Turn
 
 Text = Callable[[IntArray], str]
@@ -120,3 +121,48 @@ def _message(role: str, content: str, name: str) -> dict[str, Any]:
     if role == "tool":
         return {"role": "tool", "content": content, "tool_call_id": name}
     return {"role": role if role in ("system", "user", "assistant") else "user", "content": content}
+
+
+def read_verifiers(payload: Sequence[Any]) -> list[TargetRow]:
+    """Return the branches of traces; the first with a sampled node trains it. Raises RecordError."""
+    return [row for trace in payload for row in _branches(trace)]
+
+
+def _branches(trace: Mapping[str, Any]) -> Iterator[TargetRow]:
+    nodes, reward = trace["nodes"], trace["rewards"]["reward"]
+    runs = trace["info"]["insitu"]["versions"]
+    inner, seen = {node["parent"] for node in nodes}, set[int]()
+    for leaf in (number for number in range(len(nodes)) if number not in inner):
+        path, at = list[int](), leaf
+        while at is not None:
+            path.insert(0, at)
+            at = nodes[at]["parent"]
+        lists: dict[str, list[Any]] = {name: [] for name in ("ids", "mask", "logprobs", "versions")}
+        advantages, weights = list[float](), list[float]()
+        for number in path:
+            node = nodes[number]
+            count = len(node["token_ids"])
+            trained = bool(node.get("sampled")) and number not in seen
+            sampled = sum(node["mask"]) if trained else 0
+            before = [0] * (count - sampled)
+            lists["ids"] += node["token_ids"]
+            lists["mask"] += node["mask"] if trained else before
+            lists["logprobs"] += [*before, *(node["logprobs"] if trained else ())]
+            lists["versions"] += [*before, *_versions(runs.get(str(number), ()), sampled)]
+            advantages += [*before, *((node["advantages"] or [0.0] * sampled) if trained else ())]
+            weights += node["loss_weights"]["rl"] if trained else before
+        seen.update(path)
+        yield target_row(
+            **lists,
+            advantage=first_trained(advantages, lists["mask"]),
+            weight=first_trained(weights, lists["mask"]),
+            reward=None if reward is None else reward["score"],
+        )
+
+
+def _versions(runs: Sequence[Sequence[int]], count: int) -> list[int]:
+    """Return the version of each of `count` sampled ids."""
+    ends = [*(start for start, _ in runs[1:]), count]
+    return [
+        version for (start, version), end in zip(runs, ends, strict=bool(runs)) for _ in range(start, end)
+    ]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, Refusal, RolloutRows, RowKey, convert, unscored
+from insitu.bridges.target_rows import TargetRow, responses
 from insitu.types import Segment
 
 
@@ -39,7 +40,7 @@ def to_verl(
                 outputs.append(output)
                 taken.append(key)
         payload.append(outputs)
-    return convert(payload, groups, taken, refused, lost=("weights",))
+    return convert(payload, groups, taken, refused, lost=("weights", "versions per token"))
 
 
 def _longer(ids: Sequence[int], limit: int) -> bool:
@@ -74,3 +75,9 @@ def _metrics(item: RolloutRows) -> dict[str, float]:
         "tool_calls": max(0.0, timings.agent_s - timings.engine_s),
         "compute_score": timings.grade_s,
     }
+
+
+def read_verl(payload: Sequence[Any]) -> list[TargetRow]:
+    """Return the rows of outputs. Raises RecordError."""
+    names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "reward_score")
+    return [responses(*(output[name] for name in names)) for outputs in payload for output in outputs]

@@ -1,0 +1,128 @@
+"""Rows read back from the form of another trainer, and their comparison with the rows that were converted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from insitu.bridges.rows import GroupRows, RolloutRows
+from insitu.errors import RecordError
+from insitu.types import BoolArray, FloatArray, IntArray, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRow:
+    """One row as a trainer gets it. None = its form has no place for it, or the value is None."""
+
+    ids: IntArray = field(repr=False)
+    mask: BoolArray = field(repr=False)
+    logprobs: FloatArray = field(repr=False)
+    """Those of trained tokens; others are 0."""
+    versions: IntArray | None = field(default=None, repr=False)
+    """Those of trained tokens; others are any."""
+    advantage: float | None = None
+    """With the weight in it where the form has one number for both."""
+    weight: float | None = None
+    reward: float | None = None
+
+
+def target_row(ids: Any, mask: Any, logprobs: Any, versions: Any = None, **more: Any) -> TargetRow:
+    """Return a row of lists. Raises RecordError when they differ in length."""
+    lists = {"ids": ids, "mask": mask, "log-probabilities": logprobs}
+    lists |= {} if versions is None else {"versions": versions}
+    if len({len(each) for each in lists.values()}) != 1:
+        lengths = ", ".join(f"{name} {len(each)}" for name, each in lists.items())
+        raise RecordError(f"lists of a row differ in length: {lengths}")
+    return TargetRow(
+        ids=np.array(ids, np.int32),
+        mask=np.array(mask, np.bool_),
+        logprobs=np.array(logprobs, np.float32),
+        versions=None if versions is None else np.array(versions, np.int32),
+        **more,
+    )
+
+
+def responses(prompt: Any, response: Any, mask: Any, logprobs: Any, reward: Any) -> TargetRow:
+    """Return the row of a prompt and a response with a mask."""
+    before = [0] * len(prompt)
+    return target_row([*prompt, *response], [*before, *mask], [*before, *logprobs], reward=reward)
+
+
+def calls_row(calls: Sequence[tuple[Any, Any, Any]], **more: Any) -> TargetRow:
+    """Return the row of calls: prompt ids, sampled ids, log-probabilities.
+
+    Raises RecordError when they are not one conversation.
+    """
+    ids = [*calls[-1][0], *calls[-1][1]]
+    mask, logprobs = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32)
+    for prompt, sampled, values in calls:
+        start, stop = len(prompt), len(prompt) + len(sampled)
+        if [*prompt, *sampled] != ids[:stop]:
+            raise RecordError("the calls of a row are not one conversation")
+        if len(values) != len(sampled):
+            raise RecordError(f"lists of a row differ in length: ids {len(sampled)}, {len(values)}")
+        mask[start:stop], logprobs[start:stop] = True, values
+    return target_row(ids, mask, logprobs, **more)
+
+
+def first_trained(values: Any, mask: Any) -> float | None:
+    """Return the value of a row's first trained token."""
+    return next((float(value) for value, trained in zip(values, mask, strict=True) if trained), None)
+
+
+def check_rows(given: Iterable[tuple[RolloutRows, Segment]], read: Sequence[TargetRow]) -> None:
+    """Compare rows that were read with those that were given. Raises RecordError with the first difference.
+
+    Tokens after the last trained one may be missing.
+    """
+    expected = list(given)
+    if len(expected) != len(read):
+        raise RecordError(f"{len(expected)} rows were converted, {len(read)} are there")
+    for (item, segment), row in zip(expected, read, strict=True):
+        if found := next(_differences(item, segment, row), ""):
+            raise RecordError(f"rollout {item.rollout.id} row {segment.index}: {found} differ")
+
+
+def _differences(item: RolloutRows, segment: Segment, row: TargetRow) -> Iterator[str]:
+    end, mask = len(row.ids), row.mask
+    if not np.array_equal(row.ids, segment.ids[:end]):
+        yield "ids"
+    elif not np.array_equal(mask, segment.mask[:end]) or segment.mask[end:].any():
+        yield "masks"
+    elif row.logprobs[mask].tobytes() != segment.logprobs[:end][mask].tobytes():
+        yield "log-probabilities"
+    elif row.versions is not None and not np.array_equal(row.versions[mask], segment.versions[:end][mask]):
+        yield "versions"
+    if row.advantage is not None and item.advantage is not None:
+        weight = item.weight if item.rows else 0.0
+        if row.weight is None:  # alone or with the weight in it, as float32
+            known = np.array((item.advantage, item.advantage * weight), np.float32)
+            same = bool((np.float32(row.advantage) == known).any())
+        else:
+            same = (row.advantage, row.weight) == (item.advantage, weight)
+        if not same:
+            yield "advantages"
+    reward = item.rollout.reward
+    if row.reward is not None and (reward is None or np.float32(row.reward) != np.float32(reward)):
+        yield "rewards"
+
+
+def scored_rows(groups: Iterable[GroupRows]) -> Iterator[tuple[RolloutRows, Segment]]:
+    """Yield the rows for a trainer that computes advantages."""
+    for item in (item for group in groups for item in group.scored):
+        yield from ((item, segment) for segment in item.segments)
+
+
+def trained_rows(groups: Iterable[GroupRows]) -> Iterator[tuple[RolloutRows, Segment]]:
+    """Yield the rows that insitu's planner trains."""
+    for item in (item for group in groups for item in group.rollouts if item.rows):
+        yield from ((item, segment) for segment in item.segments)
+
+
+def all_rows(groups: Iterable[GroupRows]) -> Iterator[tuple[RolloutRows, Segment]]:
+    """Yield the rows of all rollouts."""
+    for item in (item for group in groups for item in group.rollouts):
+        yield from ((item, segment) for segment in item.segments)

@@ -18,6 +18,7 @@ import pytest
 from played import AGENTS, played_group
 
 from insitu.bridges.rows import GroupRows, rows_of
+from insitu.bridges.targets import check_payload
 from insitu.bridges.to_areal import to_areal
 from insitu.bridges.to_openenv import to_openenv
 from insitu.bridges.to_prime import to_prime, to_prime_samples
@@ -45,8 +46,9 @@ def test_verifiers_reads_traces_exactly_over_msgpack_and_json(all_groups: list[G
     trace = pytest.importorskip("verifiers.v1.trace")
     for groups in all_groups:
         items = [item for group in groups for item in group.rollouts]
-        for item, payload in zip(items, to_verifiers(groups).payload, strict=True):
-            made = trace.WireTrace.model_validate(payload)
+        traces = [trace.WireTrace.model_validate(one) for one in to_verifiers(groups).payload]
+        check_payload("verifiers", groups, [made.to_record(float_decimals=None) for made in traces])
+        for item, made in zip(items, traces, strict=True):
             wire = msgpack.unpackb(
                 msgpack.packb(made.model_dump(mode="python"), default=str), strict_map_key=False
             )
@@ -74,6 +76,13 @@ def test_tinker_takes_every_row(all_groups: list[Groups]) -> None:
     pytest.importorskip("tinker")
     for groups in all_groups:
         payload = to_tinker(groups).payload
+        inputs = [
+            (d.model_input.to_ints(), {n: t.data for n, t in d.loss_fn_inputs.items()})
+            for d in datums(payload)
+        ]
+        check_payload(
+            "tinker", groups, [{"model_input": ids, "loss_fn_inputs": more} for ids, more in inputs]
+        )
         for made, plain in zip(datums(payload), payload, strict=True):
             assert made.model_input.to_ints() == plain["model_input"].tolist()
             for name, array in plain["loss_fn_inputs"].items():
@@ -97,13 +106,18 @@ def _prime_types() -> Any:
     return module
 
 
+def _batches(msgspec: Any, prime: Any, groups: Groups) -> Any:
+    wire = msgspec.msgpack.encode(to_prime(groups).payload)
+    return msgspec.msgpack.Decoder(list[prime.MicroBatch]).decode(wire)
+
+
 def test_prime_decodes_batches_and_samples(all_groups: list[Groups]) -> None:
     msgspec = pytest.importorskip("msgspec")
     prime = _prime_types()
     for groups in all_groups:
+        check_payload("prime", groups, msgspec.to_builtins(_batches(msgspec, prime, groups)))
         rows = [row for group in groups for row in group.rows]
-        wire = msgspec.msgpack.encode(to_prime(groups).payload)
-        batches = msgspec.msgpack.Decoder(list[prime.MicroBatch]).decode(wire)
+        batches = _batches(msgspec, prime, groups)
         wire = msgspec.msgpack.encode(to_prime_samples(groups).payload)
         samples = msgspec.msgpack.Decoder(list[prime.TrainingSample]).decode(wire)
         for row, batch, sample in zip(rows, batches, samples, strict=True):
@@ -119,9 +133,11 @@ def test_prime_decodes_batches_and_samples(all_groups: list[Groups]) -> None:
 def test_openenv_validates_every_trace(all_groups: list[Groups]) -> None:
     training = pytest.importorskip("openenv.core.harness.training")
     for groups in all_groups:
-        for made in to_openenv(groups).payload:
+        payload = to_openenv(groups).payload
+        for made in payload:
             trace = training.TrainingTrace.model_validate(made["trace"])
-            assert len(trace.turns) == len(made["trace"]["turns"])
+            made["trace"] = trace.model_dump()
+        check_payload("openenv", groups, payload)
 
 
 def test_datasets_reads_the_exported_folder(run: Path, tmp_path: Path) -> None:
@@ -201,10 +217,9 @@ def test_verl_takes_every_output(all_groups: list[Groups]) -> None:
     }
     model = _taken("INSITU_VERL_SRC", file, names, **types_)["AgentLoopOutput"]
     for groups in all_groups:
-        for output in (output for one in to_verl(groups).payload for output in one):
-            made = model(**output)
-            assert set(output) <= set(model.model_fields)
-            assert len(made.response_mask) == len(made.response_ids) == len(made.response_logprobs)
+        made = [[model(**output) for output in one] for one in to_verl(groups).payload]
+        assert set(to_verl(groups).payload[0][0]) <= set(model.model_fields)
+        check_payload("verl", groups, [[output.model_dump() for output in one] for one in made])
 
 
 def test_skyrl_accepts_its_step_wise_output(all_groups: list[Groups]) -> None:

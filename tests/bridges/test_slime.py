@@ -93,6 +93,8 @@ async def test_a_failed_rollout_is_aborted_and_has_a_number_as_reward(
 
 async def test_what_names_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, rollout("a", 1.0))
+    with pytest.raises(ConfigError, match="its Sample has no rollout_id: this bridge was made for slime"):
+        await slime.generate(None, SimpleNamespace(prompt="toy-7", index=1, metadata={}), {})
     with pytest.raises(ConfigError, match="task_id"):
         await slime.generate(None, Sample(prompt=[{"role": "user", "content": "x"}]), {})
     monkeypatch.undo()

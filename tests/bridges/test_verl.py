@@ -118,6 +118,16 @@ async def check(started: Config, output: Any, monkeypatch: pytest.MonkeyPatch) -
 
 async def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     verl._starting.cache_clear()
+    with monkeypatch.context() as other:
+        (tmp_path / "old" / "verl-0.8.1.dist-info").mkdir(parents=True)
+        metadata = "Metadata-Version: 2.1\nName: verl\nVersion: 0.8.1\n"
+        (tmp_path / "old" / "verl-0.8.1.dist-info" / "METADATA").write_text(metadata)
+        other.syspath_prepend(tmp_path / "old")
+        with pytest.raises(
+            ConfigError, match=r"verl 0\.8\.1 is installed and this bridge was made for verl 0\.9"
+        ):
+            await verl.AgentLoop(Servers()).run({})
+    verl._starting.cache_clear()
     monkeypatch.delenv(verl.CONFIG, raising=False)
     with pytest.raises(ConfigError, match="INSITU_CONFIG must name"):
         await verl.AgentLoop(Servers()).run({})

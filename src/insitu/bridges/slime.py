@@ -64,6 +64,7 @@ async def generate_final(args: Any, sample: Any, sampling_params: Any, evaluatio
 
 
 async def _samples(sample: Any, evaluation: bool) -> list[Any]:
+    _check_sample(sample)
     source, config = _source()
     task = (sample.metadata or {}).get("task_id") or sample.prompt
     if not isinstance(task, str):
@@ -144,8 +145,16 @@ def _evaluated(source: SourceThread, config: Config, rollout_id: int, data_sourc
     }
 
 
+def _check_sample(sample: Any) -> None:
+    """Raise ConfigError for the Sample of another slime."""
+    lacking = [name for name in ("rollout_id", "metadata", *_ABORT) if not hasattr(sample, name)]
+    if lacking:
+        raise ConfigError(f"slime: its Sample has no {lacking[0]}: this bridge was made for slime 624b824a8")
+
+
 def _filled(sample: Any, fields: dict[str, Any]) -> Any:
     """Return a copy of a Sample with the fields of one row."""
+    _check_sample(sample)
     made = copy.deepcopy(sample)
     if made.rollout_id is None:
         made.rollout_id = sample.index

@@ -26,6 +26,7 @@ from insitu.bridges.process import read
 from insitu.bridges.rows import rows_of
 from insitu.bridges.thread import SourceThread
 from insitu.bridges.to_verl import output_of
+from insitu.bridges.versions import check_version
 from insitu.config import Config
 from insitu.errors import ConfigError, EngineError, user_code
 from insitu.training.plan.step import PlanConfig
@@ -93,6 +94,7 @@ async def _shared(servers: Any) -> tuple[SourceThread, Config]:
 
 
 async def _start(servers: Any) -> tuple[SourceThread, Config, asyncio.Task[None]]:
+    check_version("verl")
     path = os.environ.get(CONFIG)
     if not path:
         raise ConfigError(f"the environment variable {CONFIG} must name insitu's configuration")

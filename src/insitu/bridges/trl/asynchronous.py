@@ -18,6 +18,7 @@ from insitu.bridges.process import RolloutBatch, SourceProcess, read
 from insitu.bridges.rows import Conversion, GroupRows, convert, rows_of
 from insitu.bridges.thread import SourceThread
 from insitu.bridges.trl.weights import check_temperature, publish
+from insitu.bridges.versions import check_version
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
 from insitu.training.plan.step import PlanConfig
@@ -100,6 +101,7 @@ class RolloutWorker:
 
         Raises ConfigError for arguments with which TRL would hang.
         """
+        check_version("trl")
         self.config = read(config)
         check_async(self.config, args)
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()

@@ -14,6 +14,7 @@ from insitu.bridges.process import SourceProcess, read
 from insitu.bridges.rows import Conversion, Refusal, RolloutRows, RowKey, convert, rows_of
 from insitu.bridges.thread import SourceThread
 from insitu.bridges.trl.weights import check_temperature, publish
+from insitu.bridges.versions import check_version
 from insitu.concurrency import run_all
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
@@ -91,6 +92,7 @@ class RolloutFunc:
 
     def __init__(self, config: Config | Path | str, several: Several) -> None:
         """Use a configuration; the source is opened at the first call."""
+        check_version("trl")
         self.config, self._several = read(config), several
         if self.config.train.truncated != "keep":
             raise ConfigError("train.truncated must be keep with rollout_func: TRL computes the advantages")

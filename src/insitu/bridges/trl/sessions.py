@@ -16,6 +16,7 @@ from insitu.bridges.rows import rows_of
 from insitu.bridges.thread import SourceThread
 from insitu.bridges.to_openenv import training_trace
 from insitu.bridges.trl.rollout_func import task_id
+from insitu.bridges.versions import check_version
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
 from insitu.training.plan.step import PlanConfig
@@ -74,6 +75,7 @@ class SessionFactory:
 
         Raises ConfigError for parameters that the engine does not sample with.
         """
+        check_version("trl")
         self._config = read(config)
         self._plan = PlanConfig.of(self._config)
         self._keys = itertools.count()

@@ -20,7 +20,7 @@ from insitu.bridges.calls import row_calls
 from insitu.bridges.equality import difference
 from insitu.bridges.records import StoredRollout, read_rollout, rollout_record, row_records
 from insitu.bridges.rows import GroupRows, rows_of
-from insitu.bridges.targets import READERS, TARGETS, check_payload
+from insitu.bridges.targets import READERS, TARGETS, check_payload, read_payload
 from insitu.bridges.to_areal import to_areal
 from insitu.bridges.to_nemo import to_nemo
 from insitu.bridges.to_openenv import to_openenv
@@ -311,6 +311,8 @@ def test_every_target_is_a_form_of_export(
     assert main(["export", str(run), "--to", name, "--out", str(out), "--check", "--json"]) == 0
     report = orjson.loads(capsys.readouterr().out)
     assert report["checked"]
+    written = [row for path in (out / "data").iterdir() for row in READERS[name](read_payload(path, name))]
+    assert report["rows"] == sum(bool(row.mask.any() and row.weight != 0.0) for row in written)
     account = report["account"]
     assert account["captured"] == account["trained"] + sum(account["excluded"].values())
     assert account["trained"] >= sum(step.ledger.trained for step in insitu.open_run(run).steps)

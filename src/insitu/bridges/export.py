@@ -92,9 +92,10 @@ class _Counts:
         self.ledgers.append(made.account)
         self.lost = made.lost
         for item in (item for group in part.groups for item in group.rollouts):
-            self.rollouts += 1
-            self.rows += len(item.segments)
-            self.tokens += sum(len(segment.ids) for segment in item.segments)
+            rows = [s for s in item.segments if (item.rollout.id, s.index) in made.taken]
+            self.rollouts += bool(rows)
+            self.rows += len(rows)
+            self.tokens += sum(len(row.ids) for row in rows)
 
     @property
     def account(self) -> Ledger:
@@ -235,7 +236,7 @@ def _convert(
             write_payload(path, options.to, payload)
             if options.check:
                 check_payload(options.to, written, read_payload(path, options.to))
-    if not counts.rollouts:
+    if not counts.ledgers:
         raise RecordError(f"{options.run} holds no such rollout: see insitu show {options.run}")
 
 

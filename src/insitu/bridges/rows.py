@@ -114,6 +114,8 @@ class Conversion(Generic[T]):
     account: Ledger
     """captured = sampled tokens of all rollouts given; trained = those in the payload; the others by reason:
     capture's, the planner's, or a `Refusal`."""
+    taken: frozenset[RowKey]
+    """Rows in the payload."""
     refused: Mapping[RowKey, Refusal]
     """Rows that the target has no place for."""
     lost: tuple[str, ...] = ()
@@ -134,6 +136,7 @@ def convert(
     """
     refused = refused or {}
     in_payload = _unique(taken)
+    kept = frozenset(in_payload)
     excluded: dict[str, int] = {}
     captured = trained = 0
     for item in (rollout for group in groups for rollout in group.rollouts):
@@ -159,7 +162,7 @@ def convert(
     account = Ledger(captured=captured, trained=trained, excluded=dict(sorted(excluded.items())))
     if not account.balanced or not excluded.keys() <= EXCLUSIONS | REFUSALS:
         raise TrainError(f"the account of the conversion does not balance: {account}")
-    return Conversion(payload=payload, account=account, refused=refused, lost=lost)
+    return Conversion(payload=payload, account=account, taken=kept, refused=refused, lost=lost)
 
 
 def _unique(taken: Iterable[RowKey]) -> set[RowKey]:

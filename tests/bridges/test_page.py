@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from insitu.bridges.targets import TARGETS
+
 PAGE = Path(__file__).parents[2] / "docs" / "bridges.md"
 BLOCK = re.compile(
     r"^<!-- test: skip: ([^\n]*tests/bridges/test_page.py[^\n]*) -->\n```python\n(.*?)^```$", re.M | re.S
@@ -33,6 +35,10 @@ def test_blocks_with_packages_run(
     text: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run(text, run, tmp_path, monkeypatch)
+
+
+def test_the_page_names_every_target() -> None:
+    assert [name for name in TARGETS if f"`{name}`" not in PAGE.read_text()] == []
 
 
 def test_there_are_blocks_of_both_kinds() -> None:

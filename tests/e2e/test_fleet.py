@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import insitu
 from insitu import cli
 from insitu.attempt import AttemptSpec
 from insitu.chat.model_files import read_folder
@@ -29,7 +30,9 @@ from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import CaptureError, EngineError, SetupError
 from insitu.gateway.token_backend import TokenBackend
+from insitu.install_hints import install_extra
 from insitu.runtime.agents import agents_of, find_setups, limits_of
+from insitu.runtime.fleet import ray_link
 from insitu.runtime.fleet.controller import Fleet, open_fleet
 from insitu.runtime.fleet.links import ProcessLink
 from insitu.runtime.run import open_agents
@@ -242,6 +245,28 @@ async def test_a_node_that_cannot_start_is_one_line(tmp_path: Path) -> None:
         async with bed.fleet():
             raise AssertionError("it started")
     assert "\n" not in str(raised.value)
+
+
+async def test_a_node_with_another_insitu_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed, there = Bed(tmp_path, 2), insitu.__version__
+    monkeypatch.setattr(insitu, "__version__", "0.0.0")
+    with pytest.raises(SetupError, match=rf"^node p\d: .*has insitu {there}, the controller 0.0.0") as raised:
+        async with bed.fleet():
+            raise AssertionError("it started")
+    assert "\n" not in str(raised.value)
+
+
+def test_without_ray_the_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_link, "ray", None)
+    file = tmp_path / "fleet.toml"
+    file.write_text("[fleet]\nkind = 'ray'\n[harness]\nagent = 'script'\nworkers = 1\n")
+    assert cli.main(["doctor", "--fleet", str(file)]) != 0
+    captured = capsys.readouterr()
+    assert f"ray is not installed: {install_extra('ray')}" in captured.out + captured.err
 
 
 def test_doctor_checks_every_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,50 @@ def docker_image(docker_host: str) -> str:
     done = subprocess.run([script, name], capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     return name
+
+
+@pytest.fixture(scope="session")
+def podman_image() -> str:
+    """An image with Python of podman on this machine; only for tests marked full."""
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed")
+    name = "localhost/insitu-sandbox:bookworm"
+    script = Path(__file__).parents[1] / "scripts" / "docker-base"
+    env = {**os.environ, "INSITU_DOCKER": "podman"}
+    done = subprocess.run([script, name], env=env, capture_output=True, text=True, timeout=1200, check=False)
+    if done.returncode:
+        pytest.skip(f"podman: {done.stderr.strip().splitlines()[-1]}")
+    started = subprocess.run(
+        ["podman", "run", "--rm", "--network", "none", name, "true"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if started.returncode:
+        pytest.skip(f"podman: {started.stderr.strip().splitlines()[-1]}")
+    return name
+
+
+@pytest.fixture(scope="session")
+def remote_daemon(podman_image: str) -> Iterator[str]:
+    """DOCKER_HOST of podman's server, over TCP."""
+    if shutil.which("docker") is None:
+        pytest.skip("the docker command line is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    server = subprocess.Popen(["podman", "system", "service", "--time", "0", url])
+    try:
+        asked = ["docker", "--host", url, "version"]
+        ends = time.monotonic() + 60
+        while subprocess.run(asked, capture_output=True, timeout=60, check=False).returncode:
+            assert time.monotonic() < ends, "podman's server does not answer"
+            time.sleep(0.2)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.docker import DockerBackend
+from insitu.sandbox.docker_host import docker_environment
 from insitu.sandbox.harbor import HarborBackend
 from insitu.sandbox.local import LocalBackend, Mode
 from insitu.testing import SandboxContract
@@ -91,6 +92,48 @@ class TestDocker(SandboxContract):
     @pytest.fixture
     def small_backend(self, image: str, cache: Path) -> Callable[[int], SandboxBackend]:
         return lambda size: DockerBackend(image, cache=cache, memory_bytes=size)
+
+
+@pytest.mark.full
+class TestPodman(SandboxContract):
+    """Sandboxes by podman, without a daemon."""
+
+    @pytest.fixture
+    def image(self, podman_image: str) -> str:
+        return podman_image
+
+    @pytest.fixture
+    def backend(self, image: str, cache: Path) -> SandboxBackend:
+        return DockerBackend(image, cache=cache, program="podman")
+
+    @pytest.fixture
+    def small_backend(self, image: str, cache: Path) -> Callable[[int], SandboxBackend]:
+        return lambda size: DockerBackend(image, cache=cache, program="podman", memory_bytes=size)
+
+
+@pytest.mark.full
+class TestDockerHost(SandboxContract):
+    """Containers of a daemon that is reached over TCP: docker's command line, podman's server."""
+
+    exceptions = HARBOR_SKIPS | dict.fromkeys(
+        (
+            "test_no_privilege",
+            "test_programs_can_tell_who_they_are",
+            "test_system_is_read_only",
+            "test_init_cannot_be_killed_or_read",
+        ),
+        "docker host: everything runs as the root of the container",
+    )
+
+    @pytest.fixture
+    def image(self, podman_image: str, remote_daemon: str, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setenv("DOCKER_HOST", remote_daemon)
+        return podman_image
+
+    @pytest.fixture
+    def backend(self, image: str, cache: Path) -> SandboxBackend:
+        kind = "insitu.sandbox.docker_host:docker_environment"
+        return HarborBackend(kind, image=image, make=docker_environment, cache=cache)
 
 
 class TestHarbor(SandboxContract):

@@ -87,6 +87,7 @@ class DockerBackend:
         self._user = _numbers(user) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
         self._disk = disk_bytes
         info = self._cli.info()
+        self._podman = isinstance(info.get("host"), dict)
         self._limits = _limits(info, runtime)
         if disk_bytes:
             _check_quotas(info)
@@ -104,7 +105,9 @@ class DockerBackend:
     @property
     def capabilities(self) -> frozenset[Capability]:
         some: set[Capability] = {"network_none", "gateway_only", "pid_isolation", "stdin_pipe"}
-        some |= {"images", "binds", "root_setup"}
+        some |= {"images", "binds"}
+        if not self._podman:  # its memory places belong to the user of the start
+            some.add("root_setup")
         if self._refused:
             some.add("syscall_filter")
         if self._limits >= {"memory", "pids"}:
@@ -138,6 +141,8 @@ class DockerBackend:
             raise PolicyUnsupported(
                 "a docker sandbox needs an image: name one in the task or in sandbox.image"
             )
+        if spec.root_setup and self._podman:
+            raise PolicyUnsupported(f"{self._cli.name} sets no sandbox up as root")
         if spec.network not in ("none", "gateway_only"):
             raise PolicyUnsupported(f"the docker sandbox offers no network `{spec.network}`")
         if spec.network == "gateway_only" and spec.gateway_socket is None:
@@ -251,11 +256,12 @@ class DockerBackend:
             argv += ["--runtime", self._runtime]
         argv += self._bounds(spec)
         work, scratch = self._sizes
+        owner = "U" if self._podman else f"uid={user},gid={group}"
         for place in self._places(spec):
             if place != spec.workdir:
-                argv += _memory_place(place, scratch, user, group)
+                argv += _memory_place(place, scratch, owner)
             elif not spec.image:
-                argv += _memory_place(place, work, user, group)
+                argv += _memory_place(place, work, owner)
         argv += _bind(self._python, sandbox_python.MOUNT) + _bind(shown, SANDBOX_AT)
         argv += _bind(image.etc / "passwd", "/etc/passwd") + _bind(image.etc / "group", "/etc/group")
         for bind in spec.binds:
@@ -298,8 +304,8 @@ class DockerBackend:
         return image.env | common | path
 
 
-def _memory_place(place: str, size: int, user: int, group: int) -> list[str]:
-    return ["--tmpfs", f"{place}:rw,exec,nosuid,nodev,size={size},mode=0755,uid={user},gid={group}"]
+def _memory_place(place: str, size: int, owner: str) -> list[str]:
+    return ["--tmpfs", f"{place}:rw,exec,nosuid,nodev,size={size},mode=0755,{owner}"]
 
 
 def _bind(source: Path, target: str) -> list[str]:

@@ -46,7 +46,11 @@ class Cli:
             )
         host = os.environ.get("DOCKER_HOST", "")
         if host and not host.startswith("unix://"):
-            raise SetupError(f"DOCKER_HOST is {host}: the daemon must run on this machine (unix://...)")
+            raise SetupError(
+                f"DOCKER_HOST is {host}: the daemon must run on this machine (unix://...); for one elsewhere"
+                ' set sandbox.backend = "harbor" and sandbox.environment = '
+                '"insitu.sandbox.docker_host:docker_environment"'
+            )
         self.program = found
         self.name = Path(program).name
         self._permits: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore, asyncio.Semaphore] | None = None

@@ -106,7 +106,8 @@ class HarborBackend:
             spec.network == "gateway_only" and "gateway_only" not in self._own
         ):
             raise PolicyUnsupported(
-                f"{self.name} offers no network `{spec.network}`: it keeps no list of hosts"
+                f"{self.name} offers no network `{spec.network}`: it reaches no socket of this machine"
+                " and keeps no list of hosts"
             )
         if spec.network == "gateway_only" and not spec.gateway_url:
             raise PolicyUnsupported(

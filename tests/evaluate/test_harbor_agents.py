@@ -72,7 +72,7 @@ def reached() -> list[str]:
 @pytest.mark.parametrize("agent", ["script", "pi"])
 def test_an_agent_works_in_a_cloud_and_is_graded_there(agent: str, tmp_path: Path) -> None:
     if agent == "pi" and find(PI) is None:
-        pytest.skip("pi: not installed")
+        pytest.skip("pi is not installed: insitu install pi")
     summary = run(tmp_path, *reached(), f"harness.agent={agent}")
     assert (summary["graded"], summary["verdict"]["resolved"]) == (2, 1), summary
     assert summary["calls"] == 3 + 1

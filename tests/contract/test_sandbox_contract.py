@@ -39,6 +39,10 @@ HARBOR_SKIPS = {
     "test_a_full_disk_affects_one_sandbox_only": "harbor: complaints travel through the disk that is full",
 }
 
+PODMAN_SKIPS = {
+    "test_an_image_is_used_or_refused": "podman: it makes no work folder that the image lacks",
+}
+
 
 def local_backend(mode: Mode, memory_bytes: int) -> LocalBackend:
     return LocalBackend(mode, memory_bytes=memory_bytes)
@@ -98,9 +102,7 @@ class TestDocker(SandboxContract):
 class TestPodman(SandboxContract):
     """Sandboxes by podman, without a daemon."""
 
-    exceptions = {
-        "test_an_image_is_used_or_refused": "podman: it makes no work folder that the image lacks",
-    }
+    exceptions = PODMAN_SKIPS
 
     @pytest.fixture
     def image(self, podman_image: str) -> str:

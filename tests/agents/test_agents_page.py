@@ -10,7 +10,7 @@ import pytest
 
 import insitu
 from insitu.agents.recipe import PLACEHOLDERS, SDK_ENV, parse_agent
-from insitu.config.tables import AgentCommand
+from insitu.config.harness import AgentCommand
 from insitu.testing import AgentContract
 
 ROOT = Path(__file__).parents[2]

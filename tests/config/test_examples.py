@@ -34,6 +34,7 @@ def test_the_examples_are_all_here() -> None:
     assert [path.name for path in EXAMPLES] == [
         "demo.toml",
         "distill.toml",
+        "evaluation.toml",
         "fleet.toml",
         "mix.toml",
         "qwen3-vllm.toml",
@@ -43,7 +44,7 @@ def test_the_examples_are_all_here() -> None:
 
 
 def test_the_qwen3_example_trains_adapters_and_bears_bfloat16() -> None:
-    train = TrainConfig.of(load_config(EXAMPLES[4]))
+    train = TrainConfig.of(load_config(EXAMPLES[5]))
     assert train.policy.lora is not None
     assert train.policy.lora.rank == 16
     assert train.max_logprob_gap == 1.0

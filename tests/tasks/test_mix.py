@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
 from collections import Counter
@@ -16,6 +17,7 @@ from insitu.runtime.preflight import open_mix, prepare
 from insitu.storage.run_dir import name_run
 from insitu.tasks.mix import schedule
 from insitu.tasks.samplers import task_sampler
+from insitu.training.evaluations import check_evaluations
 
 ROW = {
     "entry": "m.py",
@@ -112,3 +114,38 @@ def test_a_set_without_its_sandbox_or_rows_is_refused_by_name(tmp_path: Path) ->
         prepare(load_config(None, ["harness.agent=script"], images), lambda line: None, choose)
     with pytest.raises(TaskError, match=r"tasks\.own: .*no-such.jsonl"):
         open_mix(load_config(None, (), mixed(str(tmp_path / "no-such.jsonl"))))
+
+
+def test_an_evaluation_takes_equally_many_tasks_of_its_sets(tmp_path: Path) -> None:
+    tables = mixed(rows(tmp_path, 3), eval_share=1.0) | {
+        "eval": [
+            {"name": "all", "count": 10},
+            {"name": "own", "tasks": ["own"]},
+            {"name": "cheap", "tasks": ["own"], "count": 2, "limits": {"wall_s": 3.0}},
+        ]
+    }
+    config = load_config(None, (), tables)
+    mix = open_mix(config)
+    every, own, cheap = (mix.evaluated(table) for table in config.eval)
+    assert Counter(task.part for task in every) == {"toy": 7, "own": 3}
+    assert [task.id for task in own] == ["row-0", "row-1", "row-2"]
+    assert {(task.part, task.limits.wall_s) for task in cheap} == {("own@cheap", 3.0)}
+    assert mix.oracle(cheap[0]) == mix.oracle(own[0])
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "why"),
+    [
+        ({"tasks": ["own"], "count": 4}, "eval.more.count = 4: jsonl has 3 tasks in the eval split"),
+        ({"tasks": ["own"], "split": "train"}, "eval.more.count = 128: jsonl has 0 tasks in the train split"),
+        ({"tasks": ["own"]}, ""),
+        ({"count": 500}, ""),
+    ],
+)
+def test_an_evaluation_larger_than_its_tasks_is_refused(
+    tmp_path: Path, evaluation: dict[str, Any], why: str
+) -> None:
+    tables = mixed(rows(tmp_path, 3), eval_share=1.0) | {"eval": [{}, {"name": "more", **evaluation}]}
+    config = load_config(None, (), tables)
+    with pytest.raises(ConfigError, match=why) if why else contextlib.nullcontext():
+        check_evaluations(config.eval, open_mix(config))

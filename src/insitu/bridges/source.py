@@ -39,6 +39,7 @@ from insitu.runtime.preflight import prepare
 from insitu.runtime.run import Runtime, open_agents, open_backend
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir, write_text
+from insitu.storage.score import Score
 from insitu.storage.store import Store, add_ledgers
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.base import Split
@@ -48,7 +49,6 @@ from insitu.training.batch_source import Batches, StoreSink, collect_options, op
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.plan.step import PlanConfig, plan_step
-from insitu.training.step_metrics import score_of
 from insitu.training.weights.files import SupportsPublish
 from insitu.types import Group, Ledger, Rollout, Status, Task
 
@@ -304,7 +304,8 @@ def _unscored(rollout: Rollout) -> str:
 
 
 def _metrics(groups: Sequence[Group], ledger: Ledger, version: int) -> Mapping[str, Any]:
-    score, rollouts = score_of(groups), [rollout for group in groups for rollout in group.rollouts]
+    score = Score.of([r for g in groups for r in g.rewards])
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     return {
         "version": version,
         "solve_rate": score.rate if score.total else None,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from insitu.attempt import AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.config.base import Count
 from insitu.config.training import CollectKeys
 from insitu.types import Group, Rollout, Task
 
-Phase = Literal["train", "eval_before", "eval_during", "eval_after", "rollout"]
-"""rollout = attempts of `insitu rollout`, without training."""
+Phase = str
+"""See storage.phases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

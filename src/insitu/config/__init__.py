@@ -1,5 +1,6 @@
 """Typed configuration: TOML with one table per folder plus [run] and [model]."""
 
+from insitu.config.harness import HarnessTable
 from insitu.config.load import (
     WARM_START,
     demo_preset,
@@ -12,7 +13,7 @@ from insitu.config.load import (
     tables_of,
 )
 from insitu.config.sandbox import SandboxTable
-from insitu.config.tables import Config, HarnessTable
+from insitu.config.tables import Config
 from insitu.config.tasks import EvalTable, TaskSetTable, ToyKind
 from insitu.config.training import TrainTable
 

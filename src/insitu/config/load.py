@@ -13,13 +13,13 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from insitu.config.base import STORED, Table, description
 from insitu.config.tables import Config
-from insitu.config.tasks import LAYERS
+from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
 from insitu.errors import ConfigError, boundary
 
 WARM_START = Path(__file__).parents[1] / "demo" / "warm_start"
@@ -60,6 +60,7 @@ RENAMED: Mapping[str, str] = {
 """Earlier names of keys; the error for one of them gives the present name."""
 
 Raw = Mapping[str, Any]
+Layered = TypeVar("Layered", TaskSetTable, EvalTable)
 
 
 def load_config(
@@ -108,15 +109,20 @@ def _merged(table: str, known: Any, values: Any) -> Any:
 
 
 def _with_named_layers(config: Config, context: str | None) -> Config:
-    """Return the configuration with validated values in the tables of its task sets, e.g. absolute paths."""
-    sets = []
-    for table in config.tasks:
-        own = config.of_set(table, context)
+    """Return the configuration with validated values in the tables of its sets, e.g. absolute paths."""
+
+    def named(table: Layered, own: Config) -> Layered:
         layers = {
             name: {key: own.__dict__[name].__dict__[key] for key in getattr(table, name)} for name in LAYERS
         }
-        sets.append(table.model_copy(update=layers))
-    return config.model_copy(update={"tasks": tuple(sets)})
+        return table.model_copy(update=layers)
+
+    # not in Config itself: a set that is only evaluated has a configuration of its own
+    if not sum(table.weight for table in config.tasks):
+        raise ConfigError("the weights of [[tasks]] sum to 0: there is nothing to train on")
+    sets = tuple(named(table, config.of_set(table, context)) for table in config.tasks)
+    evaluations = tuple(named(one, config.of_eval(one, context)[0]) for one in config.eval)
+    return config.model_copy(update={"tasks": sets, "eval": evaluations})
 
 
 def read_toml(path: Path) -> Raw:

@@ -6,14 +6,14 @@ describes. No field holds a secret: secrets are read from environment variables 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from insitu.config.base import (
-    Agent,
     Count,
     CountOrZero,
     OwnPath,
@@ -25,6 +25,7 @@ from insitu.config.base import (
 )
 from insitu.config.engines import EngineTable
 from insitu.config.fleet import FleetTable
+from insitu.config.harness import HarnessTable
 from insitu.config.model import PolicyTable
 from insitu.config.sandbox import SandboxTable
 from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
@@ -74,35 +75,6 @@ class GatewayTable(Table):
         return "gateway.tools" if self.tools else "gateway.shim_tool" if self.shim_tool else ""
 
 
-_Texts = Annotated[tuple[str, ...], Field(strict=False)]
-_OWN = unless("command", ())
-
-
-class AgentCommand(Table):
-    """An agent that is a command; texts may contain placeholders, see docs/agents.md."""
-
-    command: _Texts = ()
-    """Own agent: program and arguments, e.g. ["my-agent", "{prompt_file}"]; replaces `agent`. The prompt is
-    on stdin unless the arguments contain {prompt_file} or {prompt}."""
-    protocol: Annotated[Literal["chat", "responses", "anthropic", "gemini"], _OWN] = "chat"
-    """Wire format that the agent speaks."""
-    npm: Annotated[_Texts, _OWN] = ()
-    """npm packages to install, as name@version."""
-    pip: Annotated[_Texts, _OWN] = ()
-    """PyPI packages to install, as name==version."""
-    files: Annotated[tuple[OwnPath, ...], Field(strict=False), _OWN] = ()
-    """Files and folders that are copied unchanged to {files} in the sandbox."""
-    config_files: Annotated[Mapping[str, str], _OWN] = {}
-    """Text of files by path below the home folder, e.g. { ".my/config.json" = "..." }."""
-    env: Annotated[Mapping[str, str], _OWN] = {}
-    """Environment of the agent. If nothing in it contains {api_key}, the variables that the vendor's SDK for
-    `protocol` reads are set too."""
-    ok_exit_codes: Annotated[tuple[int, ...], Field(strict=False), _OWN] = (0,)
-    """Exit codes of a finished run; others mean that the agent failed."""
-    process_memory_mb: Annotated[Count, _OWN] = 1024
-    """Memory limit of one process in the agent's sandbox."""
-
-
 _FUNCTION = unless("function", "")
 
 
@@ -120,6 +92,8 @@ class _RunTable(Table):
     have one too. A run that is killed trains the steps after the newest one again, from their rollouts."""
     keep_checkpoints: Count = 3
     """Newest checkpoints kept on disk, beside the one with the best held-out result."""
+    stop_after_evals: CountOrZero = 0
+    """Evaluations during training without a better held-out result after which the run ends; 0 = never."""
     plain: bool = False
     """Plain lines without colour instead of the live view."""
     hub: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$")] = ""
@@ -139,36 +113,6 @@ class _ModelTable(Table):
     keep_reasoning: Literal["all", "template"] = "all"
     """Reasoning of earlier turns: all = kept as sampled; template = dropped where the model's chat format
     drops it, so each question starts a new branch."""
-
-
-class HarnessTable(AgentCommand):
-    """The agent, and how its processes are reused."""
-
-    agent: Agent = "pi"
-    """Built-in agent, entry point, module:attribute or file.py:attribute; single_turn = no agent: one reply
-    to the task's prompt is checked."""
-    version: str = ""
-    """Version of the agent's package; empty = the one that its recipe pins."""
-    mode: Literal["fresh", "warm"] = "fresh"
-    """fresh = a new sandbox per rollout; warm = sandboxes that are wiped in between; Pi's process stays."""
-    workers: Count = 8
-    """Rollouts that run at the same time."""
-    max_rollouts_per_process: Count = 64
-    """warm: rollouts after which a worker is replaced."""
-    compact: bool = False
-    """pi only: allow compaction of a full context. Other agents decide for themselves."""
-    artifacts: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Files or folders in the work folder or home of a sandbox to copy to artifacts/ of the run directory."""
-    artifact_files: Count = 64
-    """Most files kept per attempt."""
-    artifact_bytes: Count = 4 << 20
-    """Most bytes kept per attempt; a file that exceeds the remainder is skipped."""
-
-    @model_validator(mode="after")
-    def _one_agent(self) -> Self:
-        if self.command and (self.version or self.agent != "pi"):
-            raise ValueError("agent and version have no effect with command")
-        return self
 
 
 class _LimitsTable(LimitKeys, Table):
@@ -273,8 +217,17 @@ class Config(Table):
             if own := getattr(table, name):
                 values = {**tables[name].__dict__, **own}
                 tables[name] = type(tables[name]).model_validate(values, context=context)
-        tables["tasks"] = (table.model_copy(update={key: {} for key in LAYERS}),)
+        bare: dict[str, Any] = {key: {} for key in LAYERS}
+        tables["tasks"] = (table.model_copy(update=bare),)
+        # evaluations may name the other sets
+        tables["eval"] = tuple(one.model_copy(update={**bare, "tasks": ()}) for one in self.eval)
         return type(self).model_validate(tables, context=context)
+
+    def of_eval(self, evaluation: EvalTable, context: object = None) -> Sequence[Self]:
+        """Return the configuration of each task set of an evaluation, with its own tables laid over those."""
+        chosen = (table for table in self.tasks if not evaluation.tasks or table.name in evaluation.tasks)
+        tables = (evaluation.over(table) if evaluation.layered else table for table in chosen)
+        return [self.of_set(table, context) for table in tables]
 
     def evaluated_after(self, step: int) -> bool:
         """Return whether there is an evaluation during training after this step."""
@@ -288,30 +241,47 @@ class Config(Table):
     @property
     def parts(self) -> Mapping[str, Self]:
         """The configuration of each part of the run by its name (`Task.part`)."""
-        return {table.name: self.of_set(table) for table in self.tasks}
+        evaluated = [own for one in self.eval if one.layered for own in self.of_eval(one)]
+        return {own.task_set.name: own for own in (*map(self.of_set, self.tasks), *evaluated)}
 
     @model_validator(mode="after")
     def _is_a_mix(self, info: ValidationInfo) -> Self:
         names = [table.name for table in self.tasks]
         if len(names) > 1 and ("" in names or len({*names}) < len(names)):
             raise ValueError("each of several [[tasks]] needs a name of its own")
-        if not sum(table.weight for table in self.tasks):
-            raise ValueError("the weights of [[tasks]] sum to 0: there is nothing to train on")
-        if len({table.name for table in self.eval}) < len(self.eval):
-            raise ValueError("each [[eval]] needs a name of its own")
         for table in self.tasks:
             if table.reference and self.train.kl == "none":
                 raise ValueError("tasks.reference has no effect with train.kl = 'none'")
-            if shared := {"workers", "mode"} & {*table.harness}:
-                raise ValueError(f"tasks.{table.name}: harness.{min(shared)} is that of the run")
-            if any(getattr(table, layer) for layer in LAYERS):
-                try:
-                    self.of_set(table, info.context)
-                except ValidationError as error:
-                    first = error.errors(include_input=False, include_url=False)[0]
-                    where = ".".join(["tasks", *filter(None, [table.name]), *map(str, first["loc"])])
-                    raise ValueError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+            self._check_layers("tasks", table, partial(self.of_set, table, info.context))
         return self
+
+    @model_validator(mode="after")
+    def _evaluates(self, info: ValidationInfo) -> Self:
+        if len({one.name for one in self.eval}) < len(self.eval):
+            raise ValueError("each [[eval]] needs a name of its own")
+        known = [table.name for table in self.tasks]
+        for one in self.eval:
+            if unknown := sorted({*one.tasks} - {*known}):
+                listed = ", ".join(filter(None, known)) or "none with a name"
+                raise ValueError(f"eval.{one.name}.tasks: no task set {unknown[0]!r}; there are: {listed}")
+            self._check_layers("eval", one, partial(self.of_eval, one, info.context))
+        if self.run.stop_after_evals and not (self.eval[0].count and self.eval[0].every_steps):
+            raise ValueError(f"run.stop_after_evals needs eval.{self.eval[0].name}.every_steps and count")
+        return self
+
+    @staticmethod
+    def _check_layers(kind: str, table: TaskSetTable | EvalTable, apply: Callable[[], object]) -> None:
+        """Raise ValueError that names the table for an invalid key in one of its layers."""
+        if shared := {"workers", "mode"} & {*table.harness}:
+            raise ValueError(f"{kind}.{table.name}: harness.{min(shared)} is that of the run")
+        if not any(getattr(table, layer) for layer in LAYERS):
+            return
+        try:
+            apply()
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join([kind, *filter(None, [table.name]), *map(str, first["loc"])])
+            raise ValueError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
 
     @property
     def agent_names(self) -> str:
@@ -322,7 +292,7 @@ class Config(Table):
     @property
     def longest_wall_s(self) -> float:
         """The largest limit of a rollout's time."""
-        return max(self.of_set(table).limits.wall_s for table in self.tasks)
+        return max(own.limits.wall_s for own in self.parts.values())
 
     @property
     def sandboxes_needed(self) -> int:
@@ -356,7 +326,7 @@ class Config(Table):
 
     def _mapped(self, table: Table, change: Callable[[FieldInfo, Any], Any]) -> Table:
         values = {key: change(info, table.__dict__[key]) for key, info in type(table).model_fields.items()}
-        for layer in LAYERS if isinstance(table, TaskSetTable) else ():
+        for layer in LAYERS if isinstance(table, TaskSetTable | EvalTable) else ():
             keys = type(self.__dict__[layer]).model_fields
             values[layer] = {key: change(keys[key], value) for key, value in table.__dict__[layer].items()}
         return table.model_copy(update=values)

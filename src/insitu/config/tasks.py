@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from insitu import registry
 from insitu.config.base import (
+    Count,
     CountOrZero,
     Fraction,
     OwnPath,
@@ -21,10 +22,14 @@ from insitu.config.base import (
     only,
     unless,
 )
+from insitu.types import MIN_TEMPERATURE
 
 ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 LAYERS = ("harness", "limits", "sandbox", "grade", "reward")
 """Tables of the run that one of [[tasks]] or [[eval]] may hold keys of."""
+
+OF_EVAL = "@"
+"""Between the names of a set and an evaluation with tables of its own: no name contains it."""
 
 _DATA_SET = unless("source", "toy")
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")]
@@ -87,13 +92,48 @@ class TaskSetTable(Table):
 class EvalTable(Table):
     """An evaluation, before and after training and in between; the first one is the run's held-out score."""
 
-    name: _Name = "heldout"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] = "heldout"
     """Name in metrics and the viewer; another one for each evaluation."""
+    tasks: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of the task sets it takes tasks of, equally many of each; empty = all. A set with weight = 0 is
+    only evaluated."""
+    split: Literal["eval", "train"] = "eval"
+    """eval = held-out tasks; train = tasks of training."""
     count: CountOrZero = 128
-    """Tasks of the evaluation, at most all; 0 = no evaluation."""
+    """Tasks of the evaluation; 0 = no evaluation. The default stands for at most all."""
+    samples: Count = 1
+    """Rollouts of each task; pass@k and pass^k are reported for k up to this."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature; 0 = engine.temperature."""
     every_steps: CountOrZero = 0
     """Steps between evaluations during training; 0 = only before and after."""
+    harness: Mapping[str, Any] = {}
+    """Keys of [harness] for this evaluation, e.g. { agent = "mini_swe" }."""
+    limits: Mapping[str, Any] = {}
+    """Keys of [limits] for this evaluation."""
+    sandbox: Mapping[str, Any] = {}
+    """Keys of [sandbox] for this evaluation, which then has a pool of its own."""
+    grade: Mapping[str, Any] = {}
+    """Keys of [grade] for this evaluation."""
+    reward: Mapping[str, Any] = {}
+    """Keys of [reward] for this evaluation."""
+
+    @model_validator(mode="after")
+    def _temperature_is_sampled(self) -> Self:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(f"temperature is 0, for that of the engine, or at least {MIN_TEMPERATURE}")
+        return self
+
+    @property
+    def layered(self) -> bool:
+        """Whether it has tables of its own, e.g. another agent."""
+        return any(getattr(self, layer) for layer in LAYERS)
 
     def due(self, step: int) -> bool:
         """Return whether it takes place during training after this step."""
-        return self.every_steps > 0 and step > 0 and step % self.every_steps == 0
+        return bool(self.count) and self.every_steps > 0 and step > 0 and step % self.every_steps == 0
+
+    def over(self, table: TaskSetTable) -> TaskSetTable:
+        """Return the task set with the evaluation's own tables laid over its own, under a name of its own."""
+        layers = {layer: {**getattr(table, layer), **getattr(self, layer)} for layer in LAYERS}
+        return table.model_copy(update={"name": f"{table.name}{OF_EVAL}{self.name}", **layers})

@@ -65,7 +65,8 @@ def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:
 def _pair(store: Store, config: Config, renderer: ChatRenderer) -> tuple[ShownRollout, ...]:
     """Return one held-out task before and after training: the first that was learned, else the first."""
     before = store.rollouts("eval_before", 0)
-    after = {r.task_id: r for r in store.rollouts("eval_after", config.run.steps)}
+    last = store.last_step()
+    after = {r.task_id: r for r in store.rollouts("eval_after", 0 if last is None else last.step)}
     pairs = [(b, after[b.task_id]) for b in before if b.task_id in after]
     learned = [p for p in pairs if p[0].reward == 0.0 and p[1].reward == 1.0]
     if not pairs:

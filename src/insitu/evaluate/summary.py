@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from insitu.evaluate.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks
 from insitu.evaluate.results import PHASE, STEP
 from insitu.gateway.text_log import spent_in
+from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks
 from insitu.storage.run_dir import RunDir, write_text
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary

@@ -14,6 +14,7 @@ from insitu.agents.install import install
 from insitu.agents.recipe import resolve_agent
 from insitu.agents.single_turn import SingleTurn
 from insitu.config import Config, SandboxTable
+from insitu.config.tasks import OF_EVAL
 from insitu.gateway.listeners import check_port
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.sandboxes import NO_AGENT, check_network, make_pool
@@ -113,8 +114,8 @@ def make_setups(
 
 
 def agents_of(setups: Mapping[str, AgentSetup]) -> tuple[str, str]:
-    """Return names and versions of the agents, each once."""
-    harnesses = list(dict.fromkeys(setup.harness for setup in setups.values()))
+    """Return names and versions of the agents of the task sets, each once."""
+    harnesses = list(dict.fromkeys(setup.harness for part, setup in setups.items() if OF_EVAL not in part))
     return " + ".join(one.name for one in harnesses), " + ".join(one.version for one in harnesses)
 
 

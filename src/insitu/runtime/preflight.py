@@ -21,6 +21,7 @@ from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.config.base import is_url
+from insitu.config.tasks import OF_EVAL
 from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
@@ -127,25 +128,28 @@ def _in_part(check: Callable[[Config], object], config: Config) -> None:
 
 @contextmanager
 def naming_part(config: Config) -> Iterator[None]:
-    """Prefix errors about a task set with its name."""
+    """Prefix errors about a task set, or an evaluation with tables of its own, with its name."""
     try:
         yield
     except InsituError as error:
-        if not config.task_set.name:
+        name, _, evaluation = config.task_set.name.partition(OF_EVAL)
+        if not (name or evaluation):
             raise
-        raise type(error)(f"tasks.{config.task_set.name}: {error}") from error
+        raise type(error)(f"{f'eval.{evaluation}' if evaluation else f'tasks.{name}'}: {error}") from error
 
 
 def open_mix(config: Config, say: Callable[[str], None] = log.info) -> TaskMix:
     """Open every task set; sets with less trusted verdicts are rejected or skipped by `grade.min_trust`."""
-    sets = []
-    for table in config.tasks:
-        own = config.of_set(table)
+
+    def opened(own: Config) -> TaskSet:
         with naming_part(own):
             source = open_source(own, limits_of(own), runner_for)
             filter_by_trust(own, source, say)
-        sets.append(TaskSet(config=own, source=source))
-    return TaskMix(sets)
+        return TaskSet(config=own, source=source)
+
+    sets = [opened(config.of_set(table)) for table in config.tasks]
+    layered = [own for one in config.eval if one.layered for own in config.of_eval(one)]
+    return TaskMix(sets, [opened(own) for own in layered])
 
 
 def prepare_tasks(

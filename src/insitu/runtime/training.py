@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,9 @@ from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
+from insitu.tasks.mix import TaskMix
 from insitu.tracking.start import check_trackers, start_trackers
+from insitu.training.evaluations import check_evaluations
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine
@@ -50,6 +52,7 @@ from insitu.training.weights.files import (
     PublishOptions,
 )
 from insitu.training.weights.gpu import TransferPublisher, Transport
+from insitu.types import Task
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +114,13 @@ def check_service(config: Config) -> None:
 def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
     """Check a training run before anything of it is started or written. Raises InsituError."""
     own = (check_trained, check_service, check_weights, check_reference)
-    return prepare(config, say, lambda _, mix: mix.examples(), own)
+    return prepare(config, say, _examples, own)
+
+
+def _examples(config: Config, mix: TaskMix) -> Sequence[Task]:
+    """Return tasks that represent all others; raise ConfigError for evaluations that do not fit them."""
+    check_evaluations(config.eval, mix)
+    return mix.examples()
 
 
 def _prepare_served(config: Config) -> Config:

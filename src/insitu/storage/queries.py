@@ -107,7 +107,8 @@ FROM states s JOIN rollouts r USING (rollout_id)
 WHERE s.account IS NOT NULL AND r.reward IS NOT NULL GROUP BY s.account ORDER BY s.account
 """
 HELDOUT_SCORES = """
-SELECT phase, step, category, SUM(reward >= 1.0) AS solved, COUNT(*) AS total, SUM(reward) AS reward_sum
+SELECT phase, step, category, SUM(reward >= 1.0) AS solved, COUNT(*) AS total, SUM(reward) AS reward_sum,
+  COUNT(DISTINCT task_id) AS tasks
 FROM rollouts WHERE phase <> 'train' AND reward IS NOT NULL GROUP BY phase, step, category ORDER BY step
 """
 WHY = """

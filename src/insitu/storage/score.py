@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from insitu.storage.pass_at_k import wilson_interval
+
 NAMED_REWARDS = 3
 """Maximum number of different rewards listed in a line."""
 
@@ -18,10 +20,21 @@ class Score:
     """Rollouts with reward 1 or more."""
     total: int
     reward_sum: float
+    tasks: int = 0
+    """Tasks that the rollouts are of; 0 = as many as rollouts."""
 
     @classmethod
-    def of(cls, rewards: Collection[float]) -> Score:
-        return cls(solved=sum(r >= 1.0 for r in rewards), total=len(rewards), reward_sum=sum(rewards))
+    def of(cls, rewards: Collection[float], tasks: int = 0) -> Score:
+        solved = sum(r >= 1.0 for r in rewards)
+        return cls(solved=solved, total=len(rewards), reward_sum=sum(rewards), tasks=tasks)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % Wilson interval of the solve rate; (0, 1) when nothing was graded.
+
+        Several rollouts of a task count as one: they are not independent.
+        """
+        return wilson_interval(self.rate, self.tasks or self.total)
 
     @property
     def rate(self) -> float:

@@ -178,15 +178,16 @@ class Store(Lifecycle):
     def scores(self, phase: str, step: int) -> dict[str, Score]:
         """Map task categories to the scores of one phase and step; the key "" is the total."""
         query = (
-            "SELECT category, reward FROM rollouts"
+            "SELECT category, reward, task_id FROM rollouts"
             " WHERE phase = ? AND step = ? AND reward IS NOT NULL ORDER BY category, group_no, slot"
         )
-        by_category: dict[str, list[float]] = {}
+        found: dict[str, list[sqlite3.Row]] = {}
         for row in self._all(query, (phase, step)):
-            by_category.setdefault(row["category"], []).append(row["reward"])
-        total = Score.of([reward for rewards in by_category.values() for reward in rewards])
-        return {"": total} | {
-            category: Score.of(rewards) for category, rewards in by_category.items() if category
+            found.setdefault(row["category"], []).append(row)
+        every = [row for rows in found.values() for row in rows]
+        return {
+            name: Score.of([row["reward"] for row in rows], len({row["task_id"] for row in rows}))
+            for name, rows in ({"": every} | {name: rows for name, rows in found.items() if name}).items()
         }
 
     def ledger(self) -> Ledger:

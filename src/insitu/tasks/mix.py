@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from insitu.config import Config
+from insitu.config import Config, EvalTable
+from insitu.config.tasks import OF_EVAL
 from insitu.errors import TaskError
 from insitu.tasks.base import Split, TaskSource
 from insitu.tasks.dataset import RowSource
@@ -21,7 +22,7 @@ class TaskSet:
     """An open source of tasks."""
 
     config: Config
-    """The run's configuration with this set alone, and the set's own tables in place of the run's."""
+    """The run's configuration with this set alone, under its own tables and the evaluation's."""
     source: TaskSource
 
     @property
@@ -48,9 +49,10 @@ class TaskSet:
 class TaskMix:
     """Implements TaskSource over all task sets of a run, one after the other."""
 
-    def __init__(self, sets: Sequence[TaskSet]) -> None:
+    def __init__(self, sets: Sequence[TaskSet], evaluated: Sequence[TaskSet] = ()) -> None:
+        """Set up. evaluated: sets as they are for evaluations with tables of their own."""
         self.sets = sets
-        self._by_name = {one.name: one for one in sets}
+        self._by_name = {one.name: one for one in (*sets, *evaluated)}
 
     @property
     def name(self) -> str:
@@ -71,6 +73,19 @@ class TaskMix:
             start = max(0, start - (size or 0))
         return found
 
+    def of_eval(self, table: EvalTable) -> Sequence[TaskSet]:
+        """Return the sets of an evaluation."""
+        names = [one.name for one in self.sets if not table.tasks or one.name in table.tasks]
+        return [self._by_name[f"{name}{OF_EVAL}{table.name}" if table.layered else name] for name in names]
+
+    def evaluated(self, table: EvalTable) -> Sequence[Task]:
+        """Return the tasks of an evaluation: equally many of each of its sets, as far as they have them."""
+        sets = self.of_eval(table)
+        counts = _shares([one.size(table.split) for one in sets], table.count)
+        return [
+            task for one, count in zip(sets, counts, strict=True) for task in one.tasks(table.split, 0, count)
+        ]
+
     def oracle(self, task: Task) -> Oracle:
         return self.of(task).source.oracle(task)
 
@@ -79,13 +94,25 @@ class TaskMix:
 
     def examples(self) -> Sequence[Task]:
         """Return tasks that represent all others in what they need of a sandbox."""
-        return [task for one in self.sets for task in one.examples()]
+        return [task for one in self._by_name.values() for task in one.examples()]
 
     def of(self, task: Task) -> TaskSet:
         """Return the set of a task; raise TaskError."""
         if task.part not in self._by_name:
             raise TaskError(f"task {task.id} does not come from this source: no task set {task.part!r}")
         return self._by_name[task.part]
+
+
+def _shares(sizes: Sequence[int | None], count: int) -> list[int]:
+    """Return how many of `count` tasks are of each set, by their sizes."""
+    taken = [0] * len(sizes)
+    while left := count - sum(taken):
+        more = [n for n, size in enumerate(sizes) if size is None or taken[n] < size]
+        if not more:
+            break
+        for n in more[:left]:
+            taken[n] += 1
+    return taken
 
 
 def schedule(weights: Sequence[float]) -> Callable[[int], tuple[int, int]]:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from insitu.storage.phases import eval_name
+
 HELDOUT = "heldout"
 EFFECTIVE = "effective_"
 
@@ -67,6 +69,7 @@ STEP: Mapping[str, Mapping[str, str]] = {
         "cycle_s": "seconds since the previous commit, so with publication and evaluation",
         "collect_s": "seconds until the rollouts of the step were there",
         "train_s": "seconds of training and checkpoint",
+        "checkpoint_s": "seconds until the checkpoint of the step was begun",
         "publish_s": "seconds until the engine had the weights",
         "seconds": "seconds of the update alone",
     },
@@ -86,6 +89,7 @@ STEP: Mapping[str, Mapping[str, str]] = {
         "tries": "attempts that ended in the step",
         "masked": "attempts that failed by infrastructure",
         "infra_failure_rate": "their share, over the last steps",
+        "bad": "1 = the step was refused",
         "learner_restarts": "restarts of the learner so far",
         "tampered": "rollouts that tampered with the tests",
         "tamper_rate": "their share of judged rollouts",
@@ -109,8 +113,14 @@ EVALUATION: Mapping[str, str] = {
     "total": "graded held-out rollouts",
     "tries": "attempts of the evaluation",
     "masked": "attempts that failed by infrastructure",
+    "version": "policy version of the evaluation",
+    "solve_rate_low": "lower bound of the 95 % interval of solve_rate, over tasks",
+    "solve_rate_high": "upper bound of it",
+    "pass_at_K": "pass@K, one of K rollouts of a task is solved; with _low and _high its interval",
+    "pass_all_K": "pass^K, all of K rollouts of a task are solved; with _low and _high its interval",
 }
-"""Metrics of an evaluation, in the group `heldout`, at the step after which it was made."""
+"""Metrics of an evaluation, in the group `heldout`, at the step after which it was made; of any but the first
+evaluation in the group `heldout.NAME`."""
 TEXTS = frozenset({"schema_version", "time_s", "event", "step", "skipped", "alarm", "weights"})
 """Keys of a line that are not metrics."""
 _GROUPS = {name: group for group, names in STEP.items() for name in names}
@@ -126,11 +136,13 @@ def sent_name(name: str) -> str:
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a line of metrics.jsonl under the names that are sent."""
     evaluation = line["event"] != "step"
+    other = eval_name(line["event"])
+    group = f"{HELDOUT}.{other}" if other else HELDOUT
     values = {name: value for name, value in line.items() if name not in TEXTS}
-    if evaluation and values.get("total"):
+    if evaluation and values.get("total") and "solve_rate" not in values:
         values["solve_rate"] = values.get("solved", 0) / values["total"]
     return {
-        (f"{HELDOUT}/{name}" if evaluation else sent_name(name)): float(value)
+        (f"{group}/{name}" if evaluation else sent_name(name)): float(value)
         for name, value in values.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }

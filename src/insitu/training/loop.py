@@ -11,7 +11,7 @@ continue from another model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -21,32 +21,37 @@ from typing import Any, Protocol
 from insitu import failpoint
 from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
-from insitu.collect.groups import collect_groups
-from insitu.collect.options import AttemptRunner, Phase, RolloutObserver
+from insitu.collect.options import AttemptRunner
 from insitu.engines.base import Engine
 from insitu.errors import RecordError, TrainError
 from insitu.storage.metrics import Metrics, MetricsFile
 from insitu.storage.run_dir import KIND, RunDir, read_store, read_summary
 from insitu.storage.scores import prune_scores, score_file
-from insitu.storage.store import Score, Store
+from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.training.alarms import IN_A_ROW, CollapseAlarm, InfraFailureRate, StepAlarms, why_untrained
-from insitu.training.batch_source import Batches, StoreSink, collect_options, open_batches
+from insitu.training.batch_source import Batches, StoreSink, open_batches
 from insitu.training.checkpoints import Checkpoints
+from insitu.training.evaluations import (
+    EvalObserver,
+    EvalParts,
+    EvalResult,
+    Evaluations,
+    heldout_summary,
+)
 from insitu.training.learner.client import Learner
 from insitu.training.learner.supervisor import LearnerSupervisor
 from insitu.training.options import StepResult, gaps
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
+from insitu.training.recovery import best_step, heldout_scores
 from insitu.training.served_batches import ServedBatches
 from insitu.training.step_metrics import (
     SHOWN,
     ahead_summary,
-    heldout_summary,
     mismatch_text,
-    score_of,
     step_metrics,
 )
-from insitu.types import Group, Ledger, Status
+from insitu.types import Ledger, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,32 +76,15 @@ class RunParts:
     plan_config: PlanConfig
 
 
-class TrainingObserver(RolloutObserver, Protocol):
+class TrainingObserver(EvalObserver, Protocol):
     """The view of a training run; methods return at once and never raise."""
 
     def begin(self, title: str, rollouts: int) -> None: ...
-
-    def stage(self, name: str, total: int = 0) -> None: ...
 
     def advance(self, done: int) -> None: ...
 
     def step_done(self, step: int, steps: int, metrics: Metrics) -> None: ...
 
-    def eval_done(self, name: str, score: Score) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-_EVAL_NAMES = {
-    "eval_before": "held-out tasks before training",
-    "eval_during": "held-out tasks after step {step}",
-    "eval_after": "held-out tasks after training",
-}
-_SCORE_NAMES = {
-    "eval_before": "held-out before",
-    "eval_during": "held-out step {step}",
-    "eval_after": "held-out after",
-}
 
 WALL_S, EXTRA = "wall_s", "summary_extra"
 """Metadata keys of a run."""
@@ -112,6 +100,15 @@ class TrainOptions:
     """Reading of time.monotonic() at the start of the process."""
     extra: Mapping[str, float | int | str] = field(default_factory=dict)
     """Further numbers for the summary; those of the first invocation are kept on resume."""
+
+
+def _eval_parts(parts: RunParts) -> EvalParts | None:
+    agents = parts.agents
+    if agents is None:
+        return None
+    return EvalParts(
+        source=agents.source, attempts=agents.attempts, engine=agents.engine, check=parts.supervisor.check
+    )
 
 
 class WallClock:
@@ -159,16 +156,16 @@ class TrainingLoop:
         self._closed: float | None = None
         """Reading of time.monotonic() at the last commit in this process."""
         c = run.config
-        masks, self._eval_masks = (
-            InfraFailureRate(c.collect.infra_failure_alarm),
-            InfraFailureRate(c.collect.infra_failure_alarm),
-        )
+        masks, eval_masks = (InfraFailureRate(c.collect.infra_failure_alarm) for _ in range(2))
         committed = store.steps()
         self._alarms = StepAlarms(c.collect, masks, committed)
         self._collapse = CollapseAlarm(c.train.collapse_alarm, (step.metrics for step in committed))
-        self._sink = StoreSink(store, masks, self._eval_masks)
+        self._sink = StoreSink(store, masks, eval_masks)
         self._checkpoints = Checkpoints(run, store, parts.supervisor, view.note)
         self._breaker = Breaker(c.collect.max_consecutive_failures)
+        self._evaluations = Evaluations(
+            run, metrics, self._sink, view, self._breaker, eval_masks, _eval_parts(parts)
+        )
 
     async def run(self) -> Mapping[str, Any]:
         """Run the remaining steps; return the summary without the time."""
@@ -178,16 +175,19 @@ class TrainingLoop:
         left = c.run.steps - first + 1
         per_step = c.collect.groups_per_step * c.collect.group_size
         title = f"{' '.join(self._agent())}, seed {c.run.seed}"
-        evals = 2 + sum(self._run.config.evaluated_after(step) for step in range(first - 1, c.run.steps))
-        self._view.begin(title, left * per_step + evals * self._eval_tasks())
-        before = await self._evaluate("eval_before", 0)
+        evals = self._evaluations
+        during = sum(evals.rollouts(step) for step in range(first - 1, c.run.steps))
+        self._view.begin(title, left * per_step + 2 * evals.rollouts() + during)
+        before = await evals.run("before", 0)
         async with self._batches() as batches:
             for step in range(first, c.run.steps + 1):
                 # before the next step, so that a resumed run finishes an interrupted evaluation first
-                if self._run.config.evaluated_after(step - 1):
-                    await self._evaluate("eval_during", step - 1)
+                await evals.run("during", step - 1)
+                if self._stops(step - 1):
+                    break
                 await self._step(step, batches)
-        after = await self._evaluate("eval_after", c.run.steps)
+        last = self._store.last_step()
+        after = await evals.run("after", 0 if last is None else last.step)
         await self._checkpoints.finish()
         return self._summary(before, after)
 
@@ -216,46 +216,21 @@ class TrainingLoop:
             version=parts.learner.version,
         )
 
-    def _eval_tasks(self) -> int:
-        """Return the configured number, at most all tasks; 0 where no agent runs."""
-        if self._parts.agents is None:
-            return 0
-        size = self._parts.agents.source.size("eval")
-        wanted = self._run.config.eval[0].count
-        return wanted if size is None else min(wanted, size)
-
-    async def _evaluate(self, phase: Phase, step: int) -> Sequence[Group]:
-        count, agents = self._eval_tasks(), self._parts.agents
-        if not count or agents is None:
-            return ()
-        tasks = agents.source.tasks("eval", 0, count)
-        self._view.stage(_EVAL_NAMES[phase].format(step=step), len(tasks))
-        options = collect_options(self._run.config).changed(phase=phase, first_step=step, group_size=1)
-        with self._timeline.phase("evaluate", step):
-            groups = await collect_groups(
-                agents.attempts,
-                self._sink,
-                self._view,
-                self._breaker,
-                options,
-                tasks,
-                check=self._parts.supervisor.check,
-                version=agents.engine.receipt.version,
-            )
-        score = score_of(groups)
-        self._view.eval_done(_SCORE_NAMES[phase].format(step=step), score)
-        masked = self._eval_masks.close_step()
-        if masked.line:
-            self._view.note(f"{phase}: {masked.line}")
-        counts = {
-            "solved": score.solved,
-            "total": score.total,
-            "reward_mean": score.reward_mean if score.total else None,
-            "tries": masked.tries,
-            "masked": masked.masked,
-        }
-        self._metrics.write({"event": phase, "step": step, **counts})
-        return groups
+    def _stops(self, step: int) -> bool:
+        """Return whether the run ends after this step: its held-out result has not improved for too long."""
+        limit = self._run.config.run.stop_after_evals
+        if not limit or not self._run.config.eval[0].due(step):
+            return False
+        scores = heldout_scores(self._store)
+        best = max(scores, key=lambda at: (scores[at], -at), default=step)
+        since = sum(at > best for at in scores)
+        if since < limit:
+            return False
+        self._view.note(
+            f"step {step}: the run ends: {since} evaluations without a better held-out result than that after"
+            f" step {best} (run.stop_after_evals)"
+        )
+        return True
 
     async def _step(self, step: int, batches: Batches) -> None:
         c = self._run.config
@@ -325,13 +300,21 @@ class TrainingLoop:
         if result.bad and count >= IN_A_ROW:
             raise TrainError(f"{count} steps since the last update were refused, the last: {result.skipped}")
 
-    def _summary(self, before: Sequence[Group], after: Sequence[Group]) -> Mapping[str, Any]:
+    def _summary(
+        self, before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]
+    ) -> Mapping[str, Any]:
         steps, counts = self._store.steps(), self._store.phases()
+        first = self._run.config.eval[0].name
+        best = best_step(self._store, [step.step for step in steps])
         agent, version = self._agent()
         return {
-            **heldout_summary("before", before),
-            **heldout_summary("after", after),
-            "heldout_tasks": len(after),
+            **heldout_summary("before", before.get(first)),
+            **heldout_summary("after", after.get(first)),
+            "heldout_tasks": len(after[first].tasks) if first in after else 0,
+            "evaluations": self._evaluations.summary(before, after),
+            "best_step": best,
+            "best_heldout_reward": None if best is None else round(heldout_scores(self._store)[best], 4),
+            "stopped_early": len(steps) < self._run.config.run.steps,
             "rl_steps": len(steps),
             "updates": sum(not step.metrics["skipped"] for step in steps),
             "rollouts": sum(counts.values()),

@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from insitu.errors import RecordError
+from insitu.storage.phases import is_heldout
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import StepRecord, Store
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
@@ -88,14 +89,17 @@ def written_steps(checkpoints: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-[0-9]*"))
 
 
+def heldout_scores(store: Store) -> dict[int, float]:
+    """Map steps, in order, to the mean reward on held-out tasks after them; 0 = before training."""
+    # After a run that stopped early its last step has two: the one that ended it counts, also on resume.
+    places = sorted(place for place in store.phases() if is_heldout(place[0]))
+    scores = {step: store.scores(phase, step)[""] for phase, step in places}
+    return {step: scores[step].reward_mean for step in sorted(scores) if scores[step].total}
+
+
 def best_step(store: Store, among: Sequence[int]) -> int | None:
     """Return the step with the highest mean reward on held-out tasks, the later of equal ones."""
-    scores = {}
-    for phase, step in store.phases():
-        if phase in ("eval_during", "eval_after") and step in among:
-            score = store.scores(phase, step)[""]
-            if score.total:
-                scores[step] = score.reward_mean
+    scores = {step: score for step, score in heldout_scores(store).items() if step in among and step}
     return max(scores, key=lambda step: (scores[step], step), default=None)
 
 

@@ -72,17 +72,6 @@ def mismatch_text(tokens: int) -> str:
     return f"{tokens} {noun} excluded: sampler/trainer logprob gap exceeds train.max_logprob_gap"
 
 
-def score_of(groups: Sequence[Group]) -> Score:
-    return Score.of([r for g in groups for r in g.rewards])
-
-
-def heldout_summary(when: str, groups: Sequence[Group]) -> dict[str, float | None]:
-    """Return solve rate and mean reward of an evaluation; None where nothing was graded."""
-    score = score_of(groups)
-    rate, mean = (round(score.rate, 4), round(score.reward_mean, 4)) if score.total else (None, None)
-    return {f"heldout_{when}": rate, f"heldout_reward_{when}": mean}
-
-
 def step_metrics(
     groups: Sequence[Group], ledger: Ledger, result: StepResult, trained: Collection[str] = ()
 ) -> dict[str, Any]:

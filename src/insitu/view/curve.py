@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from insitu.storage.phases import is_heldout
 from insitu.storage.score import Score
 from insitu.storage.store import Store
 from insitu.view.base import rounded
@@ -19,7 +20,6 @@ _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 56
 _MEAN_OF = 5
 """Window of the centred moving mean, in steps."""
-_Z95 = 1.959964
 _TRAIN, _HELDOUT, _REWARD = "train", "heldout", "reward"
 """Classes of what is drawn; mean rewards of both are `reward`."""
 STYLE = """<style>
@@ -57,23 +57,13 @@ class Curve:
 
 def wilson(score: Score) -> tuple[float, float]:
     """Return the 95 % Wilson interval of a solve rate; (0, 1) when nothing was graded."""
-    return wilson_interval(score.rate, score.total)
-
-
-def wilson_interval(rate: float, n: int) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a rate over `n` samples; (0, 1) when n is 0."""
-    if n == 0:
-        return 0.0, 1.0
-    centre = (rate + _Z95**2 / (2 * n)) / (1 + _Z95**2 / n)
-    half = _Z95 / (1 + _Z95**2 / n) * math.sqrt(rate * (1 - rate) / n + _Z95**2 / (4 * n * n))
-    # Rounding must not exclude a rate of exactly 0 or 1 from its own interval.
-    return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
+    return score.interval
 
 
 def curve_of(store: Store, title: str) -> Curve:
-    """Return the curve of a stored run: committed training steps and `eval_*` phases."""
+    """Return the curve of a stored run: committed training steps and the held-out score."""
     train = [CurvePoint(step=record.step, score=store.step_score(record.step)) for record in store.steps()]
-    evals = sorted((step, phase) for phase, step in store.phases() if phase.startswith("eval"))
+    evals = sorted((step, phase) for phase, step in store.phases() if is_heldout(phase))
     heldout = [CurvePoint(step=step, score=store.scores(phase, step)[""]) for step, phase in evals]
     return Curve(
         title=title,

@@ -71,7 +71,8 @@ class Run:
     ) -> Rollouts:
         """Return the stored rollouts that match every given filter, in the order of phase, step and slot.
 
-        `phase` is `train`, `eval_before`, `eval_during` or `eval_after`, and `eval` in a run of
+        `phase` is `train`, `eval_before`, `eval_during` or `eval_after` (with .NAME for any but the first
+        evaluation), and `eval` in a run of
         `insitu rollout`; `outcome` is the verdict's; further filters are those of the viewer's lists, such as
         `category`, `min_reward` or `solved` (docs/viewer-api.md). Tokens are read when a rollout is asked
         for; `column(name)` gives numpy, `frame()` a data frame. Raises ConfigError for an unknown filter,

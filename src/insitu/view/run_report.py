@@ -9,6 +9,7 @@ from typing import Any
 
 from insitu.capture.drift_log import drift_totals
 from insitu.errors import RecordError
+from insitu.storage.phases import eval_name
 from insitu.storage.run_dir import KIND, read_config, read_store, read_summary, write_text
 from insitu.storage.score import Score, describe_rewards
 from insitu.storage.store import Store
@@ -92,7 +93,7 @@ def show_run(run_dir: Path) -> str:
         head = f"{run_dir}: {agent}, seed {config.run.seed}"
         if kind is not None:
             return "\n".join([head, *_decided_lines(run_dir, store, kind)]) + "\n"
-        lines = [head, *_step_lines(store), *_eval_lines(store, config.eval[0].count)]
+        lines = [head, *_step_lines(store), *_eval_lines(store)]
         lines += [f"  drift: {line}" for line in drift_totals(store.drifts())]
         lines += _attempt_lines(store)
         summary = read_summary(run_dir)
@@ -162,8 +163,11 @@ def _attempt_lines(store: Store) -> Iterator[str]:
         yield f"  attempts: {', '.join(f'{count} {end}' for end, count in attempts.items())}"
 
 
-def _eval_lines(store: Store, tasks: int) -> Iterator[str]:
-    for (phase, step), done in store.phases().items():
+def _eval_lines(store: Store) -> Iterator[str]:
+    left = Counter((state.phase, state.step) for state in store.open_rollouts())
+    for place, done in store.phases().items():
+        phase, step = place
         if phase.startswith("eval"):
-            so_far = f"  {done} of {tasks} tasks so far" if done < tasks else ""
-            yield f"  held-out after {step} steps  {score_text(store.scores(phase, step)[''])}{so_far}"
+            so_far = f"  {done} of {done + left[place]} rollouts so far" if left[place] else ""
+            score = score_text(store.scores(phase, step)[""])
+            yield f"  {eval_name(phase) or 'held-out'} after {step} steps  {score}{so_far}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from insitu.storage.phases import is_heldout
 from insitu.view.base import duration, rounded
 from insitu.view.web.findings import compare_runs, compare_tasks
 from insitu.view.web.runs import RunHandle, Runs, run_info
@@ -87,7 +88,7 @@ def comparison(a: RunHandle, b: RunHandle) -> dict[str, Any]:
 
 def _evaluations(shown: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return (phase, step) of the evaluations on held-out tasks, in order."""
-    points = [p for p in shown["heldout"] if p["phase"].startswith("eval") and not p["category"]]
+    points = [p for p in shown["heldout"] if is_heldout(p["phase"]) and not p["category"]]
     # An evaluation after a run without steps has the step of the one before it.
     ordered = sorted(points, key=lambda p: (p["step"], p["phase"] != "eval_before"))
     return [(point["phase"], point["step"]) for point in ordered]

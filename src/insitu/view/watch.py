@@ -11,6 +11,7 @@ from typing import Any
 from insitu.config import Config
 from insitu.errors import RecordError
 from insitu.storage.metrics import tail_metrics
+from insitu.storage.phases import eval_name
 from insitu.storage.queries import NEW_ROLLOUTS, RUNNING, RunReader
 from insitu.storage.run_dir import check_store, read_config, run_state
 from insitu.storage.score import Score
@@ -86,7 +87,10 @@ class _Watcher:
     def _begin(self, line: Mapping[str, Any]) -> None:
         c = self._config
         name = _STAGES.get(line["phase"], line["phase"]).format(step=line["step"], steps=c.run.steps)
-        sizes = {"collect": c.collect.groups_per_step * c.collect.group_size, "evaluate": c.eval[0].count}
+        due = [one for one in c.eval if line["step"] in (0, c.run.steps) or one.due(line["step"])]
+        # the number is unknown where several evaluations follow each other
+        evaluated = due[0].count * due[0].samples if len(due) == 1 else 0
+        sizes = {"collect": c.collect.groups_per_step * c.collect.group_size, "evaluate": evaluated}
         self._view.stage(printable(name), sizes.get(line["phase"], 0))
 
     def _line(self, line: Mapping[str, Any]) -> None:
@@ -94,7 +98,7 @@ class _Watcher:
         if event == "step":
             self._view.step_done(step, self._config.run.steps, _shown(line))
         elif event.startswith("eval"):
-            self._view.eval_done(f"held-out step {step}", _score(line))
+            self._view.eval_done(f"{eval_name(event) or 'held-out'} step {step}", _score(line))
 
     def _rollouts(self, reader: RunReader) -> None:
         earlier = self._row == 0

@@ -84,14 +84,14 @@ def heldout(reader: RunReader) -> list[dict[str, Any]]:
     points = []
     for (phase, step), rows in found.items():
         total = {"phase": phase, "step": step, "category": ""}
-        total |= {name: sum(row[name] for row in rows) for name in ("solved", "total", "reward_sum")}
+        total |= {name: sum(row[name] for row in rows) for name in ("solved", "total", "reward_sum", "tasks")}
         named = [row for row in rows if row["category"]]
         points += [{**row, **_interval(row)} for row in (total, *named)]
     return points
 
 
 def _interval(row: Mapping[str, Any]) -> dict[str, float]:
-    score = Score(solved=row["solved"], total=row["total"], reward_sum=row["reward_sum"])
+    score = Score(**{name: row[name] for name in ("solved", "total", "reward_sum", "tasks")})
     low, high = wilson(score)
     return {"rate": score.rate, "low": low, "high": high, "reward_mean": score.reward_mean}
 

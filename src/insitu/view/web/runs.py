@@ -12,6 +12,7 @@ from typing import Any
 
 from insitu.config import Config
 from insitu.errors import InsituError, RecordError
+from insitu.storage.phases import is_heldout
 from insitu.storage.queries import HELDOUT_SCORES, LAST_ROLLOUT, RunReader, ulid_seconds
 from insitu.storage.run_dir import KIND, check_store, read_config, read_summary, run_state
 from insitu.storage.store import EmptyStore
@@ -134,7 +135,7 @@ def _stored_info(reader: RunReader) -> dict[str, Any]:
     stride = max(1, -(-len(rates) // SPARK_POINTS))
     held: dict[tuple[str, int], list[int]] = {}
     for row in reader.all(HELDOUT_SCORES):
-        if row["phase"].startswith("eval"):
+        if is_heldout(row["phase"]):
             found = held.setdefault((row["phase"], row["step"]), [0, 0])
             found[0] += row["solved"]
             found[1] += row["total"]

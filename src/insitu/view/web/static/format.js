@@ -93,6 +93,11 @@ export function words(key) {
   return String(key ?? "").replace(/_s$/, "").replaceAll("_", " ");
 }
 
+/** Whether a phase is of the run's held-out score: its first evaluation; those of others end in .NAME. */
+export function isHeldOut(phase) {
+  return phase.startsWith("eval") && !phase.includes(".");
+}
+
 function minus(text) {
   return text.replaceAll("-", "−");
 }

@@ -1,7 +1,7 @@
 // Runs side by side, the same held-out tasks on two sides, or two rollouts turn by turn.
 import { html, useMemo } from "../vendor/preact-htm.module.js";
 import { apiPath } from "../api.js";
-import { int, num, pct, plural, secs, signed, words } from "../format.js";
+import { int, isHeldOut, num, pct, plural, secs, signed, words } from "../format.js";
 import { compareHref, href, rolloutHref, setQuery } from "../router.js";
 import { Badge, Empty, More, Panel, Table, useData, Waiting } from "../ui.js";
 import { Line } from "../text.js";
@@ -42,7 +42,7 @@ function Curves({ runs }) {
 }
 
 function heldPoints(run) {
-  return run.heldout.filter((p) => p.category === "" && p.phase.startsWith("eval"));
+  return run.heldout.filter((p) => p.category === "" && isHeldOut(p.phase));
 }
 
 function Side({ runs }) {

@@ -1,7 +1,7 @@
 // Is it learning, is it healthy, where do I look?
 import { html, useEffect, useMemo, useState } from "../vendor/preact-htm.module.js";
 import { apiPath, get } from "../api.js";
-import { ago, int, num, pct, plural, secs, words } from "../format.js";
+import { ago, int, isHeldOut, num, pct, plural, secs, words } from "../format.js";
 import { useRun, useRunVersion } from "../live.js";
 import { compareHref, go, href, rolloutHref } from "../router.js";
 import { Badge, Empty, Panel, Reward, Stat, useData, Waiting } from "../ui.js";
@@ -62,7 +62,7 @@ function Head({ data }) {
   const last = steps.step.length - 1;
   const mean = recentMean(steps.metrics.step_s);
   const left = run.state === "running" && mean && run.steps ? mean * (run.steps - run.step) : null;
-  const totals = heldout.filter((point) => point.category === "" && point.phase.startsWith("eval"));
+  const totals = heldout.filter((point) => point.category === "" && isHeldOut(point.phase));
   const [before, now] = [totals[0], totals.length > 1 ? totals.at(-1) : null];
   const tokens = last >= 0 && steps.metrics.tokens_sampled ? (steps.metrics.tokens_sampled[last] ?? 0) / (steps.metrics.step_s?.[last] || 1) : null;
   const rate = last >= 0 && steps.total[last] ? steps.solved[last] / steps.total[last] : null;
@@ -110,7 +110,7 @@ function Curve({ data, run }) {
 
 /** One axis for training steps and held-out points. */
 function curveOf(steps, heldout) {
-  const points = heldout.filter((p) => p.category === "" && p.phase.startsWith("eval"));
+  const points = heldout.filter((p) => p.category === "" && isHeldOut(p.phase));
   const xs = [...new Set([...steps.step, ...points.map((p) => p.step)])].sort((a, b) => a - b);
   const rates = steps.step.map((_, i) => (steps.total[i] ? steps.solved[i] / steps.total[i] : null));
   const means = movingMean(rates, 5);

@@ -9,8 +9,15 @@ import statistics
 
 import pytest
 
-from insitu.evaluate.pass_at_k import TaskCounts, bootstrap, estimate, pass_at_k, reported_ks
-from insitu.view.curve import wilson_interval
+from insitu.storage.pass_at_k import (
+    TaskCounts,
+    bootstrap,
+    estimate,
+    pass_all_k,
+    pass_at_k,
+    reported_ks,
+    wilson_interval,
+)
 
 
 def by_counting(graded: int, resolved: int, k: int) -> float:
@@ -31,6 +38,16 @@ def test_it_is_the_share_of_subsets_with_a_solution(graded: int) -> None:
     for resolved in range(graded + 1):
         for k in range(1, graded + 1):
             assert pass_at_k(graded, resolved, k) == pytest.approx(by_counting(graded, resolved, k))
+
+
+@pytest.mark.parametrize("graded", range(1, 7))
+def test_all_of_k_is_the_share_of_subsets_without_a_failure(graded: int) -> None:
+    for resolved in range(graded + 1):
+        for k in range(1, graded + 1):
+            subsets = list(itertools.combinations([i < resolved for i in range(graded)], k))
+            share = sum(all(subset) for subset in subsets) / len(subsets)
+            assert pass_all_k(graded, resolved, k) == pytest.approx(share)
+    assert estimate([TaskCounts(graded=4, resolved=2)] * 3, 2, all_of=True).value == pytest.approx(1 / 6)
 
 
 def test_large_numbers_are_exact() -> None:
@@ -81,7 +98,7 @@ def test_the_bootstrap_agrees_with_the_normal_theory_and_repeats() -> None:
 def test_the_bootstrap_takes_many_tasks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [0.0, 1.0] * 50
     whole = bootstrap(values, seed=1)
-    monkeypatch.setattr("insitu.evaluate.pass_at_k.CHUNK", 999)
+    monkeypatch.setattr("insitu.storage.pass_at_k.CHUNK", 999)
     low, high = bootstrap(values, seed=1)
     assert (low, high) == pytest.approx(whole, abs=0.02)
 

@@ -1,8 +1,9 @@
-"""Unbiased pass@k over tasks, with 95 % intervals.
+"""Unbiased pass@k and pass^k over tasks, with 95 % intervals.
 
-For a task with n graded attempts, c of them resolved, pass@k = 1 - C(n-c, k) / C(n, k). The result is the
-mean over tasks with at least k graded attempts. Intervals: Wilson if every task counts as one binary outcome,
-else percentile bootstrap over tasks, since attempts at one task are not independent.
+For a task with n graded attempts, c of them resolved, pass@k = 1 - C(n-c, k) / C(n, k): one of k is resolved;
+pass^k = C(c, k) / C(n, k): all k are. The result is the mean over tasks with at least k graded attempts.
+Intervals: Wilson if every task counts as one binary outcome, else percentile bootstrap over tasks, since
+attempts at one task are not independent.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from insitu.view.curve import wilson_interval
-
 RESAMPLES = 10_000
 """Number of bootstrap resamples."""
 CHUNK = 1 << 22
 """Maximum number of drawn task indices in memory."""
+_Z95 = 1.959964
 
 Method = Literal["wilson", "bootstrap", "none"]
 
@@ -34,7 +34,7 @@ class TaskCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassAtK:
-    """One pass@k estimate."""
+    """One pass@k or pass^k estimate."""
 
     k: int
     value: float
@@ -57,6 +57,26 @@ def pass_at_k(graded: int, resolved: int, k: int) -> float:
     return 1.0 - math.comb(graded - resolved, k) / math.comb(graded, k)
 
 
+def pass_all_k(graded: int, resolved: int, k: int) -> float:
+    """Return pass^k of one task: the chance that k attempts at it are all resolved.
+
+    Raises ValueError when there are fewer than k attempts.
+    """
+    if not 0 <= resolved <= graded or not 1 <= k <= graded:
+        raise ValueError(f"no pass^{k} of {resolved} resolved among {graded}")
+    return math.comb(resolved, k) / math.comb(graded, k)
+
+
+def wilson_interval(rate: float, n: int) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of a rate over `n` samples; (0, 1) when n is 0."""
+    if n == 0:
+        return 0.0, 1.0
+    centre = (rate + _Z95**2 / (2 * n)) / (1 + _Z95**2 / n)
+    half = _Z95 / (1 + _Z95**2 / n) * math.sqrt(rate * (1 - rate) / n + _Z95**2 / (4 * n * n))
+    # Rounding must not exclude a rate of exactly 0 or 1 from its own interval.
+    return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
+
+
 def bootstrap(values: Sequence[float], seed: int, resamples: int = RESAMPLES) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of the mean over tasks; deterministic per seed."""
     data = np.asarray(values, dtype=np.float64)
@@ -70,12 +90,13 @@ def bootstrap(values: Sequence[float], seed: int, resamples: int = RESAMPLES) ->
     return float(low), float(high)
 
 
-def estimate(tasks: Sequence[TaskCounts], k: int, *, seed: int = 0) -> PassAtK:
-    """Return pass@k of a set of tasks."""
+def estimate(tasks: Sequence[TaskCounts], k: int, *, seed: int = 0, all_of: bool = False) -> PassAtK:
+    """Return pass@k of a set of tasks; `all_of`: pass^k."""
     used = [task for task in tasks if task.graded >= k]
     if not used:
         return PassAtK(k=k, value=0.0, low=0.0, high=1.0, tasks=0, method="none")
-    values = [pass_at_k(task.graded, task.resolved, k) for task in used]
+    of_task = pass_all_k if all_of else pass_at_k
+    values = [of_task(task.graded, task.resolved, k) for task in used]
     mean = sum(values) / len(values)
     # If all values are equal, every resample is the same and the bootstrap interval would have zero width.
     constant = min(values) == max(values)

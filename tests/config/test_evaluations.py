@@ -1,0 +1,55 @@
+"""The tables [[eval]]: which tasks, which agent, and what is refused in one line."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from insitu.config import dump_toml, load_config
+from insitu.errors import ConfigError
+from insitu.storage.run_dir import name_run
+
+SETS = [
+    {"name": "plus", "kinds": ["operator"]},
+    {"name": "swaps", "kinds": ["swapped"], "weight": 0, "limits": {"wall_s": 9.0}},
+]
+
+
+def tables(*evaluations: dict[str, Any], **run: Any) -> dict[str, Any]:
+    return {"tasks": SETS, "eval": list(evaluations), "run": run, "harness": {"agent": "script"}}
+
+
+def test_an_evaluation_lays_its_tables_over_those_of_its_sets() -> None:
+    other = {"name": "other", "tasks": ["swaps"], "harness": {"agent": "single_turn"}}
+    config = load_config(None, (), tables({"count": 4}, {**other, "limits": {"max_calls": 1}}))
+    assert list(config.parts) == ["plus", "swaps", "swaps@other"]
+    own = config.parts["swaps@other"]
+    assert (own.harness.agent, own.limits.wall_s, own.limits.max_calls) == ("single_turn", 9.0, 1)
+    assert config.agent_names == "script"
+    stored = name_run(config)
+    assert load_config(base=tomllib.loads(dump_toml(stored))) == stored
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "why"),
+    [
+        ({"tasks": ["swap"]}, "eval.heldout.tasks: no task set 'swap'; there are: plus, swaps"),
+        ({"samples": 0}, "eval.samples: input should be greater than or equal to 1"),
+        ({"temperature": 0.01}, "temperature is 0, for that of the engine, or at least 0.05"),
+        ({"harness": {"workers": 2}}, "eval.heldout: harness.workers is that of the run"),
+        ({"harness": {"agnet": "pi"}}, "in eval: unknown key harness.agnet; did you mean harness.agent"),
+        ({"limits": {"wall_s": -1.0}}, "eval.heldout.wall_s: Input should be greater than 0"),
+        ({"name": "a.b"}, "eval.name: string should match"),
+    ],
+)
+def test_a_wrong_evaluation_is_named(evaluation: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_config(None, (), tables(evaluation))
+
+
+def test_stopping_early_needs_evaluations_during_training() -> None:
+    with pytest.raises(ConfigError, match=r"run.stop_after_evals needs eval.heldout.every_steps"):
+        load_config(None, (), tables({"count": 4}, stop_after_evals=2))
+    assert load_config(None, (), tables({"every_steps": 5}, stop_after_evals=2)).run.stop_after_evals == 2

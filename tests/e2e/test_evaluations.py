@@ -1,0 +1,166 @@
+"""Several evaluations in one run: other tasks, another agent, several samples; runs that stop early."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from insitu.storage.metrics import read_metrics
+from insitu.storage.run_dir import read_store
+from tests.e2e.test_runs import command, finish, plans
+
+pytestmark = pytest.mark.slow
+
+SMALL = [
+    "run.steps=2", "collect.groups_per_step=2", "collect.group_size=4", "harness.workers=4",
+    "train.threads=1", "train.min_groups=1", "engine.max_rows=8",
+]  # fmt: skip
+PLAIN = '[harness]\nagent = "script"\n\n[[eval]]\ncount = 4\n'
+MORE = """
+[[tasks]]
+name = "fixes"
+kinds = ["operator"]
+
+[[tasks]]
+name = "swaps"
+kinds = ["swapped"]
+weight = 0
+
+[[eval]]
+count = 4
+tasks = ["fixes"]
+
+[[eval]]
+name = "swapped"
+tasks = ["swaps"]
+count = 3
+samples = 2
+temperature = 0.7
+every_steps = 1
+
+[[eval]]
+name = "plain"
+tasks = ["fixes"]
+count = 4
+harness = { agent = "single_turn" }
+limits = { max_call_tokens = 128 }
+
+[harness]
+agent = "script"
+"""
+
+
+def train(folder: Path, text: str, *overrides: str) -> tuple[Path, dict[str, Any]]:
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(text)
+    run_dir = folder / "run"
+    arguments = command("train", folder / "run.toml", "--plain", "--json", f"run.dir={run_dir}", *SMALL)
+    return run_dir, finish([*arguments, *overrides])
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    return train(tmp_path_factory.mktemp("evaluated") / "more", MORE)
+
+
+def test_further_evaluations_change_no_bit_of_training(
+    evaluated: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    alone = PLAIN + '\n[[tasks]]\nname = "fixes"\nkinds = ["operator"]\n'
+    run_dir, summary = train(tmp_path / "alone", alone)
+    assert summary["weights"] == evaluated[1]["weights"]
+    assert plans(run_dir) == plans(evaluated[0])
+    for same in ("heldout_before", "heldout_after", "heldout_tasks", "rl_steps"):
+        assert summary[same] == evaluated[1][same]
+
+
+def test_each_evaluation_is_stored_under_its_name_and_never_trained(
+    evaluated: tuple[Path, dict[str, Any]],
+) -> None:
+    run_dir, summary = evaluated
+    with read_store(run_dir) as store:
+        counts = {f"{phase} {step}": n for (phase, step), n in store.phases().items() if phase != "train"}
+        assert counts == {
+            "eval_before 0": 4, "eval_before.swapped 0": 6, "eval_before.plain 0": 4,
+            "eval_during.swapped 1": 6,
+            "eval_after 2": 4, "eval_after.swapped 2": 6, "eval_after.plain 2": 4,
+        }  # fmt: skip
+        assert store.check_balance().discarded["evaluation"] == 34
+        after = store.rollouts("eval_after.swapped", 2)
+        assert {rollout.part for rollout in after} == {"swaps"}
+        # the two samples of a task differ in their random streams, not in the task
+        assert len({rollout.task_id for rollout in after}) == 3
+        plain = store.rollouts("eval_after.plain", 2)
+        assert {rollout.part for rollout in plain} == {"fixes@plain"}
+        assert all(len(rollout.turns) == 1 for rollout in plain)
+        assert [r.task_id for r in plain] == [r.task_id for r in store.rollouts("eval_after", 2)]
+    assert summary["agent"] == "script"
+
+
+def test_numbers_have_intervals_and_a_comparison_with_the_start(
+    evaluated: tuple[Path, dict[str, Any]],
+) -> None:
+    run_dir, summary = evaluated
+    lines = {(line["event"], line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
+    line = lines["eval_during.swapped", 1]
+    assert (line["total"], line["version"]) == (6, 1 + lines["eval_before", 0]["version"])
+    assert line["solve_rate_low"] <= line["solve_rate"] <= line["solve_rate_high"]
+    assert line["pass_all_2"] <= line["solve_rate"] <= line["pass_at_2"]
+    found = summary["evaluations"]
+    assert list(found) == ["heldout", "swapped", "plain"]
+    swapped = found["swapped"]
+    assert (swapped["tasks"], swapped["samples"]) == (3, 2)
+    change = swapped["after"]["solve_rate"] - swapped["before"]["solve_rate"]
+    assert swapped["gain"]["value"] == pytest.approx(change, abs=1e-3)
+    assert swapped["gain"]["low"] <= swapped["gain"]["value"] <= swapped["gain"]["high"]
+
+
+def test_a_run_without_improvement_ends_early_and_keeps_the_best(tmp_path: Path) -> None:
+    stalled = [
+        "run.steps=6",
+        "eval.every_steps=1",
+        "run.stop_after_evals=2",
+        "train.lr=1e-12",
+        "run.keep_checkpoints=1",
+    ]
+    run_dir, summary = train(tmp_path / "stalled", PLAIN, *stalled)
+    assert summary["stopped_early"]
+    assert summary["rl_steps"] < 6
+    with read_store(run_dir) as store:
+        last = store.steps()[-1].step
+        scores = {
+            step: store.scores(phase, step)[""].reward_mean
+            for phase, step in store.phases()
+            if phase == "eval_during"
+        }
+        before = store.scores("eval_before", 0)[""].reward_mean
+        assert ("eval_after", last) in store.phases()
+    best = max(scores.values())
+    assert scores[summary["best_step"]] == summary["best_heldout_reward"] == best
+    seen = [before, *scores.values()]
+    assert len(seen) - 1 - seen.index(max(seen)) == 2
+    kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert f"step-{summary['best_step']:05d}" in kept
+    assert json.loads((run_dir / "summary.json").read_text())["stopped_early"]
+
+
+def test_an_evaluation_larger_than_its_tasks_ends_before_anything_starts(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": "Fix it.", "entry": "m.py", "files": {"m.py": "def f():\n    return 1\n"}}
+    row["cases"] = [{"function": "f", "args": [], "expected": 2}]
+    rows.write_text(
+        "".join(json.dumps({**row, "id": f"r{n}", "prompt": f"Fix {n}."}) + "\n" for n in range(4))
+    )
+    tasks = f'[tasks]\nsource = "jsonl"\npath = "{rows}"\neval_share = 0.5\n'
+    text = tasks + PLAIN.replace("count = 4", "count = 60")
+    (tmp_path / "run.toml").write_text(text)
+    arguments = command("train", tmp_path / "run.toml", "--plain", f"run.dir={tmp_path / 'run'}")
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode != 0
+    assert re.search(r"eval.heldout.count = 60: jsonl has \d tasks in the eval split", done.stderr)
+    assert not (tmp_path / "run").exists()

@@ -86,7 +86,7 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         name: f"insitu.training.plan.advantage:{name}"
         for name in ("dr_grpo", "grpo", "rloo", "maxrl", "zero")
     },
-    "samplers": {"epochs": "insitu.tasks.samplers:epochs"},
+    "samplers": {name: f"insitu.tasks.samplers:{name}" for name in ("epochs", "signal")},
     "sandboxes": {name: f"insitu.runtime.sandboxes:{name}_backend" for name in ("local", "docker", "harbor")},
     "engines": {
         "embedded": "insitu.engines.embedded.engine:EmbeddedEngine",

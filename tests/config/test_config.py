@@ -114,7 +114,7 @@ def test_layers_later_wins_and_keys_beside_stay(tmp_path: Path) -> None:
     file.write_text("[run]\nseed = 2\nsteps = 5\n")
     config = load_config(file, ["run.steps=6"], base={"run": {"seed": 1, "plain": True}})
     assert (config.run.seed, config.run.steps, config.run.plain) == (2, 6, True)
-    assert config.eval.count == Config().eval.count
+    assert config.eval[0].count == Config().eval[0].count
 
 
 def test_overrides_take_toml_values_and_bare_strings() -> None:

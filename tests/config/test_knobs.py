@@ -26,7 +26,7 @@ SHARED = {
 
 ALIASES = {"task_set": "tasks"}
 """Attributes of the configuration that return one of its tables."""
-FIXED: set[str] = {*(f"tasks.{key}" for key in LAYERS), "eval.name", "eval.count", "eval.every_steps"}
+FIXED: set[str] = {f"{table}.{key}" for table in ("tasks", "eval") for key in LAYERS} | {"eval.every_steps"}
 """Keys that `Config.of_set` reads in a loop."""
 
 

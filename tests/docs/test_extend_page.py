@@ -20,7 +20,7 @@ from insitu.grading.grader import runner_for
 from insitu.runtime.sandboxes import make_backend
 from insitu.tasks.factory import open_source
 from insitu.tasks.mix import TaskMix, TaskSet
-from insitu.tasks.samplers import task_sampler
+from insitu.tasks.samplers import TaskDraws
 from insitu.testing import SandboxContract
 from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.plan.advantage import advantages
@@ -76,7 +76,7 @@ def test_the_tasks_and_the_sampler(names: dict[str, Any]) -> None:
     resolved = config(names, **{"tasks.eval_share": 0.0})
     source = open_source(resolved, insitu.Limits(), runner_for)
     assert source.size("train") == 2
-    draw = task_sampler(TaskMix([TaskSet(config=resolved, source=source)]))
+    draw = TaskDraws(TaskMix([TaskSet(config=resolved, source=source)]))
     assert draw(20) == draw(0)
 
 

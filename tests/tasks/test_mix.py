@@ -16,7 +16,7 @@ from insitu.errors import ConfigError, TaskError
 from insitu.runtime.preflight import open_mix, prepare
 from insitu.storage.run_dir import name_run
 from insitu.tasks.mix import schedule
-from insitu.tasks.samplers import task_sampler
+from insitu.tasks.samplers import TaskDraws
 from insitu.training.evaluations import check_evaluations
 
 ROW = {
@@ -53,12 +53,12 @@ def test_each_set_has_its_share_of_every_prefix_of_the_draws() -> None:
 
 def test_tasks_are_drawn_without_replacement_and_carry_their_set(tmp_path: Path) -> None:
     mix = open_mix(load_config(None, (), mixed(rows(tmp_path, 4))))
-    draw = task_sampler(mix)
+    draw = TaskDraws(mix)
     tasks = [draw(number) for number in range(32)]
     assert Counter(task.part for task in tasks) == {"toy": 24, "own": 8}
     own = [task.id for task in tasks if task.part == "own"]
     assert sorted(own[:4]) == sorted(own[4:]) == ["row-0", "row-1", "row-2", "row-3"]
-    assert [task_sampler(mix)(number) for number in (31, 7)] == [tasks[31], tasks[7]]
+    assert [TaskDraws(mix)(number) for number in (31, 7)] == [tasks[31], tasks[7]]
     assert mix.oracle(tasks[0]) != mix.oracle(next(task for task in tasks if task.part == "own"))
     assert (mix.size("train"), mix.name) == (None, "toy + jsonl")
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TaskError
+from insitu.runtime.preflight import open_mix
 from insitu.tasks.base import TaskSource
 from insitu.tasks.mix import TaskMix, TaskSet
-from insitu.tasks.samplers import task_sampler
+from insitu.tasks.samplers import (
+    ADMITTED,
+    FLOOR,
+    UNSEEN,
+    GroupOutcome,
+    History,
+    TaskDraws,
+    check_samplers,
+    learning_signal,
+    signal,
+)
 from insitu.tasks.toy import ToySource
 from insitu.types import Limits, Task
 
@@ -26,7 +40,7 @@ def broken(draws, size, seed):
 
 
 def draws(source: TaskSource, *overrides: str) -> Callable[[int], Task]:
-    return task_sampler(TaskMix([TaskSet(config=load_config(None, overrides), source=source)]))
+    return TaskDraws(TaskMix([TaskSet(config=load_config(None, overrides), source=source)]))
 
 
 def test_each_draw_is_the_next_task_by_default() -> None:
@@ -48,3 +62,81 @@ def test_a_sampler_of_the_user_chooses(tmp_path: Path) -> None:
         draws(source, f"tasks.sampler={tmp_path}/mine.py:broken")(1)
     with pytest.raises(ConfigError, match="unknown name 'epoch' of kind samplers; did you mean epochs"):
         load_config(None, ["tasks.sampler=epoch"])
+
+
+def history(*groups: tuple[int, int, int]) -> History:
+    """Rows of (task, graded, solved) for rewards 0 and 1."""
+    rows = [(task, graded, solved, solved) for task, graded, solved in groups]
+    return np.array(rows, np.float64).reshape(-1, 4)
+
+
+def counts(size: int, seen: History, n: int = 1000, seed: int = 0) -> list[int]:
+    return np.bincount(signal(np.arange(n), size, seed, seen), minlength=size).tolist()
+
+
+def test_the_signal_of_a_task_is_p_times_1_minus_p_of_its_newest_groups() -> None:
+    seen = history((0, 8, 0), (0, 8, 4), (0, 8, 8), (1, 8, 8), (1, 8, 8), (2, 4, 1), (4, 0, 0))
+    assert learning_signal(5, seen).tolist() == [0.75 * 0.25, 0.0, 0.75 * 0.25, UNSEEN, UNSEEN]
+    partial = np.array([(0, 4, 2.0, 1.0), (1, 4, 2.0, 2.0)])
+    assert learning_signal(2, partial).tolist() == [0.0, 0.25]
+
+
+def test_each_task_is_drawn_by_its_signal_and_none_is_forgotten() -> None:
+    seen = history((0, 8, 4), (1, 8, 1), (2, 8, 8), (3, 8, 0))
+    drawn = counts(4, seen)
+    share = [0.25, 0.109375, 0.0, 0.0]
+    expected = [1000 * (FLOOR / 4 + (1 - FLOOR) * s / sum(share)) for s in share]
+    assert all(abs(n - e) < 5 for n, e in zip(drawn, expected, strict=True))
+    # a retired task that fails again in a draw of the floor comes back
+    assert counts(4, np.concatenate([seen, history((2, 8, 4))]))[2] > 200
+
+
+def test_a_draw_is_a_pure_function_and_steps_seldom_repeat_a_task() -> None:
+    seen = history((5, 8, 8), (7, 8, 2))
+    chosen = signal(np.arange(40), 60, 3, seen)
+    assert [int(signal(np.array([n]), 60, 3, seen)[0]) for n in range(40)] == chosen.tolist()
+    assert len({*chosen[:20].tolist()}) >= 19
+    assert signal(np.arange(40), 60, 4, seen).tolist() != chosen.tolist()
+
+
+def test_tasks_are_admitted_in_order_as_others_retire() -> None:
+    size = ADMITTED + 100
+    assert max(signal(np.arange(5000), size, 0, history())) == ADMITTED - 1
+    solved = history(*[(task, 8, 8) for task in range(30)])
+    drawn = counts(size, solved, 5000)
+    assert max(n for n, times in enumerate(drawn) if times) == ADMITTED + 29
+    assert sum(drawn[:30]) < 5000 * FLOOR
+    everything = history(*[(task, 8, 8) for task in range(size)])
+    assert min(counts(size, everything, 5000)) > 0
+
+
+def test_the_history_is_that_of_the_own_set(tmp_path: Path) -> None:
+    mix = open_mix(load_config(None, ["tasks.sampler=signal"], {"tasks": sets(tmp_path)}))
+    assert [one.name for one in mix.sets] == ["a", "b"]
+    settled: list[GroupOutcome] = []
+    draw = TaskDraws(mix, lambda: settled)
+    ids = mix.sets[0].train_ids()
+    settled += [
+        GroupOutcome(part="a", task_id=name, graded=4, reward_sum=4.0, square_sum=4.0) for name in ids[1:]
+    ]
+    tasks = [draw(number) for number in range(400)]
+    of_a, of_b = (Counter(task.id for task in tasks if task.part == part) for part in "ab")
+    assert of_a[ids[0]] > 170
+    assert len(of_b) == 6
+    assert max(of_b.values()) < 40
+    # a draw of an earlier process is found by its stored name, whatever the history is now
+    assert [draw.again(number, tasks[number].id) for number in (3, 4)] == tasks[3:5]
+    with pytest.raises(ConfigError, match=r"tasks.sampler = signal: toy has tasks without end"):
+        check_samplers(open_mix(load_config(None, ["tasks.sampler=signal"])))
+
+
+def sets(folder: Path) -> list[dict[str, object]]:
+    row = {"entry": "m.py", "files": {"m.py": "x = 1\n"}}
+    row["cases"] = [{"function": "f", "args": [], "expected": 2}]
+    found: list[dict[str, object]] = []
+    for name in "ab":
+        path = folder / f"{name}.jsonl"
+        lines = [{**row, "id": f"{name}{n}", "prompt": f"Fix {name}{n}."} for n in range(6)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        found.append({"name": name, "source": "jsonl", "path": str(path), "eval_share": 0.0})
+    return found

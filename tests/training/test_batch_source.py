@@ -122,7 +122,7 @@ def test_a_resumed_run_loses_no_graded_rollout_and_trains_none_twice(
         run_virtual(dying.go())
     with Store(tmp_path / "store") as store:
         store.recover()
-        before = resume_state(store, lambda number: SOURCE.tasks("train", number, 1)[0], 3)
+        before = resume_state(store, lambda number, task_id: SOURCE.tasks("train", number, 1)[0], 3)
         graded = {name for draw in before.draws for name in draw.rollouts}
         assert before.delivered == 6
         assert before.next_draw > max(draw.number for draw in before.draws)

@@ -441,8 +441,12 @@ def test_show_says_that_an_evaluation_is_not_whole(tmp_path: Path) -> None:
     folder = stored_run(tmp_path / "r")
     assert "so far" not in show_run(folder)
     with RunDir.open(folder) as run, run.store() as store:
-        store.put_rollout("eval_during", 1, 0, 0, rollout("d0", solved=True))
-    assert "  held-out after 1 steps  1.00 (1/1, 95 % 0.21 to 1.00)  1 of 4 tasks so far" in show_run(folder)
+        slots = [Slot(phase="eval_during.other", step=1, group=group, slot=0) for group in range(4)]
+        for slot in slots:
+            store.plan([slot], "task", 1)
+        done = replace(rollout("d0", solved=True), id=slots[0].rollout_id)
+        store.put_rollout("eval_during.other", 1, 0, 0, done)
+    assert "  other after 1 steps  1.00 (1/1, 95 % 0.21 to 1.00)  1 of 4 rollouts so far" in show_run(folder)
 
 
 def test_show_of_nothing_is_one_line(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ class TaskSetTable(Table):
     kinds: Annotated[tuple[ToyKind, ...], Field(strict=False), only("source", "toy")] = ()
     """Kinds of faults to use; empty = all."""
     sampler: SamplerName = "epochs"
-    """Order of training tasks: epochs, or a function of the number of a draw, as entry point,
-    module:attribute or file.py:attribute."""
+    """Order of training tasks: epochs; signal = by the variance of each task's newest rewards, for sets with
+    an end; or a function of the number of a draw, as entry point, module:attribute or file.py:attribute."""
     eval_share: Annotated[Fraction, _DATA_SET] = 0.25
     """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none."""
     on_invalid_row: Annotated[Literal["refuse", "skip"], _DATA_SET] = "refuse"

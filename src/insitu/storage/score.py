@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from insitu.storage.pass_at_k import wilson_interval
 
@@ -20,7 +20,7 @@ class Score:
     """Rollouts with reward 1 or more."""
     total: int
     reward_sum: float
-    tasks: int = 0
+    tasks: int = field(default=0, compare=False)
     """Tasks that the rollouts are of; 0 = as many as rollouts."""
 
     @classmethod

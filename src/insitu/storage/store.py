@@ -175,6 +175,15 @@ class Store(Lifecycle):
         query = "SELECT phase, step, COUNT(*) AS n FROM rollouts GROUP BY phase, step ORDER BY MIN(ulid)"
         return {(row["phase"], row["step"]): row["n"] for row in self._all(query)}
 
+    def group_outcomes(self) -> list[sqlite3.Row]:
+        """Return part, task, graded rollouts and sums of rewards of the settled groups of training."""
+        return self._all(
+            "SELECT COALESCE(r.part, '') AS part, r.task_id, COUNT(*) AS graded, SUM(r.reward) AS reward_sum,"
+            " SUM(r.reward * r.reward) AS square_sum FROM rollouts r JOIN states s USING (rollout_id)"
+            " WHERE r.phase = 'train' AND r.reward IS NOT NULL AND s.state IN ('trained', 'discarded')"
+            " GROUP BY r.step, r.group_no ORDER BY r.step, r.group_no"
+        )
+
     def scores(self, phase: str, step: int) -> dict[str, Score]:
         """Map task categories to the scores of one phase and step; the key "" is the total."""
         query = (

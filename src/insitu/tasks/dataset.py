@@ -135,6 +135,10 @@ class RowSource:
             return [self._item(entry).task for entry in entries[start : start + count]]
         return [self._item(self._in_epoch(index)).task for index in range(start, start + count)]
 
+    def train_ids(self) -> Sequence[str]:
+        """Return the ids of the train split in the order of its first epoch."""
+        return [self._in_epoch(index).id for index in range(len(self._split["train"]))]
+
     def every(self) -> Iterator[Item]:
         """All tasks in the order of the file, with their oracles: for the grading side only."""
         return (self._load(entry) for entry in self._by_id.values())

@@ -35,6 +35,13 @@ class TaskSet:
     def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
         return self._marked(self.source.tasks(split, start, count))
 
+    def train_ids(self) -> Sequence[str]:
+        """Return the ids of the training split by their indices; the set must have an end."""
+        source = self.source
+        if isinstance(source, RowSource):
+            return source.train_ids()
+        return [task.id for task in source.tasks("train", 0, source.size("train") or 0)]
+
     def examples(self) -> Sequence[Task]:
         """Return tasks that represent all others in what they need of a sandbox."""
         source = self.source

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from insitu.errors import TaskError, user_code
+from insitu.errors import ConfigError, TaskError, user_code
 from insitu.registry import find
 from insitu.tasks.mix import TaskMix, TaskSet, schedule
 from insitu.types import Task
 
 Indices = npt.NDArray[np.int64]
+History = npt.NDArray[np.float64]
+"""float64 [m, 4], a row per settled group, oldest first: index of its task, graded rollouts, sum of their
+rewards, sum of the squares of these."""
 Sampler = Callable[[Indices, int | None, int], Indices]
-"""(draws int64 [n], size of the split or None if endless, seed) -> indices int64 [n], at least 0.
+"""(draws int64 [n], size of the split or None if endless, seed) -> indices int64 [n], at least 0; one with a
+parameter `history` gets a History too.
 
 It must be a pure function: a resumed run draws again. Indices past the size begin another epoch.
 """
+ADMITTED = 256
+"""signal: tasks of the split, in order, that are drawn from at first; each retired one admits another."""
+FLOOR = 0.1
+"""signal: share of the draws that goes to all admitted tasks alike, so that no retired one is forgotten."""
+WINDOW = 2
+"""signal: newest groups of a task that count."""
+UNSEEN = 0.25
+"""signal: that of a task without a graded group, the largest of rewards 0 and 1."""
+_STRIDE = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcome:
+    """Rewards of a settled group of training."""
+
+    part: str
+    task_id: str
+    graded: int
+    reward_sum: float
+    square_sum: float
 
 
 def epochs(draws: Indices, size: int | None, seed: int) -> Indices:
@@ -25,31 +53,101 @@ def epochs(draws: Indices, size: int | None, seed: int) -> Indices:
     return draws
 
 
-def task_sampler(mix: TaskMix) -> Callable[[int], Task]:
-    """Return a function from the number of a draw to its task; raise ConfigError."""
-    place = schedule([one.config.task_set.weight for one in mix.sets])
-    draws = [_set_sampler(one) for one in mix.sets]
-
-    def task(draw: int) -> Task:
-        number, within = place(draw)
-        return draws[number](within)
-
-    return task
+def learning_signal(size: int, history: History) -> npt.NDArray[np.float64]:
+    """Return the variance of each task's newest rewards, p (1 - p) for rewards 0 and 1, or UNSEEN."""
+    found = np.full(size, UNSEEN)
+    newest = history[history[:, 1] > 0][::-1]
+    for task in np.unique(newest[:, 0]).astype(int):
+        graded, total, squares = newest[newest[:, 0] == task][:WINDOW, 1:].sum(axis=0)
+        found[task] = max(0.0, squares / graded - (total / graded) ** 2)
+    return found
 
 
-def _set_sampler(one: TaskSet) -> Callable[[int], Task]:
-    table = one.config.task_set
-    seed = one.config.run.seed
-    sampler: Sampler = find("samplers", table.sampler)
+def signal(draws: Indices, size: int | None, seed: int, history: History) -> Indices:
+    """Return tasks in proportion to their learning signal.
 
-    def task(draw: int) -> Task:
-        with user_code(TaskError, f"tasks.sampler {table.sampler}"):
-            chosen = np.asarray(sampler(np.array([draw]), one.source.size("train"), seed))
+    A task whose newest rewards are all equal is retired: it is drawn by FLOOR alone until its rewards differ.
+    The draws go over the shares in equal strides: n of them give each task its share, and a step has the same
+    task twice only where its share is large.
+    """
+    if size is None:
+        raise TaskError("the sampler signal needs a set with an end")
+    weights = learning_signal(size, history)
+    retired = weights < 1e-9
+    weights[ADMITTED + int(retired.sum()) :] = 0.0
+    alike = np.where(np.arange(size) < ADMITTED + int(retired.sum()), 1.0, 0.0)
+    total = weights.sum()
+    shares = alike / alike.sum() if not total else FLOOR * alike / alike.sum() + (1 - FLOOR) * weights / total
+    places = (np.random.default_rng(seed).random() + draws * _STRIDE) % 1.0
+    ends = np.cumsum(shares)
+    return np.searchsorted(ends / ends[-1], places, side="right").astype(np.int64)
+
+
+class TaskDraws:
+    """The tasks of a run's draws, by their numbers."""
+
+    def __init__(self, mix: TaskMix, outcomes: Callable[[], Sequence[GroupOutcome]] = tuple) -> None:
+        """Set up; raise ConfigError. outcomes: settled groups so far, for samplers with `history`."""
+        self._place = schedule([one.config.task_set.weight for one in mix.sets])
+        self._sets = [_SetDraws(one, outcomes) for one in mix.sets]
+
+    def __call__(self, draw: int) -> Task:
+        """Return the task of a new draw."""
+        number, within = self._place(draw)
+        return self._sets[number].task(within)
+
+    def again(self, draw: int, task_id: str) -> Task:
+        """Return the task of a draw that an earlier process made."""
+        number, within = self._place(draw)
+        return self._sets[number].again(within, task_id)
+
+
+class _SetDraws:
+    """Draws of one task set."""
+
+    def __init__(self, one: TaskSet, outcomes: Callable[[], Sequence[GroupOutcome]]) -> None:
+        self._set, self._outcomes = one, outcomes
+        self._table, self._seed = one.config.task_set, one.config.run.seed
+        self._sampler: Callable[..., Any] = find("samplers", self._table.sampler)
+        self._by_history = takes_history(self._sampler)
+
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self._set.train_ids())}
+
+    def task(self, draw: int) -> Task:
+        more = {"history": self._history()} if self._by_history else {}
+        with user_code(TaskError, f"tasks.sampler {self._table.sampler}"):
+            chosen = np.asarray(self._sampler(np.array([draw]), self._set.size("train"), self._seed, **more))
         if chosen.shape != (1,) or chosen.dtype.kind not in "iu" or chosen[0] < 0:
             raise TaskError(
-                f"tasks.sampler {table.sampler} returned {chosen!r} for one draw, expected an index"
+                f"tasks.sampler {self._table.sampler} returned {chosen!r} for one draw, expected an index"
             )
-        with user_code(TaskError, f"tasks.source {table.source}"):
-            return one.tasks("train", int(chosen[0]), 1)[0]
+        return self._at(int(chosen[0]))
 
-    return task
+    def again(self, draw: int, task_id: str) -> Task:
+        # its history is past: the stored name tells which task it was
+        return self._at(self._indices[task_id]) if self._by_history else self.task(draw)
+
+    def _at(self, index: int) -> Task:
+        with user_code(TaskError, f"tasks.source {self._table.source}"):
+            return self._set.tasks("train", index, 1)[0]
+
+    def _history(self) -> History:
+        own = [one for one in self._outcomes() if one.part == self._set.name and one.task_id in self._indices]
+        rows = [(self._indices[one.task_id], one.graded, one.reward_sum, one.square_sum) for one in own]
+        return np.array(rows, np.float64).reshape(-1, 4)
+
+
+def takes_history(sampler: Callable[..., Any]) -> bool:
+    """Return whether a sampler draws by the rewards so far."""
+    return "history" in inspect.signature(sampler).parameters
+
+
+def check_samplers(mix: TaskMix) -> None:
+    """Raise ConfigError for a sampler that draws by rewards from a set without an end."""
+    for one in mix.sets:
+        name = one.config.task_set.sampler
+        if takes_history(find("samplers", name)) and one.size("train") is None:
+            where = f"tasks.{one.name}.sampler" if one.name else "tasks.sampler"
+            raise ConfigError(f"{where} = {name}: {one.source.name} has tasks without end, none comes again")

@@ -20,7 +20,7 @@ from insitu.storage.attempts import CANCELLED
 from insitu.storage.lifecycle import Reason, RolloutState
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
-from insitu.tasks.samplers import task_sampler
+from insitu.tasks.samplers import GroupOutcome, TaskDraws
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.plan.step import PlanConfig, use_of
 from insitu.types import Group, Rollout, Status, Task
@@ -150,19 +150,19 @@ async def open_batches(
 ) -> AsyncIterator[_CollectedBatches]:
     """Run the collector inside the context; at its end no rollout is left open."""
     plan, options = PlanConfig.of(config), collect_options(config)
-    task_of = task_sampler(source)
+    draws = TaskDraws(source, settled_groups(store))
     collector = Collector(
         attempts,
         sink,
         watcher,
         breaker,
         options,
-        task_of,
+        draws,
         reject_reason=lambda group: use_of(group, plan),
         check=check,
         warn=warn,
         version=version,
-        resume=resume_state(store, task_of, config.collect.groups_per_step),
+        resume=resume_state(store, draws.again, config.collect.groups_per_step),
     )
     async with collector.open():
         yield _CollectedBatches(collector, options)
@@ -185,14 +185,32 @@ def collect_options(config: Config) -> CollectOptions:
     )
 
 
-def resume_state(store: Store, task_of: Callable[[int], Task], groups: int) -> ResumeState:
+def settled_groups(store: Store) -> Callable[[], Sequence[GroupOutcome]]:
+    """Return a function that returns the settled groups of training as of the newest committed step."""
+    held: dict[int, Sequence[GroupOutcome]] = {}
+
+    def outcomes() -> Sequence[GroupOutcome]:
+        last = store.last_step()
+        step = 0 if last is None else last.step
+        if step not in held:
+            held.clear()
+            held[step] = [
+                GroupOutcome(**{name: row[name] for name in GroupOutcome.__slots__})
+                for row in store.group_outcomes()
+            ]
+        return held[step]
+
+    return outcomes
+
+
+def resume_state(store: Store, again: Callable[[int, str], Task], groups: int) -> ResumeState:
     """Return the draws of earlier processes of the run that were neither trained nor discarded."""
     # a rollout may be trained in another step than its place names, so places do not tell what is left
     states = [*store.open_rollouts(), *store.unused_graded()]
     drawn = sorted({(s.step, s.group) for s in states if s.phase == "train"})
     last, taken = store.last_place("train"), store.last_step()
     return ResumeState(
-        draws=[_resumed_group(store, task_of, groups, step, group) for step, group in drawn],
+        draws=[_resumed_group(store, again, groups, step, group) for step, group in drawn],
         next_draw=0 if last is None else 1 + _number(last, groups),
         delivered=0 if taken is None else taken.step * groups,
     )
@@ -204,13 +222,13 @@ def _number(place: tuple[int, int], groups: int) -> int:
 
 
 def _resumed_group(
-    store: Store, task_of: Callable[[int], Task], groups: int, step: int, group: int
+    store: Store, again: Callable[[int, str], Task], groups: int, step: int, group: int
 ) -> ResumedGroup:
     members = store.group_states("train", step, group)
     number = _number((step, group), groups)
     return ResumedGroup(
         number=number,
-        task=task_of(number),
+        task=again(number, members[0].task_id),
         rollouts={m.rollout_id: store.rollout(m.rollout_id) for m in members if _graded(m)},
         given_up=frozenset(m.rollout_id for m in members if m.reason == "deadline"),
         tried=store.tried(f"train/{step:05d}/{group:03d}/"),

@@ -9,6 +9,7 @@ import pytest
 
 from insitu.config import dump_toml, load_config
 from insitu.errors import ConfigError
+from insitu.runtime.preflight import prepare
 from insitu.storage.run_dir import name_run
 
 SETS = [
@@ -53,3 +54,12 @@ def test_stopping_early_needs_evaluations_during_training() -> None:
     with pytest.raises(ConfigError, match=r"run.stop_after_evals needs eval.heldout.every_steps"):
         load_config(None, (), tables({"count": 4}, stop_after_evals=2))
     assert load_config(None, (), tables({"every_steps": 5}, stop_after_evals=2)).run.stop_after_evals == 2
+
+
+def test_an_agent_that_the_context_cannot_hold_is_refused_by_name() -> None:
+    other = {"name": "other", "count": 1, "harness": {"agent": "claude_code"}}
+    config = load_config(None, (), tables({}, other))
+    with pytest.raises(
+        ConfigError, match=r"eval.other: harness.agent claude_code: its first prompt has about 46"
+    ):
+        prepare(config, lambda line: None, lambda config, mix: mix.examples())

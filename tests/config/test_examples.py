@@ -32,6 +32,7 @@ def test_an_example_runs_dry(
 
 def test_the_examples_are_all_here() -> None:
     assert [path.name for path in EXAMPLES] == [
+        "curriculum.toml",
         "demo.toml",
         "distill.toml",
         "evaluation.toml",
@@ -44,7 +45,7 @@ def test_the_examples_are_all_here() -> None:
 
 
 def test_the_qwen3_example_trains_adapters_and_bears_bfloat16() -> None:
-    train = TrainConfig.of(load_config(EXAMPLES[5]))
+    train = TrainConfig.of(load_config(EXAMPLES[6]))
     assert train.policy.lora is not None
     assert train.policy.lora.rank == 16
     assert train.max_logprob_gap == 1.0

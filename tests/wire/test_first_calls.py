@@ -11,8 +11,8 @@ from recordings_lab import FOLDER, read
 from insitu.chat.load import load_renderer
 from insitu.config.load import WARM_START
 from insitu.gateway.prompt_ids import leading_system
+from insitu.runtime.prompt_sizes import FIRST_CALLS, PromptFit
 from insitu.serving.agent_setup import agent_names
-from insitu.serving.prompt_sizes import FIRST_CALLS, PromptFit
 
 
 def test_the_table_is_what_the_recordings_say() -> None:

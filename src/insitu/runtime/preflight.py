@@ -31,6 +31,7 @@ from insitu.gateway.listeners import check_port
 from insitu.grading.grader import runner_for
 from insitu.grading.reward import reward_function
 from insitu.runtime.agents import AgentSetup, check_gateway, find_pools, limits_of, make_setups
+from insitu.runtime.prompt_sizes import FIRST_CALLS, PromptFit
 from insitu.runtime.sandboxes import check_agents, check_tasks
 from insitu.runtime.transcripts import transcript_reader
 from insitu.runtime.trust_filter import filter_by_trust
@@ -107,7 +108,7 @@ def prepare(
         checks.run(check, config)
     parts = config.parts
     for own in parts.values():
-        for check in (check_agents, action_of, _check_reward):
+        for check in (check_agents, action_of, _check_reward, _check_context):
             checks.run(_in_part, check, own)
     chosen = checks.run(prepare_tasks, config, say, choose)
     renderer = None if config.engine.kind == "upstream" else checks.run(renderer_of, config)
@@ -168,6 +169,19 @@ def prepare_tasks(
 def _check_reward(config: Config) -> None:
     """Raise ConfigError if the reward function cannot be loaded."""
     reward_function(config, transcript_reader(config))
+
+
+def _check_context(config: Config) -> None:
+    """Raise ConfigError if a shipped agent's first prompt exceeds the model's context."""
+    agent, context = config.harness.agent, config.model.max_context_tokens
+    if config.engine.kind == "upstream" or config.harness.command or agent not in FIRST_CALLS:
+        return
+    size = PromptFit(model_folder(config), context).tokens(agent)
+    if size >= context:
+        raise ConfigError(
+            f"harness.agent {agent}: its first prompt has about {size:,} tokens, and"
+            f" model.max_context_tokens is {context:,}"
+        )
 
 
 def _check_policy(config: Config) -> None:

@@ -26,11 +26,11 @@ from insitu.gateway.session import Session
 from insitu.gateway.text_log import spent_in
 from insitu.runtime.agents import limits_of
 from insitu.runtime.gateway import gateway_config
+from insitu.runtime.prompt_sizes import PromptFit
 from insitu.runtime.public_url import open_public_url
 from insitu.runtime.run import open_backend
 from insitu.serving.console import Console
 from insitu.serving.host_calls import HostCallReporter
-from insitu.serving.prompt_sizes import PromptFit
 from insitu.storage.host_calls import HostCallLog
 from insitu.storage.lifecycle import SERVE
 from insitu.storage.logs import log_to

@@ -67,7 +67,7 @@ def settle(pid: int) -> None:
 def main_thread_ms(chromium: Any, url: str, run: str, rollout: str) -> dict[str, float]:
     """Return the main thread's CPU milliseconds to open a row and page through it, and to read it.
 
-    Both pass 20,480 tokens. Reading scrolls by windows, so that each token is drawn.
+    Both load 20,480 tokens. Reading scrolls by windows, so that each token is drawn.
     """
     context = chromium.new_context(viewport={"width": 1280, "height": 800})
     page = context.new_page()
@@ -89,7 +89,7 @@ def main_thread_ms(chromium: Any, url: str, run: str, rollout: str) -> dict[str,
     # The middle of its sampled half: prompt tokens have no log-probability to colour by.
     page.evaluate(f"location.hash = '#/{run}/rollout/{rollout}?tab=tokens&signal=logprob&at=750000'")
     page.wait_for_selector(".tokpage")
-    for _ in range(TOKENS // PAGE):
+    for _ in range(TOKENS // PAGE - 1):  # the first page is there
         page.wait_for_timeout(1500)
         page.evaluate(
             "e = document.querySelector('.tokens'),"

@@ -5,9 +5,9 @@ real schema is made in a temporary folder: 16 rollouts by the recorder, copied b
 tokens. Figures are CPU seconds of the first call of each page (nothing kept). `served_bytes` are all files of
 the pages as they are sent, compressed. With Chromium and playwright, else null: `tokens_main_thread_ms` to
 open a row and jump to its next pages, 20,480 coloured tokens in five pages, `tokens_read_ms` to scroll
-through as many window by window; beside a writer of one commit per second the server's share of a core with a tab on the
-overview (`live_core_share`) and without one (`idle_core_share`), and the median wall time of those commits
-(`commit_viewed_ms`, `commit_ms`).
+through as many window by window; beside a writer of one commit per second the server's share of a core with
+a tab on the overview (`live_core_share`) and without one (`idle_core_share`), and the median wall time of
+those commits (`commit_viewed_ms`, `commit_ms`).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def export(options: ExportOptions, out: TextIO) -> None:
     body = _document(pages).encode("utf-8", "replace")
     if len(body) > options.max_mib << 20:
         raise ConfigError(
-            f"{options.file} would have {len(body) / (1 << 20):.1f} MiB, more than --max-mib"
+            f"{options.file} would have {len(body) / (1 << 20):.2f} MiB, more than --max-mib"
             f" {options.max_mib}: choose fewer --rollouts, or add --no-tokens"
         )
     try:

@@ -348,7 +348,7 @@ def _expanded(tables: Mapping[str, Any]) -> dict[str, Any]:
         if key is None or _is_table(value):
             found.append({name: value})
         elif name == "model" and str(value).startswith(("http://", "https://")):
-            found.append({"engine": {"kind": "upstream", "url": str(value)}})
+            found.append({"engine": _served_at(str(value), tables.get("engine"))})
         elif name == "agent" and isinstance(value, list | tuple):
             if not value:
                 raise ConfigError("agent: the command is empty")
@@ -358,6 +358,12 @@ def _expanded(tables: Mapping[str, Any]) -> dict[str, Any]:
             found.append({table: {field_name: str(value) if isinstance(value, Path) else value}})
     # Tables last: engine={"kind": "vllm"} wins over the kind that a URL stands for.
     return _merged(sorted(found, key=lambda layer: set(layer) <= set(tables)))
+
+
+def _served_at(url: str, engine: object) -> dict[str, Any]:
+    """Return [engine] for an address: a provider, unless the table `engine` names another kind."""
+    kind = engine.get("kind", "upstream") if isinstance(engine, Mapping) else "upstream"
+    return {"kind": kind, **({"urls": [url]} if kind in ("vllm", "sglang") else {"url": url})}
 
 
 def _is_table(value: object) -> bool:

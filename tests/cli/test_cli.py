@@ -87,18 +87,18 @@ def only_line(text: str) -> str:
         (
             ["train", "--resume", "none", "run.steps=3"],
             2,
-            "insitu: a resumed run keeps its configuration; drop run.steps=3",
+            "insitu: a resumed run keeps its configuration; drop run.steps=3 (changeable: train.on_bad_step)",
         ),
         (
             ["demo", "--resume", "none", "--agent", "pi"],
             2,
-            "insitu: a resumed run keeps its configuration; drop harness.agent=pi",
+            "insitu: a resumed run keeps its configuration; drop harness.agent=pi (changeable: train.on_bad_step)",
         ),
         (["show", "none"], 1, "insitu: none is not a run directory: it has no config.toml"),
         (
             ["demo", "--from-scratch", "--resume", "none"],
             2,
-            "insitu: a resumed run keeps its configuration; drop --from-scratch",
+            "insitu: a resumed run keeps its configuration; drop --from-scratch (changeable: train.on_bad_step)",
         ),
         (["replay", "none"], 1, "insitu: none is not a run directory: it has no config.toml"),
     ],

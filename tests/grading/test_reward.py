@@ -205,5 +205,5 @@ def test_the_configured_function_is_found_by_name_path_or_object() -> None:
     assert reward_function(load_config(None), lambda rollout: "") is None
     with pytest.raises(ConfigError, match="max_concurrent has no effect with function"):
         load_config(None, ["reward.max_concurrent=2"])
-    with pytest.raises(ConfigError, match="tasks.reward; it is now reward.function"):
+    with pytest.raises(ConfigError, match="in tasks: reward must be a table"):
         load_config(None, ["tasks.reward=mine:judge"])

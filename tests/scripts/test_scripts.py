@@ -160,9 +160,9 @@ def test_models_of_transformers_need_one_extra_only() -> None:
 
 NAMED = {"yaml": "pyyaml", "pytest_asyncio": "pytest-asyncio"}
 """Module -> distribution, where they differ."""
-ALIKE = {"triton", "trl", "openenv", "liger_kernel"}
-"""Used where they are, never needed: triton comes with a torch for GPUs, TRL and OpenEnv with the trainer of
-a bridge, the others are a benchmark's peers."""
+ALIKE = {"triton", "trl", "verl", "openenv", "verifiers", "fastmcp", "liger_kernel"}
+"""Used where they are, never needed: triton comes with a torch for GPUs, TRL and verl with the trainer of a
+bridge, OpenEnv, verifiers and fastmcp with environments, the other is a benchmark's peer."""
 
 
 @pytest.mark.slow

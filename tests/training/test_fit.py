@@ -114,7 +114,7 @@ def test_a_refusal_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.training.memory.plan._available", lambda: 8 * GIB)
+    monkeypatch.setattr("insitu.training.memory.plan.available_memory", lambda: 8 * GIB)
     policy = opened(a_folder("wide", tmp_path / "model"))
     alone, both = (MemoryPlanner.of(policy, 0.0, ranks=n) for n in (1, 2))
     assert both.limit == pytest.approx(alone.limit / 2, rel=0.01)

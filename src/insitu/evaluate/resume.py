@@ -34,13 +34,13 @@ def resumed_config(path: Path, overrides: Sequence[str], changeable: Sequence[st
 
     Raises ConfigError, RecordError.
     """
-    stored = read_config(path)
     for text in overrides:
         name = text.partition("=")[0].strip()
         if name not in changeable:
             raise ConfigError(
                 f"a resumed run keeps its configuration; drop {text} (changeable: {', '.join(changeable)})"
             )
+    stored = read_config(path)
     if not overrides:
         return stored
     changed = load_config(path / "config.toml", overrides)

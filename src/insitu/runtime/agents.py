@@ -70,10 +70,9 @@ def make_harness(
     )
 
 
-def check_gateway(config: Config) -> None:
-    """Check the port and the host tools of the gateway. Raises SetupError or ConfigError."""
+def check_listener(config: Config) -> None:
+    """Raise SetupError if the gateway's port is taken."""
     check_port(config.gateway.port, config.gateway.host)
-    gateway_config(config)
 
 
 def find_pools(
@@ -132,5 +131,7 @@ def find_setups(
 
     `log_line`: see make_pool. Raises SetupError, and ConfigError for invalid host tools.
     """
-    check_gateway(next(iter(parts.values())))
+    first = next(iter(parts.values()))
+    check_listener(first)
+    gateway_config(first)
     return make_setups(parts, find_pools(parts, log_line, lambda check, *args: check(*args)), log_line)

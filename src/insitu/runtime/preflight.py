@@ -30,7 +30,8 @@ from insitu.errors import ConfigError, InsituError
 from insitu.gateway.listeners import check_port
 from insitu.grading.grader import runner_for
 from insitu.grading.reward import reward_function
-from insitu.runtime.agents import AgentSetup, check_gateway, find_pools, limits_of, make_setups
+from insitu.runtime.agents import AgentSetup, check_listener, find_pools, limits_of, make_setups
+from insitu.runtime.gateway import gateway_config
 from insitu.runtime.prompt_sizes import FIRST_CALLS, PromptFit
 from insitu.runtime.sandboxes import check_agents, check_tasks
 from insitu.runtime.transcripts import transcript_reader
@@ -104,7 +105,7 @@ def prepare(
     once everything else has passed.
     """
     checks = Checks()
-    for check in (_check_policy, _check_engine, check_trackers, check_gateway, *further):
+    for check in (_check_policy, _check_engine, check_trackers, check_listener, gateway_config, *further):
         checks.run(check, config)
     parts = config.parts
     for own in parts.values():

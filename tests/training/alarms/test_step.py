@@ -239,7 +239,7 @@ def test_a_kill_between_a_commit_and_its_line_costs_the_line_until_the_resume_on
         (_, kept) = store.steps()
     line = written(path, 2)
     assert {**kept.metrics, "time_s": kept.committed_s}.items() <= line.items()
-    assert set(written(path, 1)) - set(line) == {"publish_s"}
+    assert set(written(path, 1)) - set(line) == {"publish_s", "checkpoint_s"}
     (path / "metrics.jsonl").write_bytes(b"{damaged\n")
     with pytest.raises(SetupError):
         asyncio.run(run_training(config(path), cast(Any, Reports()), TrainOptions(resume=path)))

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 COMPUTED = ("env", "kernels", "step", "memory", "ranks")
 """Slices whose checks are functions."""
 _RUN: Mapping[str, object] = {
-    "tasks.groups_per_step": 4,
+    "collect.groups_per_step": 4,
     "collect.group_size": 4,
     "harness.workers": 8,
     "train.min_groups": 1,
     "limits.wall_s": 300,
 }
-_TOY: Mapping[str, object] = {"tasks.groups_per_step": 2, "harness.workers": 4, "train.threads": 1}
+_TOY: Mapping[str, object] = {"collect.groups_per_step": 2, "harness.workers": 4, "train.threads": 1}
 _HF: Mapping[str, object] = {"policy.kind": "hf", "policy.device": "cuda"}
 _VLLM: Mapping[str, object] = {"engine.kind": "vllm", "engine.launch": "true"}
 _SHARED = 'engine.args=["--gpu-memory-utilization", "0.4"]'
@@ -77,16 +77,16 @@ SLICES: Sequence[GpuSlice] = (
     _computed("ranks", "several ranks, replicated and sharded, against one", 300,
               {"replicated": 150, "sharded": 150}),
     _runs("serve", "a vLLM server started by insitu: ids and log-probabilities of a step",
-          {"exact": {"run.steps": 1, "run.eval_tasks": 4, "engine.publish_dtype": "float32",
+          {"exact": {"run.steps": 1, "eval.count": 4, "engine.publish_dtype": "float32",
                      "policy.dtype": "float32"},
-           "rounded": {"run.steps": 1, "run.eval_tasks": 4}}),
+           "rounded": {"run.steps": 1, "eval.count": 4}}),
     _runs("publish", "each way that weights reach vLLM, two steps each",
-          {way: {"run.steps": 2, "run.eval_tasks": 0, **keys} for way, keys in _WAYS.items()}),
+          {way: {"run.steps": 2, "eval.count": 0, **keys} for way, keys in _WAYS.items()}),
     _runs("share", "one GPU for vLLM and the trainer: sleep and wake around steps",
-          {"sleep": {"run.steps": 5, "run.eval_tasks": 0, "engine.share_gpu": "true"}}),
+          {"sleep": {"run.steps": 5, "eval.count": 0, "engine.share_gpu": "true"}}),
     _runs("run", "the toy tasks are learned: synchronous, and with rollouts while it trains",
-          {"sync": {"run.steps": 6, "run.eval_tasks": 64},
-           "async": {"run.steps": 6, "run.eval_tasks": 64, "collect.max_staleness": 2}}),
+          {"sync": {"run.steps": 6, "eval.count": 64},
+           "async": {"run.steps": 6, "eval.count": 64, "collect.max_staleness": 2}}),
 )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def overrides(check: GpuCheck, folder: str, python: str, *, rehearse: bool) -> l
     if python:
         keys |= {**_VLLM, "engine.python": python, **_HF}
     if rehearse:
-        keys |= {**_TOY, "run.steps": 1, "run.eval_tasks": 2}
+        keys |= {**_TOY, "run.steps": 1, "eval.count": 2}
     if rehearse and python:
         keys["policy.device"] = "cpu"
     return [f"{name}={value}" for name, value in keys.items()] + [_SHARED] * bool(python and not rehearse)

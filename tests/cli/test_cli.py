@@ -55,6 +55,9 @@ def only_line(text: str) -> str:
     return text.rstrip("\n")
 
 
+KEPT = "insitu: a resumed run keeps its configuration; drop {} (changeable: train.on_bad_step)"
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "line"),
     [
@@ -87,18 +90,18 @@ def only_line(text: str) -> str:
         (
             ["train", "--resume", "none", "run.steps=3"],
             2,
-            "insitu: a resumed run keeps its configuration; drop run.steps=3 (changeable: train.on_bad_step)",
+            KEPT.format("run.steps=3"),
         ),
         (
             ["demo", "--resume", "none", "--agent", "pi"],
             2,
-            "insitu: a resumed run keeps its configuration; drop harness.agent=pi (changeable: train.on_bad_step)",
+            KEPT.format("harness.agent=pi"),
         ),
         (["show", "none"], 1, "insitu: none is not a run directory: it has no config.toml"),
         (
             ["demo", "--from-scratch", "--resume", "none"],
             2,
-            "insitu: a resumed run keeps its configuration; drop --from-scratch (changeable: train.on_bad_step)",
+            KEPT.format("--from-scratch"),
         ),
         (["replay", "none"], 1, "insitu: none is not a run directory: it has no config.toml"),
     ],

@@ -105,8 +105,9 @@ def prepare(
     once everything else has passed.
     """
     checks = Checks()
-    for check in (_check_policy, _check_engine, check_trackers, check_listener, gateway_config, *further):
+    for check in (_check_policy, _check_engine, check_trackers, check_listener, *further):
         checks.run(check, config)
+    checks.run(gateway_config, config)
     parts = config.parts
     for own in parts.values():
         for check in (check_agents, action_of, _check_reward, _check_context):

@@ -107,8 +107,8 @@ def test_no_secret_is_in_a_command_line(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ([], r"^agents there need the gateway's public URL: set gateway.port and gateway.public_url or gat"),
-        (["gateway.port=1"], r"^agents there need the gateway's public URL"),
+        ([], r"^agents in cloud sandboxes need the gateway's public URL: set gateway.port and gat"),
+        (["gateway.port=1"], r"^agents in cloud sandboxes need the gateway's public URL"),
         (["gateway.port=1", "gateway.public_url=ftp://a"], r"^gateway.public_url: 'ftp://a' is not an http"),
         (["gateway.public_url=https://a.example"], "gateway: public_url has no effect with port = 0"),
     ],

@@ -86,7 +86,7 @@ def test_what_cannot_be_is_one_line(
         main(["rollout", str(tmp_path / "any.toml"), "--plain", *tasks, *FAKE, f"run.dir={tmp_path / 'run'}"])
         == 2
     )
-    assert "insitu: agents there need the gateway's public URL: set" in capsys.readouterr().err
+    assert "insitu: agents in cloud sandboxes need the gateway's public URL: set" in capsys.readouterr().err
     if "harbor" not in sys.modules:
         there = ["sandbox.backend=harbor", "sandbox.environment=e2b", "sandbox.image=any"]
         assert main(["tasks", "validate", *tasks, *there, "--out", str(tmp_path / "gate")]) == 1

@@ -207,12 +207,11 @@ def test_without_a_fall_back_docker_that_is_not_there_ends_the_run(tmp_path: Pat
         ),
         (
             ["sandbox.backend=harbor", "sandbox.environment=e2b"],
-            "no agent runs in sandboxes of sandbox.backend = harbor: its sandboxes cannot reach the gateway; "
-            "harness.agent = single_turn",
+            "agents in cloud sandboxes need the gateway's public URL",
         ),
         (
             ["sandbox.fallback=harbor", "sandbox.environment=e2b"],
-            "no agent runs in sandboxes of sandbox.fallback = harbor",
+            "agents in cloud sandboxes need the gateway's public URL",
         ),
     ],
 )

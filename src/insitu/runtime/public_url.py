@@ -35,7 +35,8 @@ POLL_S, CALL_S, END_S = 0.5, 10.0, 10.0
 # An origin: the texts around it have links with a path, to a provider's terms for example.
 _URL = re.compile(rb"(https://[a-zA-Z0-9][a-zA-Z0-9.-]*(?::\d+)?)/?[\s|\"'>)]")
 MISSING = (
-    "agents there need the gateway's public URL: set gateway.port and gateway.public_url or gateway.tunnel"
+    "agents in cloud sandboxes need the gateway's public URL: set gateway.port and gateway.public_url or"
+    " gateway.tunnel"
     " (in a Space, SPACE_HOST or SPACE_ID gives it)"
 )
 

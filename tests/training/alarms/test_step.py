@@ -23,11 +23,12 @@ from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
 from insitu.training.alarms import SpikeDetector, lost_share, why_untrained
+from insitu.training.evaluations import EvalResult, heldout_summary
 from insitu.training.learner.supervisor import LearnerSupervisor
 from insitu.training.loop import RunParts, TrainingLoop, TrainOptions, WallClock
 from insitu.training.options import StepResult, gaps
 from insitu.training.plan.step import PlanConfig, StepPlan
-from insitu.training.step_metrics import heldout_summary, step_metrics
+from insitu.training.step_metrics import step_metrics
 from insitu.types import Group, Ledger, Outcome, Rollout, Task, Verdict
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.learner import FakeLearner
@@ -297,4 +298,5 @@ def test_a_step_without_an_update_has_measured_nothing_of_training() -> None:
     assert gaps([metrics, done | {"max_logprob_gap": 2e-5}])["max_logprob_gap"] == 2e-5
     ungraded = step_metrics([graded_group(None, None)], Ledger(), nothing)
     assert ungraded["reward_mean"] is None
-    assert heldout_summary("after", ()) == {"heldout_after": None, "heldout_reward_after": None}
+    nobody = {"heldout_after": None, "heldout_reward_after": None}
+    assert heldout_summary("after", None) == heldout_summary("after", EvalResult.of([], 1)) == nobody

@@ -298,5 +298,5 @@ def test_a_step_without_an_update_has_measured_nothing_of_training() -> None:
     assert gaps([metrics, done | {"max_logprob_gap": 2e-5}])["max_logprob_gap"] == 2e-5
     ungraded = step_metrics([graded_group(None, None)], Ledger(), nothing)
     assert ungraded["reward_mean"] is None
-    nobody = {"heldout_after": None, "heldout_reward_after": None}
-    assert heldout_summary("after", None) == heldout_summary("after", EvalResult.of([], 1)) == nobody
+    empty = {"heldout_after": None, "heldout_reward_after": None}
+    assert heldout_summary("after", None) == heldout_summary("after", EvalResult.of([], 1)) == empty

@@ -334,7 +334,7 @@ async def test_the_whole_matrix(backend: LocalBackend, careless: LocalBackend) -
         (["sandbox.backend=docker"], "cannot run with sandbox.backend = docker: it has no image"),
         (
             ["sandbox.backend=harbor", "sandbox.environment=e2b"],
-            "insitu attack needs sandboxes in which agents run; sandbox.backend = harbor",
+            "insitu attack needs sandboxes on this machine",
         ),
         (["sandbox.nothing=1"], "unknown key sandbox.nothing"),
     ],

@@ -125,6 +125,7 @@ def test_y_copies_the_command_that_opens_this_place(browser: Any, served: Served
         for name, query in (("lab", "tab=tokens&at=7"), (HOSTILE, "tab=verdict")):
             place = f"{quote(name, safe=URL_SAFE)}/rollout/{ROLLOUT}?{query}"
             tab.open(f"#/{place}")
+            tab.page.bring_to_front()  # only a page with the focus may write to the clipboard
             tab.page.keyboard.press("y")
             tab.page.wait_for_selector("text=copied: the command that opens this view")
             copied = tab.page.evaluate("navigator.clipboard.readText()")

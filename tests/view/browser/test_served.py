@@ -59,6 +59,8 @@ def look(browser: Any, path: Path) -> dict[str, str]:
         for tab in open_tab(browser, served):
             for page in (*PAGES, *(f"/rollout/first?tab={name}" for name in TABS)):
                 tab.open(f"#/{path.name}{page}")
+                if page.endswith("tab=tokens"):
+                    tab.page.wait_for_selector("main :text('Hello')")  # tokens are loaded after the page
                 texts[page] = tab.page.text_content("main")
                 assert tab.page.locator("h1").count() == 1, page
             texts["head"] = tab.page.text_content("header")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from insitu.config import Config
 from insitu.errors import ConfigError
-from insitu.runtime.sandboxes import UNSUPPORTED, check_tasks, make_backend
+from insitu.runtime.sandboxes import check_tasks, make_backend
 from insitu.sandbox.base import SandboxBackend
 from insitu.suites.attacks.matrix import ATTACKS, runners
 from insitu.suites.attacks.model import Attack
@@ -60,9 +60,9 @@ def chosen_runners(text: str) -> tuple[str, ...]:
 def open_backends(config: Config) -> tuple[SandboxBackend, SandboxBackend]:
     """Return the backend, and one for the careless grader; no fallback. Raises ConfigError, SetupError."""
     if config.sandbox.backend == "harbor":
-        why = UNSUPPORTED["harbor"]["gateway_only"]
         raise ConfigError(
-            f"insitu attack needs sandboxes in which agents run; sandbox.backend = harbor: {why}"
+            "insitu attack needs sandboxes on this machine, where it can look for what is left; not"
+            " sandbox.backend = harbor"
         )
     check_tasks(config, [target_for("json_io").task])
     return make_backend(config), make_backend(config, work_bytes=NAIVE_WORK_BYTES)

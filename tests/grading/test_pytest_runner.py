@@ -262,7 +262,7 @@ async def test_what_reads_the_assertion_that_calls_it_cannot_tell_which_are_turn
 async def test_who_answers_what_is_asked_keeps_the_reward_in_every_form(grader: Grader) -> None:
     task, oracle = _written(*WRITTEN)
     verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(ANSWERS)})
-    assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), verdict
+    assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), (verdict.reason, verdict)
     assert verdict.trust == "standard"
 
 
@@ -275,7 +275,7 @@ async def test_tests_that_a_failed_one_disturbs_cost_no_honest_one_its_reward(gr
     task, oracle = make(PLAN, HiddenTests(files={"tests/test_app.py": text(chain)}, fail_to_pass=names))
     # test_pytest_turns.py repeats this for many draws, without a sandbox.
     verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(GOLD)})
-    assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), verdict
+    assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), (verdict.reason, verdict)
 
 
 async def test_a_pass_in_a_file_where_nothing_can_be_turned_is_called_weak(

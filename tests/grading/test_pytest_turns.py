@@ -177,6 +177,19 @@ def test_right_code_wins_where_each_test_needs_the_one_before() -> None:
     assert all(_wins(in_order, _drawn(4, seed), seed) for seed in range(60))
 
 
+def test_right_code_wins_where_a_failed_test_inverts_those_behind_it() -> None:
+    """As where tests count those before them: a mutated count is right once one of them has failed."""
+
+    def counted(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
+        passes, intact = dict(_right(run, texts, before)), True
+        for name, passed in passes.items():
+            passes[name] = passed is intact
+            intact = intact and passed
+        return passes
+
+    assert all(_wins(counted, _drawn(4, seed), seed) for seed in range(60))
+
+
 def test_a_file_that_can_only_be_turned_openly_is_no_standard() -> None:
     names = [f"{PATH}::test_new", f"{PATH}::test_old"]
     for new, old, standard in (

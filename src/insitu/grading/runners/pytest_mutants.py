@@ -74,7 +74,8 @@ class MutantRound:
     def judge(self, runs: Sequence[Mapping[str, str]]) -> MutantResults:
         """Judge the outcomes of the first runs; each mapping is in the order of execution."""
         real: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
-        passing, unsure, uneven = set[str](), set[str](), set[str]()
+        passing, uneven = set[str](), set[str]()
+        unsure, caught = set[tuple[str, Mutation]](), set[tuple[str, Mutation]]()
         disturbed, failed = False, 0
         wanted = Counter(self.test(name) for name in self.required)
         for turned, outcomes in zip(self.plan, runs, strict=False):
@@ -88,19 +89,26 @@ class MutantRound:
                 if way.rows > 1 and len(cases) != wanted[test]:
                     uneven.add(test)
                 elif sum(cases) > spared:
-                    (unsure if test in behind else passing).add(test)
+                    if test in behind:
+                        unsure.add((test, way))
+                    else:
+                        passing.add(test)
                 elif sum(cases) < spared or not cases:
                     disturbed = True
+                elif test not in behind:
+                    caught.add((test, way))
                 failed += len(cases) - max(sum(cases), spared)
         outcome = {name: _outcome(seen) for name, seen in real.items()}
+        # A mutation that fails undisturbed passed behind a failed test only because of that one.
+        doubted = {test for test, _ in unsure - caught}
         fine = passing & {self.test(name) for name in outcome}
         fine -= {self.test(name) for name, word in outcome.items() if word != "passed"}
         return MutantResults(
             outcomes={name: word or "failed" for name, word in outcome.items()},
             lost=frozenset(name for name, word in outcome.items() if word == "failed"),
             wrong=frozenset(fine),
-            suspects=frozenset(unsure | (passing - fine)),
-            disturbed=disturbed or bool(unsure) or "" in outcome.values(),
+            suspects=frozenset(doubted | (passing - fine)),
+            disturbed=disturbed or bool(doubted) or "" in outcome.values(),
             uneven=frozenset(uneven),
             failed=failed,
         )

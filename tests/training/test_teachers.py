@@ -22,6 +22,8 @@ from insitu.config import load_config
 from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.runtime.preflight import check_reference
+from insitu.storage.redaction import Redaction
+from insitu.storage.run_dir import name_run
 from insitu.training.learner.serialization import decode_plan, encode_plan
 from insitu.training.loss.losses import LossConfig
 from insitu.training.options import TrainConfig
@@ -324,3 +326,12 @@ def test_a_teacher_is_checked_before_anything_starts(tmp_path: Path) -> None:
     base |= {"tasks": {}, "train": train | {"reference": "http://host:8000"}, "engine": {"temperature": 0.7}}
     with pytest.raises(ConfigError, match=r"train.reference: a server scores at engine.temperature = 1 only"):
         check_reference(load_config(base=base))
+
+
+def test_a_run_keeps_the_address_of_a_teacher(tmp_path: Path) -> None:
+    url = "http://127.0.0.1:8000"
+    base = {"train": {"kl": "k1", "kl_weight": 1.0, "reference": url}, "tasks": {"reference": url}}
+    named = name_run(load_config(base=base | {"run": {"dir": str(tmp_path)}}))
+    assert (named.train.reference, named.tasks[0].reference) == (url, url)
+    shared = Redaction().config(named)
+    assert shared.train.reference == url

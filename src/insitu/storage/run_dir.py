@@ -26,7 +26,7 @@ from typing import Any, Literal, Self, TextIO
 import orjson
 
 from insitu.config import Config, dump_toml, load_config, model_folder
-from insitu.config.base import holds_paths
+from insitu.config.base import holds_paths, is_url
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.metrics import MetricsFile, disk_error, read_metrics
 from insitu.storage.store import EmptyStore, Store
@@ -222,7 +222,7 @@ def name_run(config: Config) -> Config:
 def _absolute(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_absolute, value))
-    return str(Path(value).absolute())
+    return value if is_url(value) else str(Path(value).absolute())
 
 
 def read_config(path: Path) -> Config:

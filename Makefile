@@ -35,10 +35,11 @@ OTHER_VERSIONS = pi@0.85.1,pi@0.86.1,qwen_code@0.23.4,codex@0.166.0
 test-full:
 	@scripts/setup test
 	@scripts/setup-vllm
-	@scripts/setup-docker
+	@scripts/setup-daemons
 	@scripts/setup-extras >/dev/null
 	@INSITU_FULL=1 INSITU_FUZZ=20000 scripts/test -m "full or fuzz" $(ARGS)
 	@scripts/test-bridges
+	@scripts/test-fleet
 	@$(MAKE) --no-print-directory conformance ARGS=
 	@$(MAKE) --no-print-directory conformance ARGS="--agents $(OTHER_VERSIONS)"
 

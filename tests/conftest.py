@@ -42,10 +42,12 @@ KNOWN_SKIPS = (
     # `make test-full` installs and starts a daemon where it is root.
     r"no docker daemon: .*",
     r"user namespaces are off here already: .*",
-    # `scripts/setup-docker` installs no podman; where it is, limits may keep it from starting containers.
+    # `scripts/setup-daemons` installs no podman; where it is, limits may keep it from starting containers.
     r"podman is not installed",
     r"podman: .*",
     r"the docker command line is not installed",
+    # `make test-full` installs Slurm where it is root, which its daemons need.
+    r"no Slurm here: .*",
     r"openssl is not installed",
     # What one backend does not promise, with its reason (tests/contract/test_sandbox_contract.py).
     r"harbor: .*",

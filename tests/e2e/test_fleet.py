@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,9 +33,11 @@ from insitu.errors import CaptureError, EngineError, SetupError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.install_hints import install_extra
 from insitu.runtime.agents import agents_of, find_setups, limits_of
+from insitu.runtime.fleet import controller as controller_module
 from insitu.runtime.fleet import ray_link
 from insitu.runtime.fleet.controller import Fleet, open_fleet
-from insitu.runtime.fleet.links import ProcessLink
+from insitu.runtime.fleet.links import ProcessLink, code_identity
+from insitu.runtime.fleet.ray_relay import NodeRelay
 from insitu.runtime.run import open_agents
 from insitu.shutdown import descendants
 from insitu.storage.run_dir import RunDir
@@ -247,15 +250,40 @@ async def test_a_node_that_cannot_start_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("other", ["0.0.0 (1f0eb279)", f"{insitu.__version__} (other files)"])
 async def test_a_node_with_another_insitu_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bed, there = Bed(tmp_path, 2), insitu.__version__
-    monkeypatch.setattr(insitu, "__version__", "0.0.0")
-    with pytest.raises(SetupError, match=rf"^node p\d: .*has insitu {there}, the controller 0.0.0") as raised:
+    bed, there = Bed(tmp_path, 2), re.escape(code_identity())
+    monkeypatch.setattr(controller_module, "code_identity", lambda: other)
+    line = rf"^node p\d: .*has insitu {there}, the controller {re.escape(other)}"
+    with pytest.raises(SetupError, match=line) as raised:
         async with bed.fleet():
             raise AssertionError("it started")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["-m", "not_here"], r"its process died \(exit status 1\): .*No module named not_here"),
+        (["-c", "import time; time.sleep(60)"], "its process did not start listening"),
+    ],
+)  # fmt: skip
+async def test_a_machine_where_no_node_starts_says_why_and_keeps_nothing(words: list[str], line: str) -> None:
+    relay, before = NodeRelay(), set(descendants(os.getpid()))
+    assert re.fullmatch(line, await relay.open(words, 3.0))
+    await relay.close(0.0)
+    await until(lambda: not alive(sorted(set(descendants(os.getpid())) - before)))
+
+
+@pytest.mark.parametrize("address", ["", "here", "here:6379x", "here:99999", "ray://here:10001"])
+def test_an_address_that_is_none_is_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    example = str(Path(__file__).parents[2] / "examples" / "fleet.toml")
+    assert cli.main(["train", example, "--dry-run", f"fleet.address={address}"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"insitu: fleet: address {address!r} is neither auto nor HOST:PORT"
+    ]
 
 
 def test_without_ray_the_line_says_what_to_install(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ from insitu.errors import SetupError
 from insitu.shutdown import descendants
 from insitu.types import Status
 from tests.e2e.test_fleet import Bed, alive, same, until
+
+try:
+    import ray
+except ImportError:
+    ray = None
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 
@@ -58,7 +64,7 @@ def machine_of(node: int) -> int:
 
 
 class Machines:
-    """A cluster of four machines on this one."""
+    """A cluster of four machines on this one, the head among them."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
@@ -74,6 +80,8 @@ class Machines:
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         # One more than a fleet takes: it replaces a lost one.
         self.nodes = [self.cluster.add_node(**options) for _ in range(3)]
+        self.head = self.cluster.head_node.all_processes["raylet"][0].process.pid
+        """The raylet of the machine that the controller is on."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +108,7 @@ async def test_lost_machines_cost_no_rollout_and_leave_nothing(machines: Machine
     async with bed.fleet() as (fleet, run):
         collecting = asyncio.create_task(bed.collect(fleet.attempts(run), limit=4))
         await until(lambda: bed.engine.in_flight == 6)
-        below = processes(NODE)
+        below = sorted(processes(NODE), key=lambda node: machine_of(node) == machines.head)
         assert len(below) == 3
         boxes = [pid for node in below for pid in descendants(node)]
         os.kill(machine_of(below[0]), signal.SIGKILL)
@@ -127,3 +135,71 @@ async def test_no_cluster_is_one_line(tmp_path: Path) -> None:
         async with bed.fleet():
             raise AssertionError("it started")
     assert "\n" not in str(raised.value)
+
+
+async def test_a_start_that_takes_too_long_is_one_line(machines: Machines, tmp_path: Path) -> None:
+    bed = RayBed(tmp_path, machines.cluster.address)
+    table = bed.config.fleet.model_copy(update={"start_timeout_s": 0.01})
+    bed.config = bed.config.model_copy(update={"fleet": table})
+    with pytest.raises(SetupError, match=r"^node r\d at .*: Ray did not start it within 0.01 s$"):
+        async with bed.fleet():
+            raise AssertionError("it started")
+    await until(lambda: not processes(NODE))
+
+
+async def test_a_cluster_of_another_ray_is_one_line(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = RayBed(tmp_path, machines.cluster.address)
+    monkeypatch.setattr(ray, "__version__", "1.0.0")
+    with pytest.raises(SetupError, match=r"^fleet.address .*Version mismatch.*1\.0\.0") as raised:
+        async with bed.fleet():
+            raise AssertionError("it started")
+    assert "\n" not in str(raised.value)
+
+
+async def test_without_a_free_machine_the_run_goes_on_with_the_others(
+    machines: Machines, tmp_path: Path
+) -> None:
+    """A machine dies that no other can replace, since every one has a node."""
+    bed = RayBed(tmp_path, machines.cluster.address, asyncio.Event(), nodes=0)
+    assert bed.hold is not None
+    async with bed.fleet() as (fleet, run):
+        collecting = asyncio.create_task(bed.collect(fleet.attempts(run), limit=4))
+        await until(lambda: bed.engine.in_flight >= 6)
+        victim = next(pid for pid in map(machine_of, processes(NODE)) if pid != machines.head)
+        os.kill(victim, signal.SIGKILL)
+        line = "the fleet goes on without a node: node r"
+        await until(lambda: any(said.startswith(line) for said in bed.said))
+        assert bed.said[-1].endswith(": no machine of the Ray cluster is free for it")
+        bed.hold.set()
+        await collecting
+    assert not bed.sink.undecided
+    assert {r.status for r in bed.sink.rollouts.values()} == {Status.OK}
+    await until(lambda: not processes(NODE))
+
+
+async def test_without_its_own_ray_the_run_ends_in_one_line(machines: Machines, tmp_path: Path) -> None:
+    """Last of those with this cluster: it takes the controller's machine from it."""
+    bed = RayBed(tmp_path, machines.cluster.address, asyncio.Event(), nodes=2)
+    async with bed.fleet() as (fleet, run):
+        collecting = asyncio.create_task(bed.collect(fleet.attempts(run), limit=8))
+        await until(lambda: bed.engine.in_flight == 4)
+        os.kill(machines.head, signal.SIGKILL)
+        line = "no node of the fleet is left: .*: the Ray of the controller's machine is dead"
+        with pytest.raises(SetupError, match=line):
+            await collecting
+    await until(lambda: not processes(NODE))
+
+
+async def test_no_cluster_on_this_machine_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ray also looks for head processes of others.
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", functools.cache(list))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    bed = RayBed(tmp_path, "auto")
+    line = "fleet.address auto: no Ray cluster runs on this machine: start one with `ray start --head`"
+    with pytest.raises(SetupError, match=f"^{line}$"):
+        async with bed.fleet():
+            raise AssertionError("it started")

@@ -21,7 +21,7 @@ class FleetTable(Table):
     """Nodes of the fleet; each runs harness.workers rollouts at the same time and grade.workers gradings;
     0 = all machines of the Ray cluster."""
     address: Annotated[str, only("kind", "ray")] = "auto"
-    """Address of the Ray cluster; auto = the one that `ray start` has made on this machine."""
+    """HOST:PORT of the Ray cluster's head; auto = the cluster that `ray start` has made on this machine."""
     lease_s: Annotated[Seconds, _FLEET] = 60.0
     """A node that does not reach the controller for this time ends its agents and sandboxes and exits. One
     that does not answer for a quarter of it is lost: its attempts are repeated on other nodes."""
@@ -39,7 +39,11 @@ class FleetTable(Table):
         return self.lease_s / 4
 
     @model_validator(mode="after")
-    def _has_nodes(self) -> Self:
+    def _names_nodes(self) -> Self:
         if self.kind == "processes" and not self.nodes:
             raise ValueError("kind = 'processes' needs nodes: how many processes to start")
+        host, _, port = self.address.rpartition(":")
+        place = host and "/" not in host and port.isdecimal() and int(port) < 1 << 16
+        if self.address != "auto" and not place:
+            raise ValueError(f"address {self.address!r} is neither auto nor HOST:PORT")
         return self

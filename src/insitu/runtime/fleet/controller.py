@@ -32,7 +32,7 @@ from insitu.engines.rpc import NOTHING, Array, Frame, Meta, RpcPeer
 from insitu.errors import EngineError, InsituError, SetupError
 from insitu.runtime.fleet.attempts import FleetAttempts, Gate
 from insitu.runtime.fleet.engine import EngineCalls
-from insitu.runtime.fleet.links import Link, ProcessLink
+from insitu.runtime.fleet.links import Link, ProcessLink, code_identity
 from insitu.storage.run_dir import RunDir
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.base import TaskSource
@@ -261,7 +261,7 @@ class Fleet:
                 if node.failures < STARTS:
                     await asyncio.sleep(backoff_s(node.failures, PAUSE_S))
                 else:
-                    node.gone = str(error)
+                    node.gone = str(error).removeprefix(f"node {node.link.name}: ")
                     self._say(f"the fleet goes on without a node: {error}")
                     self._assign()
 
@@ -314,7 +314,7 @@ class Fleet:
 def opening(config: Config) -> tuple[Meta, Mapping[str, Array]]:
     """Return what a node needs once: the configuration, and the model's files except its weights."""
     alone = config.model_copy(update={"fleet": FleetTable()})
-    meta: Meta = {"config": dump_toml(alone), "cwd": str(Path.cwd()), "insitu": insitu.__version__}
+    meta: Meta = {"config": dump_toml(alone), "cwd": str(Path.cwd()), "insitu": code_identity()}
     files = {
         file.name: np.frombuffer(file.read_bytes(), dtype=np.uint8)
         for file in sorted(model_folder(config).iterdir())

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Protocol
 
+import insitu
 from insitu.engines.rpc import Handler, RpcClient, RpcPeer
 from insitu.errors import EngineError
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.process import Child
 
 NODE = "insitu.runtime.fleet.node"
+
+
+def code_identity() -> str:
+    """Return version and digest of the installed insitu: checkouts of one version may differ."""
+    found, root = hashlib.sha256(), Path(insitu.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return f"{insitu.__version__} ({found.hexdigest()[:12]})"
 
 
 class Link(Protocol):

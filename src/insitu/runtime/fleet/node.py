@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import insitu
 from insitu.agents.base import Clock, loop_time
 from insitu.attempt import AttemptSpec
 from insitu.chat.load import load_renderer
@@ -36,6 +35,7 @@ from insitu.errors import InsituError, SetupError, TaskError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime.agents import find_setups
 from insitu.runtime.fleet.engine import RemoteEngine
+from insitu.runtime.fleet.links import code_identity
 from insitu.runtime.fleet.values import pack, unpack
 from insitu.runtime.run import Runtime, open_runtime
 from insitu.shutdown import hard_exit
@@ -135,8 +135,9 @@ class Node:
             yield
 
     async def _open(self, call: Frame) -> Frame:
-        if call.meta["insitu"] != insitu.__version__:
-            raise SetupError(f"has insitu {insitu.__version__}, the controller {call.meta['insitu']}")
+        here, there = await asyncio.to_thread(code_identity), call.meta["insitu"]
+        if here != there:
+            raise SetupError(f"has insitu {here}, the controller {there}")
         if not self.asked.done():
             self.asked.set_result(call)
         return await asyncio.shield(self.opened)

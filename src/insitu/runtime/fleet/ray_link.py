@@ -10,12 +10,14 @@ processes. Nothing here outlives its use by more than the lease: a node whose ac
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from insitu.config.fleet import FleetTable
 from insitu.engines.rpc import Handler, RpcPeer
@@ -32,7 +34,10 @@ except ImportError:
 
 from insitu.runtime.fleet import ray_relay
 
+T = TypeVar("T")
 REACH_S = 10.0
+HEAD_S = 5.0
+"""Most time for an answer of the cluster's head; after 60 s without one Ray ends this process."""
 CLOSE_S, LOST_S = END_S + 5.0, 3.0
 """Most time to wait for the actor of a node that ends, and of one that is lost."""
 
@@ -42,19 +47,24 @@ class RayMachines:
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
+        self._home = ray.get_runtime_context().get_node_id()
+        """The controller's own machine, without which Ray starts nothing."""
 
-    def alive(self) -> list[tuple[str, str]]:
-        """Return id and name of every machine, in a stable order."""
+    async def alive(self) -> list[tuple[str, str]]:
+        """Return id and name of every machine, in a stable order. Raises EngineError."""
         found = [
             (str(node["NodeID"]), f"{node['NodeManagerHostname']}-{str(node['NodeID'])[:6]}")
-            for node in ray.nodes()
+            for node in await _ask(ray.nodes)
             if node["Alive"]
         ]
         return sorted(found, key=lambda pair: pair[1])
 
-    def take(self) -> tuple[str, str]:
+    async def take(self) -> tuple[str, str]:
         """Return a machine without a node. Raises EngineError if there is none."""
-        for machine, name in self.alive():
+        alive = await self.alive()
+        if self._home not in dict(alive):
+            raise EngineError("the Ray of the controller's machine is dead")
+        for machine, name in alive:
             if machine not in self._taken:
                 self._taken.add(machine)
                 return machine, name
@@ -76,7 +86,7 @@ class RayLink:
         self._peer: RpcPeer | None = None
 
     async def open(self, handlers: Mapping[str, Handler], deadline_s: float) -> RpcPeer:
-        self._machine, where = self._machines.take()
+        self._machine, where = await self._machines.take()
         self.name = f"{self.name.partition(' ')[0]} at {where}"
         strategy = NodeAffinitySchedulingStrategy(node_id=self._machine, soft=False)
         # No CPUs: an actor must not wait for what a trainer on the same cluster holds.
@@ -117,9 +127,28 @@ class RayLink:
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(LOST_S if lost else CLOSE_S):
                     await actor.close.remote(0.0 if lost else END_S)
-            with contextlib.suppress(RayError):
-                ray.kill(actor, no_restart=True)
+            with contextlib.suppress(EngineError):
+                await _ask(lambda: ray.kill(actor, no_restart=True))
         self._machines.give_back(self._machine)
+
+
+async def _ask(call: Callable[[], T], deadline_s: float = HEAD_S) -> T:
+    """Return the result of a call that blocks while Ray's head does not answer. Raises EngineError."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except (RayError, RuntimeError, OSError) as error:
+            done.set_exception(EngineError(_line(error)))
+
+    # A daemon: with asyncio.to_thread a blocked call would keep this process from its end.
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
+    except TimeoutError as error:
+        raise EngineError("the head of the Ray cluster does not answer") from error
 
 
 async def _pump(actor: Any, peer: RpcPeer) -> None:
@@ -145,9 +174,9 @@ def _line(error: Exception) -> str:
 
 async def _check_reachable(address: str) -> None:
     """Raise SetupError if nothing listens at host:port; Ray itself would try for a minute."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if address == "auto":
         return
+    host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(REACH_S):
             _, writer = await asyncio.open_connection(host, int(port))
@@ -175,10 +204,13 @@ async def ray_links(table: FleetTable) -> AsyncIterator[Sequence[Link]]:
             logging_level=logging.ERROR,
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if table.address == "auto" and isinstance(error, ConnectionError):
+            hint = "no Ray cluster runs on this machine: start one with `ray start --head`"
+            raise SetupError(f"fleet.address auto: {hint}") from error
         raise SetupError(f"fleet.address {table.address}: {_line(error)}") from error
     try:
         machines = RayMachines()
-        found = machines.alive()
+        found = await machines.alive()
         count = table.nodes or len(found)
         if count > len(found):
             names = ", ".join(name for _, name in found)
@@ -188,4 +220,5 @@ async def ray_links(table: FleetTable) -> AsyncIterator[Sequence[Link]]:
             )
         yield [RayLink(machines, number, table) for number in range(count)]
     finally:
-        await asyncio.to_thread(ray.shutdown)
+        with contextlib.suppress(EngineError):
+            await _ask(ray.shutdown, REACH_S)

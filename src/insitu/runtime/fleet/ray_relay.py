@@ -25,6 +25,8 @@ CHUNK = 1 << 20
 class NodeRelay:
     """A node's process, and the connection to it."""
 
+    _writer: asyncio.StreamWriter | None = None
+
     async def open(self, arguments: list[str], deadline_s: float) -> str:
         """Start the process and connect; return an error line, or empty."""
         # the name by which insitu finds folders of dead processes
@@ -49,7 +51,7 @@ class NodeRelay:
     async def put(self, number: int, data: bytes) -> None:
         """Send to the node, in the order of the numbers: Ray does not keep that of calls."""
         self._arrived[number] = data
-        while self._next in self._arrived:
+        while self._writer is not None and self._next in self._arrived:
             self._writer.write(self._arrived.pop(self._next))
             self._next += 1
 
@@ -65,11 +67,14 @@ class NodeRelay:
 
     async def close(self, wait_s: float) -> None:
         """Close the connection and wait for the node's end, then kill it."""
-        self._writer.close()
+        if self._writer is not None:  # it may not have started
+            self._writer.close()
         ends = time.monotonic() + wait_s
         while self._process.poll() is None and time.monotonic() < ends:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _last_output(self) -> str:

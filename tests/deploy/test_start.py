@@ -170,6 +170,7 @@ def test_a_slurm_job_starts_ray_on_every_node_and_insitu_on_one(folder: Path) ->
     assert (folder / "job_id.txt").read_text() == "41\n"
     assert f"RUN_DIR={folder}/runs/main\nHEAD=n1\nNODES=3\n" == (folder / "run.env").read_text()
     lines = sorted((folder / "ray.calls").read_text().splitlines())
-    assert lines[0] == "node 0: symmetric-run --address n1:6379 --min-nodes 3 -- bash start.sh"
+    assert lines[0].startswith("node 0: symmetric-run --address n1:6379 --min-nodes 3 -- bash -c ")
+    assert lines[0].endswith("exec bash start.sh")
     assert len((folder / "calls").read_text().splitlines()) == 1
     assert "run directory: " in said

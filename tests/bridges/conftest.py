@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,6 +33,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     made, status=Status.INFRA_FAILED, reward=None, verdict=None, trajectory=failed, attempt=2
                 )
                 store.put_attempt(replace(made, attempt=1, error="the sandbox vanished"))
+            if slot == 0:
+                rows = [
+                    replace(row, experts=np.full((len(row.ids), 3, 2), slot, np.int16))
+                    for row in made.trajectory.segments
+                ]
+                made = replace(made, trajectory=replace(made.trajectory, segments=tuple(rows)))
             if slot == 2:
                 made = replace(made, reward=None, verdict=None, diff=None, began_s=None)
             store.put_rollout("train", 9, 0, slot, made)

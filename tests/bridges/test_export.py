@@ -19,7 +19,8 @@ from insitu.bridges.equality import difference
 from insitu.bridges.export import FORMS as FORMS_OF_EXPORT
 from insitu.bridges.imports import read_export
 from insitu.bridges.jsonl import read_jsonl
-from insitu.bridges.records import ROWS
+from insitu.bridges.parquet import read_parquet
+from insitu.bridges.records import ROWS, read_rollout
 from insitu.cli import main
 from insitu.cli.options import EXPORT_FORMS
 from insitu.config import WARM_START
@@ -37,6 +38,29 @@ def exports(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     for form in FORMS:
         insitu.export_run(run, folder / form, to=form)
     return {form: folder / form for form in FORMS}
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_an_export_of_an_earlier_version_has_no_experts(
+    run: Path, exports: dict[str, Path], form: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(exports[form], folder)
+    if form == "parquet":
+        path = folder / "data" / "rows.parquet"
+        pq.write_table(pq.read_table(path).drop_columns(["experts"]), path)
+        found = list(read_parquet(folder))
+    else:
+        path = folder / "data" / "rollouts.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        for record in records:
+            for row in record["segments"]:
+                del row["experts"]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        found = list(read_jsonl(folder))
+    read = [read_rollout(record, rows).rollout for record, rows in found]
+    assert read
+    assert all(row.experts is None for one in read for row in one.trajectory.segments)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -21,7 +21,7 @@ from insitu.config import Config, load_config
 from insitu.engines import launch
 from insitu.engines.factory import open_server
 from insitu.engines.launch import launched
-from insitu.engines.server_command import describe_servers, interpreter, place
+from insitu.engines.server_command import describe_servers, interpreter, place, server_command
 from insitu.errors import ConfigError, EngineError
 from insitu.types import RequestKey, SamplingParams
 from tests.fakes.server_program import interpreter as fake_interpreter
@@ -251,3 +251,14 @@ def test_the_commands_of_the_page_are_those_of_a_dry_run() -> None:
     assert len(blocks) >= 2
     for keys, shown in blocks:
         assert "\n".join(describe_servers(load_config(None, keys.split()))) == shown
+
+
+def test_a_server_that_returns_experts_needs_another_runner(tmp_path: Path) -> None:
+    asked = config(tmp_path, "engine.replay_experts=true", "policy.kind=hf", "model.path=models/x")
+    command = server_command(asked, "models/x", cpu=False)
+    assert "--enable-return-routed-experts" in command.arguments
+    assert command.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    plain = server_command(config(tmp_path), "models/x", cpu=False)
+    assert "--enable-return-routed-experts" not in plain.arguments
+    with pytest.raises(ConfigError, match=r"replay_experts has no effect"):
+        config(tmp_path, "engine.replay_experts=true", kind="sglang")

@@ -8,11 +8,15 @@ that no healthy server shows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import base64
+import io
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 from aiohttp import web
 
@@ -40,11 +44,14 @@ class FakeVllm:
         max_model_len: int = 4096,
         token_delay_s: float = 0.0,
         corrupt: Corrupt | None = None,
+        experts: bool = False,
     ) -> None:
         self.processed, self.scale_out, self.dev_mode = processed, scale_out, dev_mode
         self.release, self.extension = release, extension
         """Version of vLLM, where 0.26 has no routes for its weights, and insitu's methods in its workers."""
         self.max_model_len, self.corrupt = max_model_len, corrupt
+        self.experts = experts
+        """--enable-return-routed-experts: replies have `chosen_experts`."""
         self.sampler = FakeSampler(vocab_size, label="default", token_delay_s=token_delay_s)
         self.url = ""
         self.cleared = 0
@@ -225,6 +232,9 @@ class FakeVllm:
             "weight_versions": job.spans,
             "logprobs": None if params.get("logprobs") is None else {"content": content},
         }
+        if self.experts:
+            start = params.get("routed_experts_prompt_start", 0)
+            choice["routed_experts"] = npy(chosen_experts([*job.prompt, *job.ids])[start:-1])
         if self._old:
             del choice["weight_versions"]
         prompt = job.prompt if body.get("return_token_ids") else None
@@ -359,6 +369,19 @@ class FakeVllm:
 
     async def _is_sleeping(self, http: web.Request) -> web.Response:
         return _json({"is_sleeping": self.sleeping})
+
+
+def chosen_experts(ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+    """Of 3 layers, 2 of 200 experts for each token: a function of its id and its place."""
+    places = np.arange(len(ids), dtype=np.int64) * 7 + np.array(ids, dtype=np.int64) * 31
+    return ((places[:, None, None] + np.arange(6).reshape(3, 2) * 11) % 200).astype(np.uint8)
+
+
+def npy(array: npt.NDArray[Any]) -> str:
+    """As vLLM writes arrays into its JSON (utils/serial_utils.py `numpy2base64`)."""
+    out = io.BytesIO()
+    np.save(out, array)
+    return base64.b64encode(out.getvalue()).decode()
 
 
 def _is_adapter(folder: Path) -> bool:

@@ -25,6 +25,7 @@ class MadeRow:
     versions: IntArray
     advantage: float
     weight: float
+    experts: None = None
 
 
 def made_row(number: int, ids: list[int], trained: set[int]) -> MadeRow:

@@ -35,7 +35,7 @@ rollouts = load_dataset("PATH_OR_NAME", "rollouts", split="train")
 
 - `rows`: one training row each. `mask` = sampled tokens that may be trained, `logprobs` and `versions` of
   these, `advantage` (null = not scored), `weight` (factor of the sum of the row's token losses), `used`
-  (empty = trained; else why not), `prompt_len`.
+  (empty = trained; else why not), `prompt_len`, `experts` (base64 .npy, or null).
 - `rollouts`: reward (null = not graded), verdict, messages of the main line, diff, changed files, timings.
 
 | tokens | |

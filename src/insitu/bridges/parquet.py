@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import orjson
 
-from insitu.bridges.records import ROLLOUTS, ROWS, Record
+from insitu.bridges.records import OPTIONAL, ROLLOUTS, ROWS, Record
 from insitu.errors import RecordError, SetupError, boundary
 from insitu.install_hints import install_extra
 
@@ -131,8 +131,9 @@ def _records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
     arrow = _arrow()
     with boundary(RecordError, f"read {path}"), arrow.parquet.ParquetFile(path) as file:
         lacking = [name for name in columns if name not in file.schema_arrow.names]
-        if lacking:
-            raise RecordError(f"{path} has no column {lacking[0]}: it is not an export of insitu")
+        if needed := [name for name in lacking if name not in OPTIONAL]:
+            raise RecordError(f"{path} has no column {needed[0]}: it is not an export of insitu")
+        columns = {name: kind for name, kind in columns.items() if name not in lacking}
         for name, kind in columns.items():
             if (found := file.schema_arrow.field(name).type) != _type(kind):
                 raise RecordError(f"{path}: column {name} has type {found}, not {_type(kind)}")

@@ -9,6 +9,7 @@ show hidden tests.
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from insitu.training.plan.row_selection import choose_rows
 from insitu.types import (
     CallTimes,
     DriftNote,
+    ExpertArray,
     FileEntry,
     FloatArray,
     IntArray,
@@ -62,9 +64,13 @@ ROWS: Mapping[str, str] = {
     "logprobs": "floats",
     "versions": "ints",
     "temperature": "float",
+    "experts": "text",
 }
 """Column -> kind, one row per segment. `used`: why its tokens are not trained, or empty; `weight`: factor of
-the sum of its token losses; `prompt_len`: ids before the first trained one. A row's lists have one length."""
+the sum of its token losses; `prompt_len`: ids before the first trained one. A row's lists have one length.
+`experts`: int16 [tokens, layers, k] as .npy file in base64, where a sampler returned them."""
+OPTIONAL = frozenset({"experts"})
+"""Columns that an export of an earlier version lacks."""
 ROLLOUTS: Mapping[str, str] = {
     "schema_version": "int",
     "run": "text",
@@ -174,6 +180,7 @@ def row_records(stored: StoredRollout, run: str, temperature: float) -> list[Rec
                 "mask": mask,
                 "logprobs": segment.logprobs,
                 "versions": segment.versions,
+                "experts": None if segment.experts is None else _npy(segment.experts),
             }
         )
     return records
@@ -324,7 +331,26 @@ def _segment(session: str, row: Record) -> Segment:
         )
     if arrays["ids"].min(initial=0) < 0:
         raise RecordError(f"rollout {row['rollout_id']} segment {row['segment']}: an id is below 0")
-    return Segment(rollout_id=session, index=row["segment"], kind=row["kind"], label=row["label"], **arrays)
+    experts = None if row.get("experts") is None else np.load(io.BytesIO(base64.b64decode(row["experts"])))
+    if experts is not None and experts.shape[:1] != arrays["ids"].shape:
+        raise RecordError(
+            f"rollout {row['rollout_id']} segment {row['segment']}: experts of {len(experts)} tokens, ids of"
+            f" {len(arrays['ids'])}"
+        )
+    return Segment(
+        rollout_id=session,
+        index=row["segment"],
+        kind=row["kind"],
+        label=row["label"],
+        experts=experts,
+        **arrays,
+    )
+
+
+def _npy(array: ExpertArray) -> str:
+    out = io.BytesIO()
+    np.save(out, array)
+    return base64.b64encode(out.getvalue()).decode()
 
 
 def _rollout(record: Record, segments: tuple[Segment, ...]) -> Rollout:

@@ -371,9 +371,14 @@ def _frozen_generation(generation: Generation) -> Generation:
     if logprobs is not None:
         logprobs = logprobs.copy()
         logprobs.setflags(write=False)
+    experts = generation.experts
+    if experts is not None:
+        experts = experts.copy()
+        experts.setflags(write=False)
     return replace(
         generation,
         ids=frozen_ids(generation.ids),
         logprobs=logprobs,
+        experts=experts,
         version_runs=tuple(generation.version_runs),
     )

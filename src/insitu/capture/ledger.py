@@ -29,6 +29,8 @@ def check_generation(where: str, generation: Generation, *, synthetic: bool) -> 
         raise CaptureError(f"{where}: a synthetic reply was not sampled and can have no logprobs")
     if generation.logprobs is not None:
         _check_logprobs(where, generation.logprobs, len(ids))
+    if (experts := generation.experts) is not None and (experts.dtype != np.int16 or experts.ndim != 3):
+        raise CaptureError(f"{where}: experts are {experts.dtype}{list(experts.shape)}, not rows of int16")
     _check_runs(where, generation.version_runs, len(ids), synthetic=synthetic)
 
 

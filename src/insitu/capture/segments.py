@@ -27,7 +27,16 @@ import numpy as np
 from insitu.capture.ledger import account, exclusion_reasons, final_reason
 from insitu.capture.nodes import ContextNode, Node, Nodes, SampledNode, chain, joined, node_ids
 from insitu.errors import CaptureError
-from insitu.types import DriftNote, IntArray, Segment, SegmentKind, Trajectory, Turn, VersionRuns
+from insitu.types import (
+    DriftNote,
+    ExpertArray,
+    IntArray,
+    Segment,
+    SegmentKind,
+    Trajectory,
+    Turn,
+    VersionRuns,
+)
 
 KINDS: tuple[SegmentKind, ...] = ("sampled", "demonstrated")
 
@@ -175,7 +184,32 @@ def _segment(
         mask=mask,
         logprobs=logprobs,
         versions=versions,
+        experts=_experts(nodes, path, len(ids)),
     )
+
+
+def _experts(nodes: Nodes, path: list[Node], count: int) -> ExpertArray | None:
+    """Return the experts of all `count` tokens of a path, None when no turn of it has any.
+
+    A turn has those of its own tokens but the last, and of the prompt tokens before them; so a later turn has
+    the last one's.
+    """
+    row: ExpertArray | None = None
+    stop = 0
+    for node in path:
+        stop += len(node_ids(node))
+        found = node.generation.experts if isinstance(node, SampledNode) else None
+        if found is None:
+            continue
+        if row is None:
+            row = np.full((count, *found.shape[1:]), -1, dtype=np.int16)
+        if len(found) >= stop or found.shape[1:] != row.shape[1:]:
+            raise CaptureError(
+                f"rollout {nodes.rollout_id} node {node.id}: experts {list(found.shape)} do not fit a path of"
+                f" {stop} tokens with {list(row.shape[1:])} each"
+            )
+        row[stop - 1 - len(found) : stop - 1] = found
+    return row
 
 
 def _build_segments(nodes: Nodes, reasons: Mapping[int, str], lines: Lines) -> tuple[Segment, ...]:

@@ -97,6 +97,9 @@ class EngineTable(ProviderKeys, Table):
     publish_mode: Annotated[Literal["recompute", "keep", "wait"], _SERVER] = "recompute"
     """What an update does: running calls continue and their context is computed again with the new weights;
     sessions keep theirs for up to collect.max_staleness versions (vllm); or running calls finish first."""
+    replay_experts: Annotated[bool, only("kind", "vllm")] = False
+    """Keep the experts that the server chose for each token, and train through the same ones. The server
+    needs --enable-return-routed-experts."""
     share_gpu: Annotated[bool, _SERVER] = False
     """The server sleeps while the trainer works, so that both share one GPU."""
 

@@ -65,6 +65,7 @@ def http_options(config: Config, launched: Sequence[str] = ()) -> list[HttpOptio
             control_deadline_s=table.control_timeout_s,
             retries=table.retries,
             context_versions=config.collect.max_staleness if table.publish_mode == "keep" else 0,
+            experts=table.replay_experts,
         )
         for url in urls
     ]

@@ -39,6 +39,7 @@ class GuardedEngine:
             raw = RawReply(
                 ids=np.asarray(reply.ids).tolist(),
                 logprobs=np.asarray(reply.logprobs, dtype=np.float64).tolist(),
+                experts=reply.experts,
                 finish=reply.finish,
                 version_runs=reply.version_runs,
             )

@@ -51,6 +51,8 @@ class HttpOptions:
     max_connections: int = 1024
     context_versions: int = 0
     """Most versions that a call's context may be older than the weights; 0 = updates compute it again."""
+    experts: bool = False
+    """The server must return the experts that it chose for each token."""
 
 
 def checked_url(text: str, key: str) -> str:

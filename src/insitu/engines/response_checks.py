@@ -6,6 +6,9 @@ without a stop id, or other prompt ids than were sent. Each is an EngineError he
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from insitu.errors import EngineError, EngineUnavailable
-from insitu.types import CallTimes, Finish, FloatArray, Generation, IntArray, SamplingParams, VersionRuns
+from insitu.types import (
+    CallTimes,
+    ExpertArray,
+    Finish,
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingParams,
+    VersionRuns,
+)
 
 FLOOR = -9000.0
 """No float32 softmax gives a sampled token so little; vLLM writes -9999 where it has no logprob."""
@@ -35,6 +47,8 @@ class RawReply:
     """Prompt ids as the engine saw them; None = the server does not say."""
     cached: object = None
     """Prompt tokens from its prefix cache; None = the server does not say."""
+    experts: object = None
+    """Chosen experts, an array or a .npy file in base64; None = the server returns none."""
 
 
 def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -> Generation:
@@ -53,7 +67,15 @@ def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -
     _check_vary(logprobs, params, where)
     _check_runs(raw.version_runs, len(ids), where)
     times = CallTimes(cached=raw.cached if type(raw.cached) is int else None)
-    return Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=raw.version_runs, times=times)
+    known = len(sent) - params.experts_from + len(ids) - 1
+    return Generation(
+        ids=ids,
+        logprobs=logprobs,
+        finish=finish,
+        version_runs=raw.version_runs,
+        times=times,
+        experts=None if raw.experts is None else _experts(raw.experts, known, where),
+    )
 
 
 def refuse_none(ids: object, where: str) -> None:
@@ -78,6 +100,21 @@ def int_row(value: object, where: str) -> IntArray:
     if int(row.min()) < 0 or int(row.max()) >= 2**31:
         raise EngineError(f"{where} hold a number that is not a token id")
     return row.astype(np.int32)
+
+
+def _experts(value: object, count: int, where: str) -> ExpertArray:
+    """Return the experts of `count` tokens; raise EngineError."""
+    try:
+        found = np.load(io.BytesIO(base64.b64decode(value))) if isinstance(value, str) else value
+    except (ValueError, EOFError, binascii.Error) as error:
+        raise EngineError(f"{where}: its experts are no array: {error}") from error
+    if not isinstance(found, np.ndarray) or found.ndim != 3 or found.dtype.kind not in "iu":
+        raise EngineError(f"{where}: its experts are no array of tokens, layers and choices")
+    if len(found) != count:
+        raise EngineError(f"{where}: experts of {len(found)} tokens where {count} were computed")
+    if found.size and (int(found.min()) < 0 or int(found.max()) >= 2**15):
+        raise EngineError(f"{where}: its experts hold a number that is none of an expert")
+    return found.astype(np.int16)
 
 
 def _finish(value: object, where: str) -> Finish:

@@ -36,7 +36,7 @@ _PREFIX = struct.Struct("<4sIQ")
 _MAGIC = b"wht1"
 _MAX_HEADER = 16 << 20
 _MAX_BODY = 4 << 30
-_DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "|b1", "|u1"})
+_DTYPES = frozenset({"<i2", "<i4", "<i8", "<f4", "<f8", "|b1", "|u1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Frame:
 
 
 def encode(meta: Meta, arrays: Mapping[str, Array] | None = None) -> bytes:
-    """Return the bytes of one frame; arrays must be int32/64, float32/64, bool or uint8."""
+    """Return the bytes of one frame; arrays must be int16/32/64, float32/64, bool or uint8."""
     specs, parts = [], []
     for name, array in (arrays or {}).items():
         little = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")

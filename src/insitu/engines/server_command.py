@@ -94,6 +94,9 @@ def _vllm(config: Config, model: str, port: int, *, cpu: bool) -> ServerCommand:
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if table.share_gpu:
         flags += ["--enable-sleep-mode"]
+    if table.replay_experts:
+        flags += ["--enable-return-routed-experts"]
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if cpu:
         # vLLM 0.32 dies on a CPU when it cuts the prompt of a request with a seed
         flags += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", length]

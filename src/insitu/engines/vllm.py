@@ -100,6 +100,8 @@ class VllmEngine(VllmControl):
             "return_token_ids": True,
             "sampling_params": {**neutral(params, key), "logprobs": 0, "detokenize": False},
         }
+        if self._http.options.experts:
+            body["sampling_params"]["routed_experts_prompt_start"] = params.experts_from
         if self._context.most:
             body["cache_salt"] = f"insitu-{began}"
         answer = await self._post(path, body, headers)
@@ -117,8 +119,21 @@ class VllmEngine(VllmControl):
             version_runs=self._context.stamped(runs, began) if self._context.most else runs,
             prompt=_prompt(answer),
             cached=_cached(answer),
+            experts=self._experts(choice),
         )
         return checked(raw, ids, params, f"vllm {path}")
+
+    def _experts(self, choice: Mapping[str, object]) -> object:
+        """Return the experts of a reply, None where they are not wanted; raise EngineError without them."""
+        if not self._http.options.experts:
+            return None
+        found = choice.get("routed_experts")
+        if found is None:
+            raise EngineError(
+                f"{self._http.name} returns no experts, which engine.replay_experts needs: start it with"
+                " --enable-return-routed-experts and VLLM_USE_V2_MODEL_RUNNER=1, or set it to false"
+            )
+        return found
 
     async def _by_completions(
         self, ids: IntArray, params: SamplingParams, key: RequestKey, headers: Mapping[str, str]
@@ -274,6 +289,10 @@ async def open_vllm(options: HttpOptions) -> AsyncIterator[VllmEngine]:
             raise EngineError(
                 f"vllm {await version_of(http)} at {options.url} cannot say which weights sampled a reply:"
                 f" start it with --enable-scale-out or with VLLM_SERVER_DEV_MODE=1; {SUPPORTED}"
+            )
+        if options.experts and server.route != "generate":
+            raise EngineError(
+                f"vllm at {options.url}: engine.replay_experts needs vLLM 0.32 with --enable-scale-out"
             )
         if options.context_versions and server.route != "generate":
             raise EngineError(

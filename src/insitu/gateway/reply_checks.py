@@ -71,6 +71,9 @@ def cut_at_stop(
         logprobs=None if generation.logprobs is None else generation.logprobs[:count],
         finish="stop",
         version_runs=tuple(run for run in generation.version_runs if run[0] < count),
+        experts=None
+        if (known := generation.experts) is None
+        else known[: len(known) + count - len(generation.ids)],
     )
     parsed = renderer.parse(generation.ids, tools)
     found = min((parsed.text.find(stop), stop) for stop in stops if stop in parsed.text)

@@ -160,7 +160,7 @@ class Turns:
         prompt = self._forest.path_ids(node)
         answer: Answer | None = None
         try:
-            generation = await self._sample(prompt, request, turn)
+            generation = await self._sample(prompt, request, turn, max(0, len(prompt) - len(delta) - 1))
             if generation is not None:
                 sent = _Sent(request=request, plan=plan, node=node, prompt=len(prompt), fresh=len(delta))
                 answer = self._commit(sent, generation, turn)
@@ -180,7 +180,9 @@ class Turns:
         self._tools.sampled(answer.reply.tool_calls, injected)
         return answer
 
-    async def _sample(self, prompt: IntArray, request: ModelRequest, turn: int) -> Generation | None:
+    async def _sample(
+        self, prompt: IntArray, request: ModelRequest, turn: int, experts_from: int
+    ) -> Generation | None:
         """Generate with reserved tokens; None when a budget ran out first, the wall time if none is named."""
         max_tokens = 0
         try:
@@ -188,7 +190,7 @@ class Turns:
                 return None
             max_tokens = self._room(request, len(prompt))
             self._reserved += max_tokens
-            return await self._generate(prompt, max_tokens, turn)
+            return await self._generate(prompt, max_tokens, turn, experts_from)
         except asyncio.CancelledError:
             self.stats.aborted += 1
             raise
@@ -282,13 +284,18 @@ class Turns:
         left = self._spec.limits.max_session_tokens - self.stats.sampled_tokens - self._reserved
         return max(1, min(self._spec.max_call_tokens, requested, self._max_context - prompt, left))
 
-    async def _generate(self, prompt: IntArray, max_tokens: int, turn: int) -> Generation | None:
+    async def _generate(
+        self, prompt: IntArray, max_tokens: int, turn: int, experts_from: int
+    ) -> Generation | None:
         """Return the engine's answer, None when the session's wall time ran out first. Raises EngineError."""
         clock = asyncio.get_running_loop().time
         started, began_s = clock(), time.time()
         deadline = self._spec.engine_deadline_s
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=self._spec.temperature, stop_ids=self._renderer.stop_ids
+            max_tokens=max_tokens,
+            temperature=self._spec.temperature,
+            stop_ids=self._renderer.stop_ids,
+            experts_from=experts_from,
         )
         key = RequestKey(seed=self._spec.seed, rollout_id=self._spec.rollout_id, turn=turn)
         timer = CallDeadline(self._wall, deadline)

@@ -2,13 +2,16 @@
 
 Token ids are little-endian int32 blobs, log-probabilities float32, masks one byte per token. Segments store
 log-probabilities and versions only where the mask is set; a segment with other non-zero values is rejected.
+Experts are a compressed int16 .npy file of every token.
 Every row carries the schema version it was written with.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import sqlite3
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,6 +23,7 @@ from insitu.storage.schema import SCHEMA_VERSION
 from insitu.types import (
     CallTimes,
     DriftNote,
+    ExpertArray,
     FailingCheck,
     FileEntry,
     FloatArray,
@@ -277,6 +281,7 @@ def _segment_values(segment: Segment) -> dict[str, object]:
         "mask": segment.mask.astype(np.uint8).tobytes(),
         "logprobs": _float_blob(segment.logprobs[segment.mask]),
         "versions": _int_blob(segment.versions[segment.mask]),
+        "experts": None if segment.experts is None else pack_experts(segment.experts),
     }
 
 
@@ -297,7 +302,22 @@ def _segment(row: Row) -> Segment:
         mask=mask,
         logprobs=logprobs,
         versions=versions,
+        experts=None if row["experts"] is None else unpack_experts(row["experts"]),
     )
+
+
+def pack_experts(experts: ExpertArray) -> bytes:
+    """Return a compressed .npy file."""
+    out = io.BytesIO()
+    np.save(out, experts.astype("<i2", casting="safe"))
+    return zlib.compress(out.getvalue(), 1)
+
+
+def unpack_experts(blob: bytes) -> ExpertArray:
+    """Return what `pack_experts` packed. Raises ValueError and zlib.error for anything else."""
+    found: ExpertArray = np.load(io.BytesIO(zlib.decompress(blob)))
+    found.flags.writeable = False
+    return found
 
 
 def _verdict_values(verdict: Verdict) -> dict[str, object]:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sqlite3
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 OLDEST_VERSION = 5
 """Oldest schema that can be opened."""
 
@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS turns (
 CREATE TABLE IF NOT EXISTS segments (
   rollout_id TEXT NOT NULL, position INTEGER NOT NULL, schema_version INTEGER NOT NULL,
   segment INTEGER NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL, ids BLOB NOT NULL,
-  mask BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
+  mask BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, experts BLOB,
   PRIMARY KEY (rollout_id, position)) STRICT;
 CREATE TABLE IF NOT EXISTS notes (
   rollout_id TEXT PRIMARY KEY, schema_version INTEGER NOT NULL,

@@ -26,7 +26,7 @@ from insitu.capture.drift import Drift, PromptPlan, stored_context
 from insitu.capture.drift_diagnosis import Diagnosis
 from insitu.capture.forest import Forest
 from insitu.errors import CaptureError, RecordError, boundary
-from insitu.types import CallTimes, Generation, IntArray, Message, MessageSpans, ToolCall
+from insitu.types import CallTimes, ExpertArray, Generation, IntArray, Message, MessageSpans, ToolCall
 
 SCHEMA_VERSION = 4
 _HEAD = struct.Struct("<III")  # bytes of JSON, bytes of arrays, CRC of both
@@ -165,10 +165,12 @@ class LoggedForest(Forest):
             "times": generation.times,
             **kept,
         }
+        if generation.experts is not None:
+            event["experts"] = generation.experts.shape
         # Logged only on change: nearly every call has the same ones.
         if advisory is not self._advisory and advisory != self._advisory:
             self._advisory = event["advisory"] = advisory
-        self._log.write(event, generation.ids, generation.logprobs)
+        self._log.write(event, generation.ids, generation.logprobs, generation.experts)
         return sampled
 
     def mark_delivered(self, node: int) -> None:
@@ -296,13 +298,18 @@ class _ReplayedForest(Forest):
         ids = np.frombuffer(arrays, dtype="<i4", count=count).astype(np.int32)
         logprobs = None
         if event["sampled"]:
-            logprobs = np.frombuffer(arrays, dtype="<f4", offset=4 * count).astype(np.float32)
+            logprobs = np.frombuffer(arrays, dtype="<f4", count=count, offset=4 * count).astype(np.float32)
+        experts: ExpertArray | None = None
+        if shape := event.get("experts"):
+            offset = 8 * count if event["sampled"] else 4 * count
+            experts = np.frombuffer(arrays, dtype="<i2", offset=offset).astype(np.int16).reshape(shape)
         generation = Generation(
             ids=ids,
             logprobs=logprobs,
             finish=event["finish"],
             version_runs=tuple((start, version) for start, version in event["version_runs"]),
             times=CallTimes(**event.get("times", {})),
+            experts=experts,
         )
         reply = _message(event["reply"])
         if "advisory" in event:

@@ -69,6 +69,8 @@ class PolicyConfig(PolicyKeys):
     lora: Lora | None = None
     rows: bool = False
     """Run each row alone, through the model's own attention (train.layout)."""
+    replay: bool = False
+    """Tokens run through the sampler's experts (engine.replay_experts)."""
 
     @classmethod
     def of(cls, config: Config) -> PolicyConfig:
@@ -83,7 +85,7 @@ class PolicyConfig(PolicyKeys):
                 targets=p.lora_targets,
                 merged="" if config.publishes_adapters else merged,
             )
-        return p.pick(cls, lora=lora, rows=config.train.layout == "rows")
+        return p.pick(cls, lora=lora, rows=config.train.layout == "rows", replay=config.engine.replay_experts)
 
 
 class TrainConfig(LearnerKeys):

@@ -10,6 +10,7 @@ from insitu.types.generation import (
     NOT_TIMED,
     BoolArray,
     CallTimes,
+    ExpertArray,
     Finish,
     FloatArray,
     IntArray,
@@ -62,6 +63,8 @@ class Segment(Value):
     mask: BoolArray = field(repr=False)
     logprobs: FloatArray = field(repr=False)
     versions: IntArray = field(repr=False)
+    experts: ExpertArray | None = field(default=None, repr=False)
+    """Of every token, also where mask is False, as the engine chose them; None = not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

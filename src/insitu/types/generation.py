@@ -13,6 +13,8 @@ from insitu.types.values import Value
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+ExpertArray = npt.NDArray[np.int16]
+"""[tokens, layers, k] experts that each layer's router chose for a token; -1 = not known."""
 
 Finish = Literal["stop", "length", "abort"]
 VersionRuns = tuple[tuple[int, int], ...]
@@ -31,6 +33,8 @@ class SamplingParams:
     temperature: float = 1.0
     stop_ids: frozenset[int] = frozenset()
     """The stop id is sampled, kept and counted; generation ends after it."""
+    experts_from: int = 0
+    """First position of the prompt whose experts are returned, by an engine that returns them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +74,6 @@ class Generation:
     finish: Finish
     version_runs: VersionRuns
     times: CallTimes = NOT_TIMED
+    experts: ExpertArray | None = field(default=None, repr=False)
+    """Of each position from `SamplingParams.experts_from` to the one before the last sampled id, which was
+    not computed yet; None = not returned."""

@@ -93,6 +93,7 @@ def params_meta(params: SamplingParams, key: RequestKey) -> Meta:
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "stop_ids": sorted(params.stop_ids),
+        "experts_from": params.experts_from,
         "seed": key.seed,
         "rollout_id": key.rollout_id,
         "turn": key.turn,
@@ -106,6 +107,7 @@ def request_of(meta: Meta) -> tuple[SamplingParams, RequestKey]:
             max_tokens=int(meta["max_tokens"]),
             temperature=float(meta["temperature"]),
             stop_ids=frozenset(int(i) for i in meta["stop_ids"]),
+            experts_from=int(meta["experts_from"]),
         )
         return params, RequestKey(
             seed=int(meta["seed"]), rollout_id=meta["rollout_id"], turn=int(meta["turn"])

@@ -45,10 +45,8 @@ class EngineCalls:
                 "held": self._engine.receipt.version,
                 "times": asdict(made.times),
             }
-            arrays = {"ids": made.ids}
-            return Frame(
-                meta=meta, arrays=arrays if made.logprobs is None else {**arrays, "logprobs": made.logprobs}
-            )
+            arrays = {"ids": made.ids, "logprobs": made.logprobs, "experts": made.experts}
+            return Frame(meta=meta, arrays={name: one for name, one in arrays.items() if one is not None})
 
         return {"engine.generate": generate}
 
@@ -111,6 +109,7 @@ class RemoteEngine:
                 finish=cast(Finish, frame.meta["finish"]),
                 version_runs=tuple((start, version) for start, version in frame.meta["version_runs"]),
                 times=CallTimes(**frame.meta["times"]),
+                experts=frame.arrays.get("experts"),
             )
 
     async def _on_down(self, frame: Frame) -> Frame:

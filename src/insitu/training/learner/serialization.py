@@ -39,6 +39,9 @@ def encode_plan(plan: StepPlan) -> tuple[dict[str, Any], dict[str, Array]]:
         "logprobs": _joined([r.logprobs for r in plan.rows], np.float32),
         "versions": _joined([r.versions for r in plan.rows], np.int32),
     }
+    for i, row in enumerate(plan.rows):
+        if row.experts is not None:
+            arrays[f"experts.{i}"] = row.experts
     return meta, arrays
 
 
@@ -75,6 +78,7 @@ def _plan(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> StepPlan:
                 mask=arrays["mask"][own],
                 logprobs=arrays["logprobs"][own],
                 versions=arrays["versions"][own],
+                experts=arrays.get(f"experts.{i}"),
             )
         )
         start = own.stop

@@ -23,6 +23,7 @@ from insitu.errors import TrainError
 from insitu.install_hints import install_extra
 from insitu.training.attention.rows import lay_flat
 from insitu.training.model.base import Attend, MemoryOptions
+from insitu.training.model.experts import probe_replay, route
 from insitu.training.model.layers import CURRENT, Mode, wrap_cast, wrap_embedding, wrap_layer
 from insitu.training.model.lora import (
     adapter_tensors,
@@ -108,9 +109,11 @@ class HfPolicy:
         # names of Cohere and Granite for a factor of the logits
         scale, divisor = (getattr(model.config, key, None) for key in ("logit_scale", "logits_scaling"))
         self._factor = float(scale or 1.0) / float(divisor or 1.0)
-        layers = decoder_layers(model)
-        for layer in layers:
-            wrap_layer(layer, self.mode)
+        self.layers = layers = decoder_layers(model)
+        for index, layer in enumerate(layers):
+            wrap_layer(layer, self.mode, index)
+        self.routed = route(layers)
+        """Numbers of layers and of experts, where a sampler's choice of experts can be replayed."""
         inside = {id(p) for layer in layers for p in layer.parameters()}
         for module in self._body.modules():
             own = list(module.parameters(recurse=False))
@@ -284,16 +287,17 @@ def open_hf(
     lora: Lora | None = None,
     limit: float = PROBE_LIMIT,
     rows: bool = False,
+    replay: bool = False,
 ) -> HfPolicy:
     """Load the model of a folder: trained weights in fp32, computing in `dtype` on `device`.
 
-    rows: run by rows even if insitu's attention would do. Raises TrainError when it is not a causal language
-    model, transformers is missing, or its log-probabilities through insitu's head differ from its own by more
-    than `limit`.
+    rows: run by rows even if insitu's attention would do. replay: its routers must take experts. Raises
+    TrainError when it is not a causal language model, transformers is missing, or its log-probabilities
+    through insitu's head differ from its own by more than `limit`.
     """
     with model_files(TrainError, f"load model {folder}"):
         model = _read(folder, torch.float32)
-    return adopt(model, device=device, dtype=dtype, lora=lora, limit=limit, rows=rows)
+    return adopt(model, device=device, dtype=dtype, lora=lora, limit=limit, rows=rows, replay=replay)
 
 
 def adopt(
@@ -304,6 +308,7 @@ def adopt(
     lora: Lora | None = None,
     limit: float = PROBE_LIMIT,
     rows: bool = False,
+    replay: bool = False,
 ) -> HfPolicy:
     """Like `open_hf`, for a `PreTrainedModel` in fp32 with its own attention."""
     _register()
@@ -322,12 +327,15 @@ def adopt(
         else:
             raise TrainError(wrong)
         policy.notices += [f'{why}; each row runs alone (train.layout = "rows")'] if why else []
+    if replay:
+        probe_replay(policy)
     policy.mode.dtype = dtype
-    if any(p.dim() == 3 and ".experts." in name for name, p in model.named_parameters()):
+    if not replay and any(p.dim() == 3 and ".experts." in name for name, p in model.named_parameters()):
         policy.notices.append(
             f"{type(model).__name__} has experts; engine and trainer route each token by themselves: one near"
             " a tie may run through other experts here and get another log-probability:"
-            " train.max_logprob_gap excludes it, and mismatch_kl shows how often"
+            " train.max_logprob_gap excludes it, and mismatch_kl shows how often;"
+            " engine.replay_experts = true trains through the engine's choice"
         )
     if lora is not None:
         policy.lora = add_lora(model, decoder_layers(model), lora, dtype)

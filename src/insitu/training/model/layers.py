@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,11 @@ ATTENTION_OPS = [
 
 
 class _Current(threading.local):
-    """Attention of the forward, or of its recomputation, that runs in this thread."""
+    """What the layer that is computed in this thread uses, also when it is computed again."""
 
     attend: Attend | None = None
+    experts: Tensor | None = None
+    """[tokens, k] of this layer, to be chosen by its router; -1 = by its own scores."""
 
 
 CURRENT = _Current()
@@ -49,6 +51,8 @@ class Mode:
         """Of activations, and of weights while they are used."""
         self.techniques: MemoryOptions = PLAIN
         self.attend: Attend | None = None
+        self.experts: Tensor | None = None
+        """[tokens, layers, k] chosen experts of the forward."""
 
 
 class Raw(nn.Module):
@@ -69,8 +73,8 @@ def _cast_call(raw: Raw, dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapp
     return functional_call(raw, cast, args, dict(kwargs)) if cast else raw(*args, **kwargs)
 
 
-def wrap_layer(layer: nn.Module, mode: Mode) -> None:
-    """Make `layer` (its input is the first argument) run as `mode` defines."""
+def wrap_layer(layer: nn.Module, mode: Mode, index: int) -> None:
+    """Make `layer`, number `index` (its input is the first argument), run as `mode` defines."""
     # weak: a reference cycle would keep the layer until the garbage collector runs
     ref = weakref.ref(layer)
     mlp = getattr(layer, "mlp", None)
@@ -80,13 +84,15 @@ def wrap_layer(layer: nn.Module, mode: Mode) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         raw = Raw(alive(ref))
         attend, chosen = mode.attend, mode.techniques
+        experts = None if mode.experts is None else mode.experts[:, index]
 
         def compute(*inputs: Any) -> Any:
-            before, CURRENT.attend = CURRENT.attend, attend
+            before = CURRENT.attend, CURRENT.experts
+            CURRENT.attend, CURRENT.experts = attend, experts
             try:
                 return _cast_call(raw, mode.dtype, inputs, kwargs)
             finally:
-                CURRENT.attend = before
+                CURRENT.attend, CURRENT.experts = before
 
         if not (chosen.checkpoint and torch.is_grad_enabled()):
             return compute(*args)
@@ -139,7 +145,7 @@ def _mlp(ref: weakref.ref[nn.Module], mode: Mode, x: Tensor, *more: Any) -> Any:
     if not tile or x.shape[-2] <= tile or more:
         return raw(x, *more)
     names, weights = zip(*raw.named_parameters(), strict=True)
-    tiled: Tensor = _Tiled.apply(raw, names, tile, x, *weights)  # type: ignore[no-untyped-call]
+    tiled: Tensor = _Tiled.apply(raw, names, tile, CURRENT.experts, x, *weights)  # type: ignore[no-untyped-call]
     # of gpt-oss the second is the router's scores, which its layers drop
     return (tiled, None) if raw.returns_more else tiled
 
@@ -153,19 +159,31 @@ def _starts(x: Tensor, tile: int) -> Sequence[int]:
     return sorted({*every[:2], every[-1]}) if x.is_meta else every
 
 
+@contextmanager
+def _tile_of(experts: Tensor | None, at: int, tile: int) -> Iterator[None]:
+    """Let a router see the experts of one tile."""
+    before = CURRENT.experts
+    CURRENT.experts = None if experts is None else experts[at : at + tile]
+    try:
+        yield
+    finally:
+        CURRENT.experts = before
+
+
 class _Tiled(torch.autograd.Function):
     """Computes a per-token function [..., U, d] in tiles; weight gradients are summed in fp32."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, raw: Raw, names: tuple[str, ...], tile: int, x: Tensor, *weights: Tensor
+        ctx, raw: Raw, names: tuple[str, ...], tile: int, experts: Tensor | None, x: Tensor, *weights: Tensor
     ) -> Tensor:
-        ctx.raw, ctx.names, ctx.tile = raw, names, tile
+        ctx.raw, ctx.names, ctx.tile, ctx.experts = raw, names, tile, experts
         ctx.save_for_backward(x, *weights)
         parameters = dict(zip(names, weights, strict=True))
         out = x.new_empty(0)
         for at in _starts(x, tile):
-            piece = functional_call(raw, parameters, (x[..., at : at + tile, :],))
+            with _tile_of(experts, at, tile):
+                piece = functional_call(raw, parameters, (x[..., at : at + tile, :],))
             if isinstance(piece, tuple):
                 piece, raw.returns_more = piece[0], True
             # one buffer: a list of pieces and its concatenation would be ref at once
@@ -177,7 +195,7 @@ class _Tiled(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         x, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         free = [w.detach().requires_grad_(need) for w, need in zip(weights, wanted, strict=True)]
         parameters = dict(zip(ctx.names, free, strict=True))
         sums = [
@@ -187,7 +205,7 @@ class _Tiled(torch.autograd.Function):
         dx = torch.empty_like(x)
         for at in _starts(x, ctx.tile):
             part = (..., slice(at, at + ctx.tile), slice(None))
-            with torch.enable_grad():
+            with torch.enable_grad(), _tile_of(ctx.experts, at, ctx.tile):
                 piece = x[part].detach().requires_grad_()
                 out = functional_call(ctx.raw, parameters, (piece,))
                 out = out[0] if isinstance(out, tuple) else out
@@ -196,4 +214,4 @@ class _Tiled(torch.autograd.Function):
             for total, add in zip((s for s in sums if s is not None), found[1:], strict=True):
                 total.add_(add)
         back = [None if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True)]
-        return (None, None, None, dx, *back)
+        return (None, None, None, None, dx, *back)

@@ -21,13 +21,22 @@ def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None 
     Raises InsituError when the folder does not hold such a model or the device is missing.
     """
     if config.kind == "builtin":
+        if config.replay:
+            raise ConfigError('engine.replay_experts: the built-in model has no experts; policy.kind = "hf"')
         return load_model(folder)
     device = device or _device(config.device)
     lora = config.lora
     if lora is not None and lora.merged == "auto":
         with model_files(TrainError, f"load model {folder}"):
             lora = lora.changed(merged=start_dtype(folder))
-    return open_hf(folder, device=device, dtype=_dtype(config.dtype, device), lora=lora, rows=config.rows)
+    return open_hf(
+        folder,
+        device=device,
+        dtype=_dtype(config.dtype, device),
+        lora=lora,
+        rows=config.rows,
+        replay=config.replay,
+    )
 
 
 def device_of(config: PolicyConfig, rank: int, ranks: int) -> torch.device | None:

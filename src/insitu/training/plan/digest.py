@@ -46,7 +46,7 @@ def plan_digest(
     known: result of `sort_rows` for the rows. logprobs: those of each row's trained tokens. Both are computed
     when missing.
     """
-    found = known or sort_rows([row.ids for row in plan.rows])
+    found = known or sort_rows([row.ids for row in plan.rows], [row.experts for row in plan.rows])
     shared = dict(zip(found.order, found.shared, strict=True))
     ledger = [plan.ledger.captured, plan.ledger.trained, sorted(plan.ledger.excluded.items())]
     batches = [[b.prefix, b.tokens, b.rank, b.layout, *b.rows] for b in plan.batches]
@@ -73,4 +73,7 @@ def _row_digest(row: PlanRow, shared: int, logprobs: FloatArray | None) -> bytes
     h.update(np.packbits(row.mask).data)
     mu = row.logprobs[row.mask] if logprobs is None else logprobs
     h.update(np.ascontiguousarray(mu, "<f4").data)
+    if row.experts is not None:
+        h.update(struct.pack("<qq", *row.experts.shape[1:]))
+        h.update(np.ascontiguousarray(row.experts[shared:], "<i2").data)
     return h.digest()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from insitu.types import IntArray
+from insitu.types import ExpertArray, IntArray
 
 _FIRST, _MOST = 256, 32768
 """Ids compared at once: few at first, as most rows diverge early or late, then as many as fit a cache."""
@@ -24,7 +24,8 @@ class Sorted:
     order: tuple[int, ...]
     """Indices of the rows."""
     shared: tuple[int, ...]
-    """shared[k]: leading ids that row order[k] has in common with row order[k - 1]; 0 for the first."""
+    """shared[k]: leading ids, computed by the same experts, that row order[k] has in common with row
+    order[k - 1]; 0 for the first."""
 
 
 def common_prefix(a: IntArray, b: IntArray, start: int = 0) -> int:
@@ -41,8 +42,30 @@ def common_prefix(a: IntArray, b: IntArray, start: int = 0) -> int:
     return n
 
 
-def sort_rows(ids: Sequence[IntArray]) -> Sorted:
-    """Sort rows and return the prefix lengths of neighbours."""
+def sort_rows(ids: Sequence[IntArray], experts: Sequence[ExpertArray | None] = ()) -> Sorted:
+    """Sort rows and return the prefix lengths of neighbours.
+
+    experts: of each row's tokens. A token that other experts computed is not the same one.
+    """
+    found = _sorted(ids)
+    if all(row is None for row in experts):
+        return found
+    joint = [
+        shared if k == 0 else _same_experts(experts[found.order[k - 1]], experts[row], shared)
+        for k, (row, shared) in enumerate(zip(found.order, found.shared, strict=True))
+    ]
+    return Sorted(found.order, tuple(joint))
+
+
+def _same_experts(a: ExpertArray | None, b: ExpertArray | None, count: int) -> int:
+    """Return how many of the first `count` tokens have the same experts in both rows."""
+    if a is None or b is None:
+        return count if a is b else 0
+    differ = (a[:count] != b[:count]).any(axis=(1, 2))
+    return int(differ.argmax()) if differ.any() else count
+
+
+def _sorted(ids: Sequence[IntArray]) -> Sorted:
     order: list[int] = []
     shared: list[int] = []
     # Bundles to be sorted, the next one last: rows, length of their common prefix, length of the prefix

@@ -109,7 +109,7 @@ def build_tree(rows: Sequence[PlanRow], known: Sorted | None = None) -> Tree:
     for i, row in enumerate(rows):
         if not len(row.ids) or (len(trained[i]) and not trained[i][0]):
             raise TrainError(f"row {i} of a tree is empty or trains its first token, which nothing predicts")
-    found = known or sort_rows(ids)
+    found = known or sort_rows(ids, [row.experts for row in rows])
     grown = _grow(found, [len(i) for i in ids], trained)
     tails = [(ids[row], shared) for row, shared in zip(found.order, found.shared, strict=True)]
     start, parent, end = _nodes(grown, sum(len(i) - shared for i, shared in tails))

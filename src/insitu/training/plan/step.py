@@ -27,6 +27,7 @@ from insitu.training.plan.prefix import Sorted, sort_rows
 from insitu.training.plan.row_selection import Chosen, choose_rows
 from insitu.types import (
     BoolArray,
+    ExpertArray,
     FloatArray,
     Group,
     IntArray,
@@ -90,6 +91,8 @@ class PlanRow:
     logprobs: FloatArray = field(repr=False)
     """The sampler's, where mask is True."""
     versions: IntArray = field(repr=False)
+    experts: ExpertArray | None = field(default=None, repr=False)
+    """Of every token, by the sampler; None = the trainer's router chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +152,7 @@ def plan_step(groups: Sequence[Group], config: PlanConfig) -> StepPlan:
     """
     slots, useful, skipped = plan_rollouts(groups, config)
     rows, logprobs = _rows(slots)
-    found = sort_rows([row.ids for row in rows])
+    found = sort_rows([row.ids for row in rows], [row.experts for row in rows])
     plan = StepPlan(
         rows=rows,
         batches=pack_rows(rows, config, found),
@@ -192,7 +195,7 @@ def pack_rows(
         layout=config.layout,
         ranks=config.ranks,
         pair_cost=config.pair_cost,
-        known=known,
+        known=known or sort_rows([row.ids for row in rows], [row.experts for row in rows]),
     )
 
 
@@ -339,6 +342,7 @@ def cut_row(group_id: str, rollout_id: str, segment: Segment, advantage: float, 
         mask=segment.mask[:end],
         logprobs=segment.logprobs[:end],
         versions=segment.versions[:end],
+        experts=None if segment.experts is None else segment.experts[:end],
     )
 
 

@@ -14,6 +14,8 @@ from insitu.errors import TrainError
 from insitu.training.attention.tree import TreeAttend, by_pieces, tree_pieces
 from insitu.training.loss.fused_head import chosen
 from insitu.training.model.base import Attend, Policy
+from insitu.training.model.experts import replayed
+from insitu.training.model.hf import HfPolicy
 from insitu.training.plan.packing import MicroBatch
 from insitu.training.plan.prefix_tree import Tree, build_tree
 from insitu.training.plan.step import PlanRow, StepPlan
@@ -48,12 +50,15 @@ class TensorBatch:
     """[N] its row's."""
     weight: Tensor
     """[N] its row's."""
+    experts: Tensor | None
+    """[U, layers, k] int16 of each token of the pass, in its order; -1 = the router chooses."""
 
 
 def make_batch(plan: StepPlan, micro: MicroBatch, device: torch.device | None = None) -> TensorBatch:
     """Build the tensors of one micro-batch; per-token ones are on `device`."""
     rows = tuple(plan.rows[i] for i in micro.rows)
     counts = [int(row.mask.sum()) for row in rows]
+    layout = build_tree(rows) if micro.layout == "tree" else _padded(rows, micro.prefix, sum(counts))
 
     def per_token(parts: list[np.ndarray[tuple[int], Any]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
@@ -61,12 +66,39 @@ def make_batch(plan: StepPlan, micro: MicroBatch, device: torch.device | None = 
     return TensorBatch(
         rows=rows,
         counts=counts,
-        layout=build_tree(rows) if micro.layout == "tree" else _padded(rows, micro.prefix, sum(counts)),
+        layout=layout,
         mu=per_token([row.logprobs[row.mask] for row in rows]),
         versions=per_token([row.versions[row.mask] for row in rows]),
         advantage=per_token([np.full(n, r.advantage, np.float32) for r, n in zip(rows, counts, strict=True)]),
         weight=per_token([np.full(n, r.weight, np.float32) for r, n in zip(rows, counts, strict=True)]),
+        experts=_experts(rows, layout),
     )
+
+
+def _experts(rows: Sequence[PlanRow], layout: Padded | Tree) -> Tensor | None:
+    """Return the experts of the pass, None when no row has any."""
+    known = [row.experts for row in rows if row.experts is not None]
+    if not known:
+        return None
+    each = known[0].shape[1:]
+    if any(one.shape[1:] != each for one in known):
+        raise TrainError("rows of one micro-batch have experts of models with other layers")
+    if isinstance(layout, Tree):
+        found = np.full((layout.tokens, *each), -1, np.int16)
+        for at, row in enumerate(rows):
+            if row.experts is not None:
+                found[layout.path(at)] = row.experts
+        return torch.from_numpy(found)
+    # as `fused_head.chosen` runs them: the last prefix token in each row, the last of the row not at all
+    cut = max(0, len(layout.prefix) - 1)
+    width = max(len(row.ids) for row in rows) - 1 - cut
+    found = np.full((cut + len(rows) * width, *each), -1, np.int16)
+    for at, row in enumerate(rows):
+        if row.experts is not None:
+            found[:cut] = row.experts[:cut]
+            start = cut + at * width
+            found[start : start + len(row.ids) - 1 - cut] = row.experts[cut:-1]
+    return torch.from_numpy(found)
 
 
 def _padded(rows: Sequence[PlanRow], cut: int, trained: int) -> Padded:
@@ -97,11 +129,17 @@ def _masked(batch: TensorBatch) -> Iterator[tuple[PlanRow, np.ndarray[tuple[int]
         yield row, np.flatnonzero(row.mask)
 
 
-def states(model: Policy, batch: TensorBatch) -> tuple[Tensor, Tensor]:
+def states(model: Policy, batch: TensorBatch, *, replay: bool = False) -> tuple[Tensor, Tensor]:
     """Return hidden states [N, d] that predict the batch's trained tokens, and those tokens [N] int64.
 
-    Both are row by row.
+    Both are row by row. replay: tokens run through the sampler's experts, where the batch has them. Raises
+    TrainError when the model has other experts.
     """
+    if replay and batch.experts is not None:
+        if not isinstance(model, HfPolicy):
+            raise TrainError("the sampler returned experts, and the trained model has none")
+        with replayed(model, batch.experts):
+            return states(model, batch)
     if isinstance(batch.layout, Padded):
         hidden, targets, _ = chosen(model, batch.layout.prefix, batch.layout.ids, batch.layout.mask)
         return hidden, targets

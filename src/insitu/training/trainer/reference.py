@@ -147,4 +147,4 @@ def _open(source: str, config: TrainConfig, model: Path) -> Scorer:
     folder = Path(source)
     if not (folder / "config.json").exists():
         raise ConfigError(f"train.reference: {folder} is not a model folder: it has no config.json")
-    return Reference(open_policy(folder, config.policy.changed(lora=None)))
+    return Reference(open_policy(folder, config.policy.changed(lora=None, replay=False)))

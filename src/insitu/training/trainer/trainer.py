@@ -217,7 +217,11 @@ class Trainer:
         return found
 
     def _scores(self, batch: TensorBatch) -> Scores:
-        return score(self.model, *states(self.model, batch), self.config.temperature)
+        return score(self.model, *self._states(batch), self.config.temperature)
+
+    def _states(self, batch: TensorBatch) -> tuple[Tensor, Tensor]:
+        # of supervised rows the experts are another model's, or an older one's
+        return states(self.model, batch, replay=not self._supervised)
 
     def _summed(self, plan: StepPlan, terms: StepInputs, epoch: int, *, measure: bool) -> LossSums:
         """Compute gradients and metrics of the whole plan. measure: compare with the sampler's record."""
@@ -325,7 +329,7 @@ class Trainer:
 
     def _objective(self, batch: TensorBatch, weighted: Objective) -> FusedLoss:
         """Return the loss of a micro-batch with its gradients."""
-        hidden, targets = states(self.model, batch)
+        hidden, targets = self._states(batch)
         weight = self.model.head_weight
         into = kept_gradient(weight)
         cap = self.model.soft_cap

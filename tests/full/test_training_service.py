@@ -21,7 +21,7 @@ from insitu.config import WARM_START
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 START_S, RUN_S = 300.0, 1800.0
-STEPS = 8
+STEPS, ROLLOUTS = 8, 48
 LEARNED = 0.08
 """Rise of the mean reward over the run, first two steps to last two."""
 
@@ -107,7 +107,8 @@ def test_the_toy_task_is_learned_by_a_real_server_over_a_kill(
     run_dir, out = tmp_path / "run", tmp_path / "out"
     arguments = [
         *("demo", "--agent", "script", "--plain", "--json", f"run.dir={run_dir}", f"run.steps={STEPS}"),
-        *("eval.count=4", "train.lr=2e-3", "train.max_logprob_gap=1e-4", "limits.wall_s=1800"),
+        *(f"collect.groups_per_step={ROLLOUTS // 8}", "eval.count=4", "eval.every_steps=0"),
+        *("train.lr=5e-3", "train.max_logprob_gap=1e-4", "limits.wall_s=1800"),
         "run.checkpoint_every_steps=1",
         *("engine.kind=tinker", f"engine.url={server}", f"engine.model={WARM_START}"),
         *("policy.kind=tinker", "policy.lora_rank=8", "train.start_timeout_s=900"),
@@ -128,6 +129,6 @@ def test_the_toy_task_is_learned_by_a_real_server_over_a_kill(
     run = insitu.open_run(run_dir)
     assert run.ledger.balanced
     ids = [rollout.id for rollout in run.rollouts(phase="train")]
-    assert len(set(ids)) == len(ids) == STEPS * 96
+    assert len(set(ids)) == len(ids) == STEPS * ROLLOUTS
     means = [float(step.metrics["reward_mean"]) for step in run.steps]
     assert sum(means[-2:]) / 2 > sum(means[:2]) / 2 + LEARNED, means

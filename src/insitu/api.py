@@ -37,6 +37,7 @@ from insitu.storage.run_dir import name_run as name_run
 from insitu.storage.run_dir import read_config as read_config
 from insitu.storage.run_dir import read_summary as read_summary
 from insitu.storage.score import Score
+from insitu.training.learner.process import describe_memory as describe_memory
 from insitu.training.learner.process import require_learner as require_learner
 from insitu.training.loop import TrainOptions as TrainOptions
 from insitu.training.sft.run import run_sft

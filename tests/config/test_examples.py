@@ -35,9 +35,12 @@ def test_the_examples_are_all_here() -> None:
         "curriculum.toml",
         "demo.toml",
         "distill.toml",
+        "eight-80gb.toml",
         "evaluation.toml",
         "fleet.toml",
         "mix.toml",
+        "one-24gb.toml",
+        "one-80gb.toml",
         "qwen3-vllm.toml",
         "rollout.toml",
         "two-engines.toml",
@@ -45,7 +48,7 @@ def test_the_examples_are_all_here() -> None:
 
 
 def test_the_qwen3_example_trains_adapters_and_bears_bfloat16() -> None:
-    train = TrainConfig.of(load_config(EXAMPLES[6]))
+    train = TrainConfig.of(load_config(next(path for path in EXAMPLES if path.stem == "qwen3-vllm")))
     assert train.policy.lora is not None
     assert train.policy.lora.rank == 16
     assert train.max_logprob_gap == 1.0

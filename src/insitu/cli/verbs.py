@@ -160,9 +160,9 @@ def _run(
     from insitu.config import dump_toml
 
     if options.dry_run:
-        from insitu.api import describe_servers
+        from insitu.api import describe_memory, describe_servers
 
-        lines = describe_servers(config)
+        lines = describe_servers(config) + (describe_memory(config) if trains else [])
         sys.stdout.write(dump_toml(config))
         sys.stdout.write("".join(f"\n# {line}" for line in lines) + "\n" * bool(lines))
         return 0

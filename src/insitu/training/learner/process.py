@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from insitu.config import Config
+from insitu.config import Config, dump_toml
 from insitu.engines.rpc import Handler, RpcClient
 from insitu.engines.server_command import VISIBLE, place, present_gpus
 from insitu.errors import ConfigError, EngineError, boundary
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 ASK = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
 _ASK_S = 10.0
+_PREDICT_S = 300.0
 _EQUAL_MIB = 1024
 """Smaller differences in use do not count: a display, driver overhead."""
 
@@ -178,6 +179,12 @@ def _program(spec: LearnerSpec) -> tuple[str, list[str]]:
     return "insitu.training.learner.main", ["--engine", json.dumps(engine) if spec.samples else ""]
 
 
+def _python_path() -> str:
+    """Return where a child finds insitu, whatever its working directory is."""
+    path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.pathsep.join(path)
+
+
 class Child:
     """A child process that answers on a socket, a learner if not said otherwise, and its standard error."""
 
@@ -216,14 +223,13 @@ class Child:
         name: str = "learner",
     ) -> Child:
         """Run a module of insitu, which listens at `socket`; `name` stands in error messages."""
-        path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
         with boundary(EngineError, f"start the {name}"):
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
                     # -P: do not import from the working directory
                     *(sys.executable, "-P", "-m", module, *arguments),
-                    env={**environment, "PYTHONPATH": os.pathsep.join(path)},
+                    env={**environment, "PYTHONPATH": _python_path()},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -297,6 +303,33 @@ class Child:
             return
         self.kill()
         await self.process.wait()
+
+
+def describe_memory(config: Config) -> list[str]:
+    """Return what a model of transformers takes of a GPU, a line each, or why that is not known."""
+    if config.policy.kind != "hf":
+        return []
+    if not (Path(config.model.path) / "config.json").exists():
+        return [
+            f"memory: not predicted: {config.model.path} has no config.json here (that file is enough,"
+            " without weights)"
+        ]
+    command = [sys.executable, "-P", "-m", "insitu.training.memory.describe"]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": _python_path()},
+            input=dump_toml(config, comments=False),
+            capture_output=True,
+            text=True,
+            timeout=_PREDICT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"memory: not predicted within {_PREDICT_S:g} s"]
+    if done.returncode:
+        return [f"memory: not predicted: {done.stderr.strip().splitlines()[-1]}"]
+    return [f"memory: {line}" for line in done.stdout.splitlines()]
 
 
 def require_learner(config: Config) -> None:

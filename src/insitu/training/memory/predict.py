@@ -84,6 +84,10 @@ class MemoryPredictor:
         trained = [_part(p, shards) for p in parameters if p.requires_grad]
         self._weights = sum(_part(p, shards) for p in parameters)
         self._trained = sum(trained)
+        self.held = self._weights + 2 * self._trained
+        """Bytes of weights and moments."""
+        self.parameters = sum(p.numel() for p in parameters)
+        self.trained = sum(p.numel() for p in parameters if p.requires_grad)
         self._largest = max(trained, default=0)
         self._found: dict[tuple[BatchShape, MemoryOptions, bool, bool], tuple[int, int]] = {}
 

@@ -3,15 +3,18 @@
 Run `python -m benchmarks fleet --json`, for Ray in its environment: `scripts/test-fleet --python -m
 benchmarks fleet --ray --json`. Two synchronous training runs of the toy tasks with the script agent, one
 local, one on nodes of which one is killed or frozen at random moments until `--kills` are done or the run
-ends. `decided_once`: every rollout has one decided attempt. `digest_equal`: all plans are those of the local
-run. `left_behind`: processes of nodes, agents and sandboxes 70 s after the end. Then nodes that draw rollouts
-of 64k tokens at once: `rollouts_per_s`, and `added_ms`, the median time of an attempt of 1,000 tokens. Status
-1 unless the run is as it should be.
+ends; with Ray every second time its whole machine, which another one replaces. `decided_once`: every rollout
+has one decided attempt. `digest_equal`: all plans are those of the local run. `left_behind`: processes of
+nodes, agents and sandboxes 70 s after the end. Then nodes that draw rollouts of 64k tokens at once:
+`rollouts_per_s`, and `added_ms`, the median time of an attempt of 1,000 tokens. Status 1 unless the run is as
+it should be.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -20,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +34,11 @@ from benchmarks._arguments import Arguments, count, count_or_zero
 from insitu.attempt import AttemptSpec
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
-from insitu.config import WARM_START, load_config
+from insitu.config import WARM_START, Config, load_config
 from insitu.engines.scripted import ScriptedEngine
 from insitu.runtime.fleet.controller import Fleet
-from insitu.runtime.fleet.links import ProcessLink
+from insitu.runtime.fleet.links import Link, ProcessLink
+from insitu.runtime.fleet.ray_link import ray_links
 from insitu.shutdown import descendants
 from insitu.storage.run_dir import RunDir, has_rollouts, read_store
 from insitu.tasks.base import UNTESTED
@@ -51,6 +56,9 @@ LEFT_S = 70.0
 PAUSE_S = (1.0, 6.0)
 """Between two kills."""
 NODE = b"insitu.runtime.fleet.node"
+SIMULATED = "benchmarks._fleet_node"
+Strike = Callable[[int, int], None]
+"""Sends a signal to a node, or to what it runs on."""
 
 
 def _run(folder: Path, *further: str) -> subprocess.Popen[bytes]:
@@ -81,7 +89,7 @@ def _alive(pids: Sequence[int]) -> list[int]:
 
 
 def _disturb(
-    run: subprocess.Popen[bytes], folder: Path, kills: int, chance: random.Random
+    run: subprocess.Popen[bytes], folder: Path, kills: int, chance: random.Random, strike: Strike
 ) -> tuple[int, set[int]]:
     """Kill or freeze nodes of a running run until it ends; return how many, and every process seen below."""
     done, seen, ends = 0, set[int](), time.monotonic() + LIFE_S
@@ -94,8 +102,9 @@ def _disturb(
         if nodes and done < kills and has_rollouts(folder):
             victim = chance.choice(nodes)
             seen |= {victim, *descendants(victim)}
-            os.kill(victim, chance.choice((signal.SIGKILL, signal.SIGSTOP)))
-            done += 1
+            with contextlib.suppress(ProcessLookupError):
+                strike(victim, chance.choice((signal.SIGKILL, signal.SIGSTOP)))
+                done += 1
     if run.poll() is None:
         run.kill()
     return done, seen
@@ -116,7 +125,9 @@ def _account(folder: Path) -> tuple[bool, bool]:
         return once and not balance.pending, balance.tokens.balanced
 
 
-def disturbed(nodes: int, kills: int, seed: int, table: Sequence[str]) -> dict[str, Any]:
+def disturbed(
+    nodes: int, kills: int, seed: int, table: Sequence[str], strike: Strike = os.kill
+) -> dict[str, Any]:
     """Compare a run on dying nodes with a local one."""
     with tempfile.TemporaryDirectory(prefix="insitu-bench-") as place:
         here, there = Path(place, "here"), Path(place, "there")
@@ -124,7 +135,7 @@ def disturbed(nodes: int, kills: int, seed: int, table: Sequence[str]) -> dict[s
         if local.wait(LIFE_S):
             raise SystemExit(f"fleet: the local run failed: {here.with_suffix('.log').read_text()[-500:]}")
         run = _run(there, *table, f"fleet.nodes={nodes}", f"fleet.lease_s={LEASE_S}")
-        done, seen = _disturb(run, there, kills, random.Random(seed))
+        done, seen = _disturb(run, there, kills, random.Random(seed), strike)
         if run.returncode:
             raise SystemExit(f"fleet: the run failed: {there.with_suffix('.log').read_text()[-800:]}")
         once, balanced = _account(there)
@@ -142,11 +153,23 @@ def disturbed(nodes: int, kills: int, seed: int, table: Sequence[str]) -> dict[s
     }
 
 
-async def _measured(nodes: int, rollouts: int, folder: Path) -> dict[str, float]:
-    config = load_config(None, ["fleet.kind=processes", f"fleet.nodes={nodes}", "harness.workers=8"])
+@asynccontextmanager
+async def _links(config: Config) -> AsyncIterator[Sequence[Link]]:
+    if config.fleet.kind == "ray":
+        async with ray_links(config.fleet, SIMULATED) as links:
+            yield links
+    else:
+        yield [ProcessLink(f"p{n}", 60.0, SIMULATED) for n in range(config.fleet.nodes)]
+
+
+async def _measured(config: Config, rollouts: int, folder: Path) -> dict[str, float]:
+    async with _links(config) as links:
+        return await _time(config, links, rollouts, folder)
+
+
+async def _time(config: Config, links: Sequence[Link], rollouts: int, folder: Path) -> dict[str, float]:
     renderer = template_renderer(read_folder(WARM_START))
     engine = ScriptedEngine(renderer, lambda ids, key: Message(role="assistant", text="done"))
-    links = [ProcessLink(f"p{n}", 60.0, "benchmarks._fleet_node") for n in range(nodes)]
     fleet = Fleet(config, links, engine, ToySource(Limits()), ("none", ""), print)
     await fleet.start()
     try:
@@ -179,12 +202,18 @@ async def _measured(nodes: int, rollouts: int, folder: Path) -> dict[str, float]
     }
 
 
-def measured(nodes: int, rollouts: int) -> dict[str, float]:
-    """Measure nodes that answer at once."""
+def _share_path() -> None:
+    """Let nodes import this package; nodes of Ray inherit what it was started with."""
     path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
+
+
+def measured(nodes: int, rollouts: int, table: Sequence[str]) -> dict[str, float]:
+    """Measure nodes that answer at once."""
+    _share_path()
+    config = load_config(None, [*table, f"fleet.nodes={nodes}", "harness.workers=8"])
     with tempfile.TemporaryDirectory(prefix="insitu-bench-") as place:
-        return asyncio.run(_measured(nodes, rollouts, Path(place, "run")))
+        return asyncio.run(_measured(config, rollouts, Path(place, "run")))
 
 
 def main(argv: list[str]) -> int:
@@ -197,12 +226,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=count_or_zero, default=0)
     parser.add_argument("--ray", action="store_true", help="on a Ray cluster of machines on this one")
     options = parser.parse_args(argv)
-    figures = measured(options.nodes, options.rollouts)
     if options.ray:
-        found = _on_ray(options.nodes, options.kills, options.seed)
+        result = _on_ray(options)
     else:
-        found = disturbed(options.nodes, options.kills, options.seed, ["fleet.kind=processes"])
-    result = found | figures
+        table = ["fleet.kind=processes"]
+        figures = measured(options.nodes, options.rollouts, table)
+        result = disturbed(options.nodes, options.kills, options.seed, table) | figures
     print(
         orjson.dumps(result).decode() if options.json else "\n".join(f"{k}: {v}" for k, v in result.items())
     )
@@ -210,15 +239,57 @@ def main(argv: list[str]) -> int:
     return 0 if good and not result["left_behind"] else 1
 
 
-def _on_ray(nodes: int, kills: int, seed: int) -> dict[str, Any]:
-    """Start a cluster with a machine for each node, and run on it."""
-    from ray.cluster_utils import Cluster
+class _Machines:
+    """A Ray cluster on this machine, whose lost members are replaced."""
 
-    machine: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**machine, "include_dashboard": False})
+    def __init__(self, count: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
+        # Ray's own limits are a minute: a frozen machine would be lost after the run.
+        checks = {
+            "health_check_period_ms": 1000,
+            "health_check_timeout_ms": 2000,
+            "health_check_failure_threshold": 3,
+        }
+        head = {**self._options, "include_dashboard": False, "_system_config": checks}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._head = self.cluster.head_node.all_processes["raylet"][0].process.pid
+        for _ in range(count - 1):
+            self.cluster.add_node(**self._options)
+        self._strikes = 0
+
+    def strike(self, node: int, number: int) -> None:
+        """Signal a node, every second time its machine, unless that is the controller's."""
+        self._strikes += 1
+        raylet = _above(node, "(raylet)")
+        if self._strikes % 2 or raylet in (0, self._head):
+            os.kill(node, number)
+        else:
+            os.kill(raylet, number)
+            self.cluster.add_node(**self._options)
+
+
+def _above(pid: int, name: str) -> int:
+    """Return the nearest process above with a name, 0 if it is gone."""
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return 0
+        if name in stat:
+            return pid
+        pid = int(stat.rpartition(")")[2].split()[1])
+    return 0
+
+
+def _on_ray(options: argparse.Namespace) -> dict[str, Any]:
+    """Start a cluster with a machine for each node, and run on it."""
+    _share_path()
+    machines = _Machines(options.nodes)
     try:
-        for _ in range(nodes - 1):
-            cluster.add_node(**machine)
-        return disturbed(nodes, kills, seed, ["fleet.kind=ray", f"fleet.address={cluster.address}"])
+        table = ["fleet.kind=ray", f"fleet.address={machines.cluster.address}"]
+        figures = measured(options.nodes, options.rollouts, table)
+        return disturbed(options.nodes, options.kills, options.seed, table, machines.strike) | figures
     finally:
-        cluster.shutdown()
+        machines.cluster.shutdown()

@@ -21,6 +21,6 @@ def test_scale_measures_the_controller(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_nodes_that_answer_at_once_are_measured() -> None:
-    found = fleet.measured(2, 4)
+    found = fleet.measured(2, 4, ["fleet.kind=processes"])
     assert set(found) == {"added_ms", "rollouts_per_s"}
     assert min(found.values()) > 0

@@ -211,11 +211,15 @@ class Collector:
         """
         o, active, version = self._options, self._state.active, self._state.version
         ends = next(iter(active)) + window(o.lookahead, o.groups, o.max_staleness)
+        ready = [
+            pending for pending in active.values() if pending.group is not None and pending.number < ends
+        ]
+        if not ready or o.late_groups == "cancel":
+            return ready[0] if ready else None
         slacks = [slack(pending.oldest, version, o.max_staleness) for pending in active.values()]
-        for pending, own in zip(active.values(), slacks, strict=True):
-            if pending.group is None or pending.number >= ends:
-                continue
-            if o.late_groups == "cancel" or leaves_room(own, slacks, missing, o.groups):
+        for pending in ready:
+            own = slack(pending.oldest, version, o.max_staleness)
+            if leaves_room(own, slacks, missing, o.groups):
                 return pending
         return None
 
@@ -398,7 +402,7 @@ class Collector:
 
     async def _until_news(self, starving: Starvation) -> None:
         deadline_s, drafts = self._options.group_deadline_s, self._state.active.values()
-        walls = [pending.bounded(deadline_s).limits.wall_s for pending in drafts if pending.group is None]
+        walls = [pending.wall_s(deadline_s) for pending in drafts if pending.group is None]
         starving.allow(2 * max(walls, default=0.0))
         self._news.clear()
         try:

@@ -130,10 +130,15 @@ class PendingGroup:
     def bounded(self, deadline_s: float) -> Task:
         """Return the task with the deadline, if any, as its wall limit; the agent is graded then."""
         # A retry has as much time as the first attempt, or it would be graded for a failure of the host.
-        limits = self.task.limits
-        if not 0 < deadline_s < limits.wall_s:
+        wall_s = self.wall_s(deadline_s)
+        if wall_s == self.task.limits.wall_s:
             return self.task
-        return replace(self.task, limits=limits.changed(wall_s=deadline_s))
+        return replace(self.task, limits=self.task.limits.changed(wall_s=wall_s))
+
+    def wall_s(self, deadline_s: float) -> float:
+        """Return the wall limit of the task with the deadline, if any."""
+        wall_s = self.task.limits.wall_s
+        return deadline_s if 0 < deadline_s < wall_s else wall_s
 
 
 def new_pending_group(

@@ -51,7 +51,9 @@ def encode(meta: Meta, arrays: Mapping[str, Array] | None = None) -> bytes:
     """Return the bytes of one frame; arrays must be int16/32/64, float32/64, bool or uint8."""
     specs, parts = [], []
     for name, array in (arrays or {}).items():
-        little = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+        little = array
+        if array.dtype.str not in _DTYPES:
+            little = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
         if little.dtype.str not in _DTYPES:
             raise EngineError(f"channel: array {name!r} has dtype {array.dtype}, which is not carried")
         specs.append([name, little.dtype.str, list(little.shape)])

@@ -8,11 +8,12 @@ Every row carries the schema version it was written with.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import sqlite3
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,13 @@ def insert(
 ) -> None:
     """Insert one row, stamped with the schema version."""
     row = {**values, "schema_version": SCHEMA_VERSION}
-    verb = "INSERT OR REPLACE" if replace else "INSERT"
-    placeholders = ", ".join(f":{name}" for name in row)
-    db.execute(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({placeholders})", row)
+    db.execute(_statement("INSERT OR REPLACE" if replace else "INSERT", table, tuple(row)), row)
+
+
+@functools.cache
+def _statement(verb: str, table: str, names: Sequence[str]) -> str:
+    placeholders = ", ".join(f":{name}" for name in names)
+    return f"{verb} INTO {table} ({', '.join(names)}) VALUES ({placeholders})"
 
 
 def dumps(value: object) -> str:

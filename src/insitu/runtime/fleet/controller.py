@@ -164,9 +164,8 @@ class Fleet:
     def _assign(self) -> None:
         """Give free places to the attempts that wait longest."""
         while self._queue:
-            free = [node for node in self.nodes if node.up and node.running < self._places]
-            gone = [f"{node.link.name}: {node.gone}" for node in self.nodes if node.gone]
-            if not free and len(gone) < len(self.nodes):
+            free = [node for node in self.nodes if node.running < self._places and node.up]
+            if not free and not all(node.gone for node in self.nodes):
                 return
             waiting = self._queue.popleft()
             if waiting.done():
@@ -176,7 +175,8 @@ class Fleet:
                 node.running += 1
                 waiting.set_result(node)
             else:
-                waiting.set_exception(SetupError(f"no node of the fleet is left: {'; '.join(gone)}"))
+                gone = "; ".join(f"{node.link.name}: {node.gone}" for node in self.nodes)
+                waiting.set_exception(SetupError(f"no node of the fleet is left: {gone}"))
 
     # ------------------------------------------------------------------ nodes
 

@@ -43,7 +43,7 @@ class EngineCalls:
                 "finish": made.finish,
                 "version_runs": made.version_runs,
                 "held": self._engine.receipt.version,
-                "times": asdict(made.times),
+                "times": {name: getattr(made.times, name) for name in CallTimes.__dataclass_fields__},
             }
             arrays = {"ids": made.ids, "logprobs": made.logprobs, "experts": made.experts}
             return Frame(meta=meta, arrays={name: one for name, one in arrays.items() if one is not None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from insitu.training.learner.process import Child
 NODE = "insitu.runtime.fleet.node"
 
 
+@functools.cache
 def code_identity() -> str:
     """Return version and digest of the installed insitu: checkouts of one version may differ."""
     found, root = hashlib.sha256(), Path(insitu.__file__).parent

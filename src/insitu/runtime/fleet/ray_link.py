@@ -77,9 +77,9 @@ class RayMachines:
 class RayLink:
     """A node on a machine of the cluster; on another one after that was lost."""
 
-    def __init__(self, machines: RayMachines, number: int, table: FleetTable) -> None:
+    def __init__(self, machines: RayMachines, number: int, table: FleetTable, module: str) -> None:
         self.name = f"r{number}"
-        self._machines, self._table = machines, table
+        self._machines, self._table, self._module = machines, table, module
         self._machine = ""
         self._actor: Any = None
         self._pump: asyncio.Task[None] | None = None
@@ -93,7 +93,7 @@ class RayLink:
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 16}
         kind = ray.remote(ray_relay.NodeRelay).options(**options, scheduling_strategy=strategy)
         self._actor = kind.remote()
-        arguments = ["-m", NODE, "--lease-s", str(self._table.lease_s)]
+        arguments = ["-m", self._module, "--lease-s", str(self._table.lease_s)]
         try:
             async with asyncio.timeout(deadline_s):
                 trouble = await self._actor.open.remote(arguments, deadline_s)
@@ -186,8 +186,8 @@ async def _check_reachable(address: str) -> None:
 
 
 @asynccontextmanager
-async def ray_links(table: FleetTable) -> AsyncIterator[Sequence[Link]]:
-    """Connect to the cluster and return a link for each node. Raises SetupError."""
+async def ray_links(table: FleetTable, module: str = NODE) -> AsyncIterator[Sequence[Link]]:
+    """Connect to the cluster and return a link for each node, which runs `module`. Raises SetupError."""
     if ray is None:
         raise SetupError(f"fleet.kind ray: ray is not installed: {install_extra('ray')}")
     ray.cloudpickle.register_pickle_by_value(ray_relay)
@@ -218,7 +218,7 @@ async def ray_links(table: FleetTable) -> AsyncIterator[Sequence[Link]]:
                 f"fleet.nodes = {count}, but the Ray cluster at {table.address} has {len(found)} machines:"
                 f" {names}"
             )
-        yield [RayLink(machines, number, table) for number in range(count)]
+        yield [RayLink(machines, number, table, module) for number in range(count)]
     finally:
         with contextlib.suppress(EngineError):
             await _ask(ray.shutdown, REACH_S)

@@ -27,6 +27,9 @@ _KINDS: Mapping[str, Any] = {
     for kind in (*vars(insitu.types).values(), AttemptSpec)
     if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, enum.Enum | Keys))
 }
+_NAMES: Mapping[type, Sequence[str]] = {
+    kind: tuple(field.name for field in fields(kind)) for kind in _KINDS.values() if is_dataclass(kind)
+}
 _MAX_INT = 1 << 63
 _SEQUENCES: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "list": list,
@@ -63,6 +66,8 @@ def _checksum(packed: object, arrays: Mapping[str, Array]) -> int:
 
 
 def _pack(value: Any, arrays: list[Array]) -> Any:
+    if type(value) is str:  # most values, and the checks below take time
+        return value if value.isascii() else _pack_text(value, arrays)
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, enum.Enum):
@@ -100,7 +105,7 @@ def _pack_container(value: Any, arrays: list[Array]) -> list[Any]:
     if _KINDS.get(name) is type(value):
         if isinstance(value, Keys):
             return [name, _pack(value.model_dump(), arrays)]
-        return [name, *(_pack(getattr(value, field.name), arrays) for field in fields(value))]
+        return [name, *(_pack(getattr(value, field), arrays) for field in _NAMES[type(value)])]
     if isinstance(value, Mapping):
         return ["map", *(_pack(item, arrays) for pair in value.items() for item in pair)]
     if name in _SEQUENCES:
@@ -132,4 +137,4 @@ def _instance(kind: Any, values: Sequence[Any]) -> Any:
         return kind(values[0])
     if issubclass(kind, Keys):
         return kind(**values[0])
-    return kind(**dict(zip((field.name for field in fields(kind)), values, strict=True)))
+    return kind(**dict(zip(_NAMES[kind], values, strict=True)))

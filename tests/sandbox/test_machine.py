@@ -26,7 +26,7 @@ from insitu.sandbox.setup_hints import advise
         ({"kernel/apparmor_restrict_unprivileged_userns": "0"}, False, "security module"),
         ({"kernel/unprivileged_userns_clone": "0"}, False, "kernel.unprivileged_userns_clone=1"),
         ({"user/max_user_namespaces": "0"}, True, "user.max_user_namespaces="),
-        ({"user/max_user_namespaces": "15000"}, True, "--cap-add SYS_ADMIN"),
+        ({"user/max_user_namespaces": "15000"}, True, "systempaths=unconfined"),
         ({}, False, "security module"),
     ],
 )

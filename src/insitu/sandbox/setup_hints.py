@@ -25,7 +25,8 @@ _SWITCHES = (
 )
 _CONTAINER = (
     "this is a container that may not make namespaces; start it with --privileged, or with "
-    "`--cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined`"
+    "`--cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+    "--security-opt systempaths=unconfined`"
 )
 
 

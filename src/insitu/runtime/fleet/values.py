@@ -27,7 +27,7 @@ _KINDS: Mapping[str, Any] = {
     for kind in (*vars(insitu.types).values(), AttemptSpec)
     if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, enum.Enum | Keys))
 }
-_NAMES: Mapping[type, Sequence[str]] = {
+_NAMES: Mapping[Any, Sequence[str]] = {
     kind: tuple(field.name for field in fields(kind)) for kind in _KINDS.values() if is_dataclass(kind)
 }
 _MAX_INT = 1 << 63

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rounding import apart, rounding
+from safetensors.torch import load_file, save_file
 from train_lab import sampled_groups, small_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
@@ -24,6 +25,10 @@ from insitu.training.trainer.trainer import Trainer
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
 CPU = torch.device("cpu")
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256,
+}  # fmt: skip
 
 
 def opened(
@@ -204,3 +209,34 @@ def test_what_is_missing_is_named_with_its_key(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(TrainError, match=r"^policy.kind hf needs transformers: (uv )?pip install"):
         opened(tmp_path)
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would open it with random ones in their place."""
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    shards = sorted((tmp_path / "shards").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    with pytest.raises(TrainError, match=rf"No such file or directory: .*{shards[1].name}"):
+        open_hf(tmp_path / "shards", device=CPU, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(TrainError, match=r"lacks 1 tensors of LlamaForCausalLM, first .*q_proj.*download"):
+        open_hf(tmp_path / "whole", device=CPU, dtype=torch.float32)
+
+
+def test_a_full_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+
+    def full(device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(model, "to", full)
+    with pytest.raises(
+        TrainError, match=r"cpu is full: opening LlamaForCausalLM takes .* choose another GPU"
+    ):
+        adopt(model, device=CPU, dtype=torch.float32)

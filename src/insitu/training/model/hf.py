@@ -314,8 +314,8 @@ def adopt(
     _register()
     check_architecture(model.config)
     # before the check: a forward of some billion fp32 weights takes a CPU minutes
-    model.to(device)
-    with _runs(model, "in transformers"):
+    with _fits(model, device), _runs(model, "in transformers"):
+        model.to(device)
         own = own_logprobs(model)
     model.requires_grad_(True)
     policy = HfPolicy(model.eval(), dtype=torch.float32, lora=lora)
@@ -355,6 +355,19 @@ def _fails(policy: HfPolicy, attention: str, own: tuple[Tensor, ...], limit: flo
 
 
 @contextmanager
+def _fits(model: Any, device: torch.device) -> Iterator[None]:
+    """Turn a device without room for the whole model into one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        held = sum(p.numel() * 4 for p in model.parameters()) / (1 << 30)
+        raise TrainError(
+            f"{device} is full: opening {type(model).__name__} takes {held:.1f} GiB (float32) and a short"
+            " pass; end what else uses it, or choose another GPU by CUDA_VISIBLE_DEVICES"
+        ) from error
+
+
+@contextmanager
 def _runs(model: Any, how: str) -> Iterator[None]:
     """Turn exceptions of an architecture's code into one line."""
     try:
@@ -387,13 +400,24 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
     logging.disable_progress_bar()
     try:
         check_architecture(opened_config(AutoConfig.from_pretrained(folder, local_files_only=True)))
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, attn_implementation="eager"
+        model: Any
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            attn_implementation="eager",
+            output_loading_info=True,
         )
     except (ValueError, KeyError) as error:
         # the rest of the message lists some two hundred classes
         line = str(error).partition("Model type should be one of")[0].strip()
         raise TrainError(f"{folder} is not a causal language model of transformers: {line}") from error
+    if missing := sorted(loaded["missing_keys"]):
+        # transformers would begin with random ones
+        raise TrainError(
+            f"{folder} lacks {len(missing)} tensors of {type(model).__name__}, first {missing[0]}: a file is"
+            " incomplete, or config.json is another model's; download the folder again"
+        )
     head = model.get_output_embeddings()
     if head is None or head.bias is not None:
         raise TrainError(f"{type(model).__name__} has no plain output head")

@@ -29,7 +29,6 @@ from insitu.runtime.run import open_runtime
 from insitu.storage.store import Score
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import Message, Rollout
-from insitu.view.curve import wilson
 
 BLIND = Habits(look=0.0, recover=0.0, verify=0.0)
 
@@ -109,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(None, [f"harness.agent={options.agent}", *options.overrides], demo_preset())
     scores = asyncio.run(measure(config, options.tasks, anchor=options.anchor))
     for name, score in scores.items():
-        low, high = wilson(score)
+        low, high = score.interval
         print(
             f"{name or 'all':12} {score.rate:.3f}  {score.solved}/{score.total}  95 % {low:.3f} to {high:.3f}"
         )

@@ -76,6 +76,8 @@ class AttemptSpec:
 
 
 NOTHING_SAMPLED = Trajectory(segments=(), turns=(), ledger=Ledger())
+SEAL_S = 10.0
+"""Time for the calls of an ended agent to finish."""
 WAITED_SHARE = 0.1
 """Share of the wall limit spent waiting for rate limits above which a timeout is not graded."""
 MAX_DIFF_CHARS = 256 << 10
@@ -136,7 +138,6 @@ class AttemptExecutor:
         workers: WorkerPool,
         judge: Judge,
         *,
-        seal_s: float = 10.0,
         keep_log: KeepLog = lambda rollout, log: None,
         keep_artifacts: KeepArtifacts = lambda rollout, artifacts: None,
         keep_calls: KeepCalls = lambda rollout_id, attempt, calls: None,
@@ -150,7 +151,7 @@ class AttemptExecutor:
         """
         self._gateway, self._workers, self._judge = gateway, workers, judge
         self._ending = ending
-        self._seal_s, self._model, self._harness = seal_s, model, harness
+        self._model, self._harness = model, harness
         self._keep_log, self._keep_artifacts, self._keep_calls = keep_log, keep_artifacts, keep_calls
 
     @property
@@ -218,7 +219,7 @@ class AttemptExecutor:
                 listener=worker.gateway_socket,
             )
             opened.append(session)
-            max_wait_s = self._seal_s
+            max_wait_s = SEAL_S
             try:
                 access = self._access(session, spec.task.limits)
                 async with self._preparing(spec.task):

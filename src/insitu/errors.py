@@ -11,6 +11,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MAX_RAISED_CHARS = 300
 """Length of what a user's code raised in a message."""
@@ -156,6 +160,15 @@ def describe_raised(error: BaseException, file: str = "") -> str:
     own = [frame for frame in frames if frame.filename == file]
     place = [f" ({Path(frame.filename).name} line {frame.lineno})" for frame in own or frames][-1:]
     return f"raised {ascii(error)[:MAX_RAISED_CHARS]}{''.join(place)}"
+
+
+def describe_invalid(error: ValidationError, *within: str) -> str:
+    """Return one line for the first thing wrong with a value: its place, inside `within`, and the message."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    where = ".".join([*within, *map(str, first["loc"])])
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where}: {message}{more}" if where else f"{message}{more}"
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

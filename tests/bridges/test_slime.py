@@ -98,7 +98,7 @@ async def test_what_names_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="task_id"):
         await slime.generate(None, Sample(prompt=[{"role": "user", "content": "x"}]), {})
     monkeypatch.undo()
-    monkeypatch.delenv(slime.CONFIG, raising=False)
+    monkeypatch.delenv("INSITU_CONFIG", raising=False)
     with pytest.raises(ConfigError, match="INSITU_CONFIG"):
         await slime.generate(None, Sample(), {})
 

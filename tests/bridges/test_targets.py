@@ -20,7 +20,7 @@ from insitu.bridges.calls import row_calls
 from insitu.bridges.equality import difference
 from insitu.bridges.records import StoredRollout, read_rollout, rollout_record, row_records
 from insitu.bridges.rows import GroupRows, rows_of
-from insitu.bridges.targets import READERS, TARGETS, check_payload, read_payload
+from insitu.bridges.targets import TARGETS, check_payload, read_payload
 from insitu.bridges.to_areal import to_areal
 from insitu.bridges.to_nemo import to_nemo
 from insitu.bridges.to_openenv import to_openenv
@@ -66,7 +66,7 @@ def as_floats(values: Any) -> bytes:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_captured_token_is_in_the_payload_or_excluded_by_name(name: str, groups: Groups) -> None:
-    account = TARGETS[name](groups).account
+    account = TARGETS[name].convert(groups).account
     ledgers = [item.rollout.trajectory.ledger for group in groups for item in group.rollouts]
     assert account.captured == sum(ledger.captured for ledger in ledgers)
     assert account.captured == account.trained + sum(account.excluded.values())
@@ -79,12 +79,12 @@ def test_every_captured_token_is_in_the_payload_or_excluded_by_name(name: str, g
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_payloads_are_read_back_bit_for_bit(name: str, groups: Groups) -> None:
-    made = TARGETS[name](groups)
+    made = TARGETS[name].convert(groups)
     payload = made.payload if isinstance(made.payload, list) else [made.payload]
     wire = orjson.loads(orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY))
     for each in (payload, wire):
         check_payload(name, groups, each)
-    rows = READERS[name](wire)
+    rows = TARGETS[name].read(wire)
     assert sum(int(row.mask.sum()) for row in rows) >= made.account.trained > 0
     missing = {
         "versions": all(row.versions is None for row in rows),
@@ -111,7 +111,7 @@ DAMAGE: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_changed_payload_is_named(name: str, all_groups: dict[str, Groups]) -> None:
     groups = all_groups["mini_swe"]
-    made = TARGETS[name](groups).payload
+    made = TARGETS[name].convert(groups).payload
     payload = orjson.loads(
         orjson.dumps(made if isinstance(made, list) else [made], option=orjson.OPT_SERIALIZE_NUMPY)
     )
@@ -246,7 +246,7 @@ def test_names_of_sessions_are_any_text(name: str) -> None:
     rollouts = tuple(rollout(f"suite/{text}", reward) for text, reward in (("a", 1.0), ("b", 0.0)))
     rollouts = tuple(replace(one, trajectory=_with_turns(one.trajectory)) for one in rollouts)
     made = rows_of([Group(id="suite", task_id="t", rollouts=rollouts)], PlanConfig())
-    assert TARGETS[name](made).account.trained == 6
+    assert TARGETS[name].convert(made).account.trained == 6
 
 
 def _with_turns(trajectory: Trajectory) -> Trajectory:
@@ -311,7 +311,9 @@ def test_every_target_is_a_form_of_export(
     assert main(["export", str(run), "--to", name, "--out", str(out), "--check", "--json"]) == 0
     report = orjson.loads(capsys.readouterr().out)
     assert report["checked"]
-    written = [row for path in (out / "data").iterdir() for row in READERS[name](read_payload(path, name))]
+    written = [
+        row for path in (out / "data").iterdir() for row in TARGETS[name].read(read_payload(path, name))
+    ]
     assert report["rows"] == sum(bool(row.mask.any() and row.weight != 0.0) for row in written)
     account = report["account"]
     assert account["captured"] == account["trained"] + sum(account["excluded"].values())

@@ -72,7 +72,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Config]
         limits={"max_calls": 2, "max_call_tokens": 24},
     )
     (tmp_path / "insitu.toml").write_text(dump_toml(config))
-    monkeypatch.setenv(verl.CONFIG, str(tmp_path / "insitu.toml"))
+    monkeypatch.setenv("INSITU_CONFIG", str(tmp_path / "insitu.toml"))
     verl._starting.cache_clear()
     yield config
     verl._starting.cache_clear()
@@ -128,11 +128,11 @@ async def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, tm
         ):
             await verl.AgentLoop(Servers()).run({})
     verl._starting.cache_clear()
-    monkeypatch.delenv(verl.CONFIG, raising=False)
+    monkeypatch.delenv("INSITU_CONFIG", raising=False)
     with pytest.raises(ConfigError, match="INSITU_CONFIG must name"):
         await verl.AgentLoop(Servers()).run({})
     (tmp_path / "a.toml").write_text(dump_toml(toy_config(tmp_path / "run")))
-    monkeypatch.setenv(verl.CONFIG, str(tmp_path / "a.toml"))
+    monkeypatch.setenv("INSITU_CONFIG", str(tmp_path / "a.toml"))
     with pytest.raises(ConfigError, match="engine.kind must be external"):
         await verl.AgentLoop(Servers()).run({})
     with pytest.raises(ConfigError, match="needs the id of a task"):

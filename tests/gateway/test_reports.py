@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 
+import pytest
 from gateway_rig import ASK, Rig, said
 
 from insitu.chat.template import TemplateRenderer
@@ -60,9 +61,11 @@ async def test_refused_calls_are_told_with_their_cause(renderer: TemplateRendere
     ]
 
 
-async def test_a_storm_of_refusals_is_counted_and_not_told_one_by_one(renderer: TemplateRenderer) -> None:
+async def test_a_storm_of_refusals_is_counted_and_not_told_one_by_one(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.gateway.backend.INTERVAL_S", 0.3)
     async with Rig(renderer, [said("x")]) as rig:
-        rig.gateway.reports._interval_s = 0.3
         bad = {"messages": ASK, "n": 2}
         for _ in range(5):
             assert {status for status, _ in await asyncio.gather(*(rig.post(bad) for _ in range(40)))} == {

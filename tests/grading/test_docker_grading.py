@@ -12,7 +12,7 @@ from insitu.config import load_config
 from insitu.errors import ImageMissing
 from insitu.grading.grader import GradeConfig, Grader, runner_for
 from insitu.sandbox.docker import DockerBackend
-from insitu.suites.tasks.gold_tree import with_gold
+from insitu.suites.tasks.validate import with_gold
 from insitu.tasks.factory import open_rows
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Limits, Oracle, Outcome, Setup, Task, task_hash
 

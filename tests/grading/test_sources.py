@@ -26,7 +26,7 @@ from insitu.config import load_config
 from insitu.grading.grader import GradeConfig, Grader, runner_for
 from insitu.registry import BUILT_IN
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.tasks.gold_tree import with_gold
+from insitu.suites.tasks.validate import with_gold
 from insitu.tasks import function_sets
 from insitu.tasks.base import Item
 from insitu.tasks.factory import open_rows

@@ -15,7 +15,7 @@ from insitu.errors import TaskError
 from insitu.grading.grader import Grader, runner_for
 from insitu.grading.judge import TaskJudge
 from insitu.runtime.agents import limits_of
-from insitu.runtime.trust_filter import filter_by_trust
+from insitu.runtime.preflight import filter_by_trust
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.base import Split
 from insitu.tasks.factory import open_source

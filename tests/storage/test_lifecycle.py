@@ -148,16 +148,6 @@ def test_every_try_that_was_begun_has_an_end_also_those_that_a_kill_cut_short(tm
         assert reported == none | {"failed": 2, "interrupted": 1, "decided": 2, "cancelled": 1}
 
 
-def test_a_try_whose_end_an_older_insitu_did_not_keep_is_untold(tmp_path: Path) -> None:
-    first, *_ = slots()
-    with Store(tmp_path / "s") as store:
-        store.plan(slots(), "t", 0)
-        store.start(first.rollout_id, 1, 0)
-        store.start(first.rollout_id, 2, 0)
-        store.put_rollout("train", 1, 0, 0, graded(first, attempt=2))
-        assert store.attempts_by_end() == dict.fromkeys(ENDS, 0) | {"decided": 1, "untold": 1}
-
-
 def test_what_a_crash_leaves_is_planned_again_or_still_to_be_trained(tmp_path: Path) -> None:
     places = slots()
     ids = [place.rollout_id for place in places]

@@ -14,6 +14,7 @@ from helpers_record import make_rollout
 
 from insitu.config import Config, load_config
 from insitu.errors import RecordError
+from insitu.storage.files import write_text
 from insitu.storage.metrics import MetricsFile, read_metrics
 from insitu.storage.run_dir import (
     RunDir,
@@ -22,7 +23,6 @@ from insitu.storage.run_dir import (
     read_config,
     read_store,
     read_summary,
-    write_text,
 )
 from insitu.storage.ulid import new_ulid
 

@@ -18,8 +18,9 @@ from own_trackers import got
 import insitu
 from insitu.config import demo_preset, dump_toml, load_config
 from insitu.errors import ConfigError, SetupError
+from insitu.storage.files import write_text
 from insitu.storage.metrics import read_metrics
-from insitu.storage.run_dir import RunDir, write_text
+from insitu.storage.run_dir import RunDir
 from insitu.tracking import start
 from insitu.tracking.names import STEP, numbers, sent_name, table
 

@@ -20,7 +20,7 @@ from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Score, Store
 from insitu.types import DriftNote, Ledger, Outcome, Rollout, Status, Timings, Trajectory, Verdict
 from insitu.view.base import Progress, View, duration
-from insitu.view.curve import Curve, CurvePoint, curve_of, curve_svg, wilson
+from insitu.view.curve import Curve, CurvePoint, curve_of, curve_svg
 from insitu.view.live import LiveView
 from insitu.view.plain import PlainView
 from insitu.view.report import FinalReport, ShownRollout, ShownTurn, render_report
@@ -181,18 +181,18 @@ def test_duration(seconds: float | None, text: str) -> None:
 
 def test_wilson_interval_against_published_values() -> None:
     """scipy.stats.binomtest(22, 128).proportion_ci(method="wilson") and the edges."""
-    low, high = wilson(score(22, 128))
+    low, high = score(22, 128).interval
     assert (low, high) == (pytest.approx(0.1164, abs=2e-4), pytest.approx(0.2465, abs=2e-4))
-    assert wilson(score(0, 10))[0] == 0.0
-    assert wilson(score(0, 10))[1] == pytest.approx(0.2775, abs=2e-4)
-    assert wilson(score(10, 10))[1] == pytest.approx(1.0)
-    assert wilson(score(0, 0)) == (0.0, 1.0)
+    assert score(0, 10).interval[0] == 0.0
+    assert score(0, 10).interval[1] == pytest.approx(0.2775, abs=2e-4)
+    assert score(10, 10).interval[1] == pytest.approx(1.0)
+    assert score(0, 0).interval == (0.0, 1.0)
 
 
 @given(total=st.integers(1, 500), data=st.data())
 def test_wilson_holds_the_rate(total: int, data: st.DataObject) -> None:
     rate = score(data.draw(st.integers(0, total)), total)
-    low, high = wilson(rate)
+    low, high = rate.interval
     assert 0 <= low <= rate.rate + 1e-9
     assert rate.rate - 1e-9 <= high <= 1
 

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -82,12 +81,7 @@ class _SingleTurnWorker:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Do nothing: there are no resources."""
 
     async def run(

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from insitu.agents.artifacts import Artifacts, attribute_loss, collect_tree, redact
@@ -28,7 +27,7 @@ COUNTERS = ("/proc/net/snmp", "/proc/net/snmp6")
 READ_S = 10.0
 
 
-async def egress_attempts(sandbox: Sandbox) -> int | None:
+async def _egress_attempts(sandbox: Sandbox) -> int | None:
     """Return the attempts since the start, None where the kernel does not count them."""
     try:
         read = await sandbox.exec(["/bin/cat", *COUNTERS], timeout_s=READ_S, max_output_bytes=64 << 10)
@@ -96,12 +95,7 @@ class SandboxWorker(ABC):
         await self._open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._close()
 
     async def _open(self) -> None:
@@ -191,7 +185,7 @@ class SandboxWorker(ABC):
         with contextlib.suppress(SandboxError):  # Artifacts are optional.
             artifacts = await self._template.artifacts.collect(sandbox)
         # in a sandbox elsewhere the provider drops packets outside of it
-        total = None if gateway_url(sandbox) else await egress_attempts(sandbox)
+        total = None if gateway_url(sandbox) else await _egress_attempts(sandbox)
         egress = None if total is None else max(0, total - self._egress)
         self._egress = total or 0
         return tree, artifacts, egress, ""

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from insitu.bridges.records import StoredRollout
-from insitu.capture.export import by_index, chain_ends
+from insitu.capture.export import by_index, chain_ends, chain_of
 from insitu.config import Config
 from insitu.grading.reward import main_line
 from insitu.types import Turn
@@ -34,8 +34,7 @@ def to_atif(stored: StoredRollout, words: Words, agent: Mapping[str, Any]) -> di
     done = {turn.index for turn in line}
     others = []
     for number, end in enumerate(chain_ends(turns)):
-        path = _path(turns, end)
-        own = [turn for turn in path if turn.index not in done]
+        own = [turn for turn in chain_of(turns, end) if turn.index not in done]
         done.update(turn.index for turn in own)
         if own:
             others.append(_trajectory(f"{rollout.id}#{number}", own, turns, words, agent))
@@ -50,13 +49,6 @@ def to_atif(stored: StoredRollout, words: Words, agent: Mapping[str, Any]) -> di
         "used": item.reason,
     }
     return made | ({"subagent_trajectories": others} if others else {})
-
-
-def _path(turns: Mapping[int, Turn], end: Turn) -> list[Turn]:
-    path = [end]
-    while path[-1].parent != -1:
-        path.append(turns[path[-1].parent])
-    return path[::-1]
 
 
 def _trajectory(
@@ -85,7 +77,7 @@ def _add_message(steps: list[dict[str, Any]], role: str, text: str) -> None:
 
 
 def _prompt_tokens(turns: Mapping[int, Turn], turn: Turn) -> int:
-    return sum(len(one.context_ids) + len(one.ids) for one in _path(turns, turn)) - len(turn.ids)
+    return sum(len(one.context_ids) + len(one.ids) for one in chain_of(turns, turn)) - len(turn.ids)
 
 
 def _reply(turn: Turn, prompt_tokens: int, words: Words) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from insitu.bridges.rows import RolloutRows
-from insitu.capture.export import by_index, chain_ends
+from insitu.capture.export import by_index, chain_ends, chain_of
 from insitu.errors import TrainError
 from insitu.types import Segment, Turn
 
@@ -38,11 +38,8 @@ def row_calls(item: RolloutRows) -> Iterator[tuple[Segment, list[RowCall]]]:
         )
     end_of = {segment.index: end for end, segment in zip(ends, trajectory.segments, strict=True)}
     for segment in item.segments:
-        path = [end_of[segment.index]]
-        while path[-1].parent != -1:
-            path.append(turns[path[-1].parent])
         calls, start = [], 0
-        for turn in reversed(path):
+        for turn in chain_of(turns, end_of[segment.index]):
             middle = start + len(turn.context_ids)
             stop = middle + len(turn.ids)
             calls.append(RowCall(segment=segment, turn=turn, start=start, middle=middle, stop=stop))

@@ -8,7 +8,6 @@ DIR/data/           the rollouts                        DIR/README.md   card (fo
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,9 +31,10 @@ from insitu.bridges.stored import READ_S, RolloutFilter, RunPart, run_parts, sto
 from insitu.bridges.targets import TARGETS, check_payload, read_payload, write_payload
 from insitu.config import Config, dump_toml
 from insitu.errors import ConfigError, RecordError
+from insitu.storage.files import sha256_of, write_text
 from insitu.storage.queries import RunReader
 from insitu.storage.redaction import Redaction
-from insitu.storage.run_dir import TOKENIZER, TOKENIZER_FILES, read_config, tokenizer_folder, write_text
+from insitu.storage.run_dir import TOKENIZER, TOKENIZER_FILES, read_config, tokenizer_folder
 from insitu.storage.store import add_ledgers
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.recovery import stored_groups
@@ -226,7 +226,7 @@ def _convert(
         payload: list[Any] = []
         written: list[GroupRows] = []
         for part in parts:
-            made = TARGETS[options.to](part.groups)
+            made = TARGETS[options.to].convert(part.groups)
             counts.converted(part, made)
             if made.account.trained:
                 payload += made.payload if isinstance(made.payload, list) else [made.payload]
@@ -283,16 +283,11 @@ def _finish(reader: RunReader, config: Config, options: RolloutExport, folder: P
         write_text(folder / "README.md", redaction.text(dataset_card(config, manifest)))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest["files"] = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in files
     }
     text = orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode()
     write_text(folder / MANIFEST, text + "\n")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _report(counts: _Counts, to: str, folder: Path | None = None) -> dict[str, Any]:

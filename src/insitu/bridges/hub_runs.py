@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import shutil
@@ -26,8 +25,9 @@ from insitu.bridges.push import HUB, PushOptions, upload
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, RecordError, SetupError
 from insitu.install_hints import install_extra
+from insitu.storage.files import sha256_of, write_text
 from insitu.storage.redaction import Redaction
-from insitu.storage.run_dir import TOKENIZER, has_rollouts, read_store, write_text
+from insitu.storage.run_dir import TOKENIZER, has_rollouts, read_store
 from insitu.storage.temp_dirs import part_folder
 
 log = logging.getLogger(__name__)
@@ -141,19 +141,13 @@ def _snapshot(run: Path, folder: Path) -> int:
             shutil.copytree(run / TOKENIZER, folder / TOKENIZER)
     except (OSError, sqlite3.Error) as error:
         raise RecordError(f"cannot copy {run}: {error}") from error
-    files = {name: digest(folder / name) for name in _names(folder)}
+    files = {name: sha256_of(folder / name) for name in _names(folder)}
     write_text(folder / MANIFEST, orjson.dumps({"step": last.step, "files": files}).decode())
     return last.step
 
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def digest(path: Path) -> str:
-    """Return the hex SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fetch_run(where: str, run: Path) -> bool:
@@ -198,7 +192,7 @@ def fetch_run(where: str, run: Path) -> bool:
 def _verify(folder: Path, where: str) -> None:
     try:
         files = orjson.loads((folder / MANIFEST).read_bytes())["files"]
-        wrong = [name for name, wanted in files.items() if digest(folder / name) != wanted]
+        wrong = [name for name, wanted in files.items() if sha256_of(folder / name) != wanted]
     except (OSError, orjson.JSONDecodeError, KeyError, AttributeError) as error:
         raise RecordError(f"{where} is incomplete: {error}") from error
     if wrong:

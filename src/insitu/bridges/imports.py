@@ -6,7 +6,6 @@ states and failed attempts, and the committed steps whose rollouts are all there
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from insitu.bridges.parquet import read_parquet
 from insitu.bridges.records import SCHEMA, ReadRollout, read_rollout
 from insitu.config import load_config
 from insitu.errors import RecordError, boundary
+from insitu.storage.files import sha256_of
 from insitu.storage.imported import ImportedStore
 from insitu.storage.run_dir import TOKENIZER, RunDir, name_run, restore_steps
 from insitu.storage.store import StepRecord
@@ -46,13 +46,10 @@ def read_manifest(folder: Path) -> Mapping[str, Any]:
         )
     for name, facts in manifest["files"].items():
         file = folder / name
-        with boundary(RecordError, f"read {file}"), file.open("rb") as opened:
-            found = {
-                "bytes": file.stat().st_size,
-                "sha256": hashlib.file_digest(opened, "sha256").hexdigest(),
-            }
-            if found != facts:
-                raise RecordError(f"{file} differs from the manifest: the export is damaged or was changed")
+        with boundary(RecordError, f"read {file}"):
+            found = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+        if found != facts:
+            raise RecordError(f"{file} differs from the manifest: the export is damaged or was changed")
     return manifest
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from insitu.bridges.model_card import model_card
+from insitu.bridges.card import model_card
 from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
+from insitu.storage.files import write_text
 from insitu.storage.redaction import Redaction
-from insitu.storage.run_dir import read_config, read_store, write_text
+from insitu.storage.run_dir import read_config, read_store
 from insitu.training.recovery import best_step, written_steps
 
 MODEL_FORMS = ("hf", "peft")

@@ -20,9 +20,10 @@ from typing import Any
 
 from insitu.config import Config, dump_toml, load_config
 from insitu.engines.rpc import Frame, Meta, RpcClient
-from insitu.errors import EngineError
+from insitu.errors import ConfigError, EngineError
 from insitu.runtime.preflight import open_mix
-from insitu.storage.run_dir import name_run, read_store, write_text
+from insitu.storage.files import write_text
+from insitu.storage.run_dir import name_run, read_store
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.tasks.base import Split
 from insitu.training.learner.process import Child
@@ -54,6 +55,14 @@ class RolloutBatch:
 def read(config: Config | Path | str) -> Config:
     """Return a configuration, or that of a TOML file."""
     return config if isinstance(config, Config) else load_config(Path(config))
+
+
+def read_named() -> Config:
+    """Return the configuration that the environment variable INSITU_CONFIG names; raise ConfigError."""
+    path = os.environ.get("INSITU_CONFIG")
+    if not path:
+        raise ConfigError("the environment variable INSITU_CONFIG must name insitu's configuration")
+    return read(path)
 
 
 def task_ids(config: Config | Path | str, count: int, *, split: Split = "train", start: int = 0) -> list[str]:

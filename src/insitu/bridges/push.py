@@ -21,13 +21,13 @@ from typing import Any, Literal
 import orjson
 
 from insitu.backoff import retry
+from insitu.bridges.card import model_card
 from insitu.bridges.export import RolloutExport, write_export
 from insitu.bridges.imports import MANIFEST
-from insitu.bridges.model_card import model_card
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.install_hints import install_extra
+from insitu.storage.files import write_text
 from insitu.storage.redaction import Redaction
-from insitu.storage.run_dir import write_text
 
 HUB = re.compile(r"hub:([\w.-]+/[\w.-]+)")
 ATTEMPTS, FIRST_S = 4, 1.0

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from insitu.bridges.rows import RolloutRows
-from insitu.capture.export import by_index, chain_ends
+from insitu.capture.export import by_index, chain_ends, chain_of
 from insitu.config.training import RowRules
 from insitu.errors import RecordError, TrainError
 from insitu.training.plan.row_selection import choose_rows
@@ -277,11 +277,8 @@ def _places_in_rows(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
     if len(ends) != len(trajectory.segments):
         return found
     for position, (end, segment) in enumerate(zip(ends, trajectory.segments, strict=True)):
-        path = [end]
-        while path[-1].parent != -1:
-            path.append(turns[path[-1].parent])
         start = 0
-        for turn in reversed(path):
+        for turn in chain_of(turns, end):
             middle = start + len(turn.context_ids)
             stop = middle + len(turn.ids)
             if turn.index not in found and (

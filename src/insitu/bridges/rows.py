@@ -92,6 +92,12 @@ def rows_of(groups: Sequence[Group], plan: PlanConfig) -> tuple[GroupRows, ...]:
     )
 
 
+def rows_alone(rollout: Rollout, plan: PlanConfig) -> RolloutRows:
+    """Return a rollout as the only one of its group, for a trainer that computes the advantages."""
+    [group] = rows_of([Group(id=rollout.id, task_id=rollout.task_id, rollouts=(rollout,))], plan)
+    return group.rollouts[0]
+
+
 def _rollout_rows(slot: PlannedRollout) -> RolloutRows:
     reason = slot.exclusion
     return RolloutRows(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,15 +21,23 @@ from typing import Any
 
 import numpy as np
 
-from insitu.bridges.process import read, task_ids
-from insitu.bridges.rows import Conversion, GroupRows, RolloutRows, RowKey, convert, rows_of, unscored
+from insitu.bridges.process import read_named, task_ids
+from insitu.bridges.rows import (
+    Conversion,
+    GroupRows,
+    RolloutRows,
+    RowKey,
+    convert,
+    rows_alone,
+    rows_of,
+    unscored,
+)
 from insitu.bridges.thread import SourceThread
 from insitu.config import Config
 from insitu.errors import ConfigError
 from insitu.training.plan.step import PlanConfig
-from insitu.types import Group, Rollout, Segment, Status
+from insitu.types import Rollout, Segment, Status
 
-CONFIG = "INSITU_CONFIG"
 STATUS = {Status.OK: "completed", Status.TRUNCATED: "truncated", Status.AGENT_FAILED: "failed"}
 ABORTED = "aborted"
 NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
@@ -42,10 +49,7 @@ SCALED = ("grpo", "gspo", "cispo")
 @functools.cache
 def _source() -> tuple[SourceThread, Config]:
     """Open the source of this process at the first rollout; its child ends with the process."""
-    path = os.environ.get(CONFIG)
-    if not path:
-        raise ConfigError(f"the environment variable {CONFIG} must name insitu's configuration")
-    config = read(path)
+    config = read_named()
     return SourceThread(config), config
 
 
@@ -71,7 +75,7 @@ async def _samples(sample: Any, evaluation: bool) -> list[Any]:
         raise ConfigError("slime: a prompt needs the id of a task in its metadata (task_id)")
     run = source.submit(lambda child: child.run(task, int(sample.index), evaluation=evaluation))
     rollout = await asyncio.wrap_future(run)
-    return [_filled(sample, fields) for fields in _rows(_alone(rollout, config))]
+    return [_filled(sample, fields) for fields in _rows(rows_alone(rollout, PlanConfig.of(config)))]
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -136,7 +140,8 @@ def _evaluated(source: SourceThread, config: Config, rollout_id: int, data_sourc
         return source.submit(lambda child: child.run(task, key, evaluation=True))
 
     rollouts = [run.result() for run in [start(number, task) for number, task in enumerate(tasks)]]
-    graded = [_alone(rollout, config) for rollout in rollouts if rollout.reward is not None]
+    plan = PlanConfig.of(config)
+    graded = [rows_alone(rollout, plan) for rollout in rollouts if rollout.reward is not None]
     samples = [_filled(sample, _rows(item)[-1]) for item in graded]
     return {
         "rewards": [one.reward for one in samples],
@@ -163,12 +168,6 @@ def _filled(sample: Any, fields: dict[str, Any]) -> Any:
     made.status = type(sample.status)(fields["status"])
     made.metadata = {**(sample.metadata or {}), **fields["metadata"]}
     return made
-
-
-def _alone(rollout: Rollout, config: Config) -> RolloutRows:
-    group = Group(id=rollout.id, task_id=rollout.task_id, rollouts=(rollout,))
-    [rows] = rows_of([group], PlanConfig.of(config))
-    return rows.rollouts[0]
 
 
 def _group_rows(group: GroupRows) -> Iterator[tuple[bool, list[dict[str, Any]]]]:

@@ -31,18 +31,19 @@ from insitu.engines.base import LoadingEngine, PauseMode, Receipt
 from insitu.engines.factory import open_server
 from insitu.engines.replicas import EngineSet
 from insitu.engines.server_command import SERVERS
-from insitu.errors import ConfigError, TaskError
+from insitu.errors import ConfigError
 from insitu.runtime.engine import Sampler, open_sampler
 from insitu.runtime.fleet.controller import Fleet
 from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import prepare
 from insitu.runtime.run import Runtime, open_agents, open_backend
+from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, RunDir, write_text
+from insitu.storage.run_dir import KIND, RunDir
 from insitu.storage.score import Score
 from insitu.storage.store import Store, add_ledgers
 from insitu.storage.temp_dirs import remove_stale_scratch
-from insitu.tasks.base import Split
+from insitu.tasks.base import TasksById
 from insitu.tasks.mix import TaskMix
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.batch_source import Batches, StoreSink, collect_options, open_batches
@@ -50,7 +51,7 @@ from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.weights.files import SupportsPublish
-from insitu.types import Group, Ledger, Rollout, Status, Task
+from insitu.types import Group, Ledger, Rollout, Status
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +60,6 @@ BRIDGE = "bridge"
 """Value of KIND in the run directories of bridges."""
 ENDLESS = 10**9
 """Batches of a run: the trainer ends it."""
-ENDLESS_TASKS = 4096
-"""Tasks of an endless source that are searched for an id."""
-CHUNK = 256
 
 
 class _FolderWeights:
@@ -133,9 +131,7 @@ class RolloutSource:
         self._sink = StoreSink(store, InfraFailureRate(collect.infra_failure_alarm))
         self._breaker = Breaker(collect.max_consecutive_failures)
         self._plan = PlanConfig.of(run.config)
-        self._tasks: dict[str, Task] = {}
-        self._read: dict[Split, int] = {"train": 0, "eval": 0}
-        """Tasks in `_tasks` by split."""
+        self._tasks = TasksById(source)
         self._version = 0
         self._batches: Batches | None = None
         self._wishes: asyncio.Queue[asyncio.Future[RolloutBatch]] = asyncio.Queue()
@@ -150,7 +146,7 @@ class RolloutSource:
         stored rollout. `evaluation`: it is not trained. Raises TaskError for an unknown task, and what ends
         the run.
         """
-        found = self._task(task)
+        found = self._tasks.find(task)
         phase: Phase = "eval_during" if evaluation else "train"
         options = collect_options(self._config).changed(
             max_staleness=0, groups=ENDLESS, total=1, group_size=1, group_deadline_s=0.0, phase=phase
@@ -282,19 +278,6 @@ class RolloutSource:
         )
         return RolloutBatch(step=step, version=self._version, groups=groups)
 
-    def _task(self, task_id: str) -> Task:
-        """Return a task by its id; the splits are read in turn, and only as far as needed."""
-        while task_id not in self._tasks:
-            before = dict(self._read)
-            for split, start in before.items():
-                size = self._source.size(split)
-                count = min(CHUNK, (ENDLESS_TASKS if size is None else size) - start)
-                self._tasks |= {task.id: task for task in self._source.tasks(split, start, count)}
-                self._read[split] += count
-            if self._read == before:
-                raise TaskError(f"{self._source.name} has no task {task_id!a}")
-        return self._tasks[task_id]
-
 
 def _unscored(rollout: Rollout) -> str:
     """Return why a trainer with its own advantages cannot train a rollout, or empty."""
@@ -318,13 +301,9 @@ def _metrics(groups: Sequence[Group], ledger: Ledger, version: int) -> Mapping[s
 
 
 @asynccontextmanager
-async def open_rollout_source(
-    config: Config, note: Callable[[str], None] = log.warning
-) -> AsyncIterator[RolloutSource]:
-    """Open gateway, agents, engine and a new run directory; `note` gets lines for the user.
-
-    Raises InsituError.
-    """
+async def open_rollout_source(config: Config) -> AsyncIterator[RolloutSource]:
+    """Open gateway, agents, engine and a new run directory. Raises InsituError."""
+    note = log.warning
     prepared = prepare(config, note, lambda _, mix: mix.examples())
     renderer = prepared.rules
     remove_stale_scratch()

@@ -10,9 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
-
-import orjson
 
 from insitu.bridges.records import StoredRollout
 from insitu.bridges.rows import GroupRows, RolloutRows, rows_of
@@ -20,7 +17,7 @@ from insitu.config import Config
 from insitu.errors import RecordError
 from insitu.grading.reward import main_line
 from insitu.storage.lifecycle import SERVE
-from insitu.storage.queries import ATTEMPTS, ONE_ROW, STATE, UNCOUNTED, RunReader
+from insitu.storage.queries import ATTEMPTS, ONE_ROW, STATE, UNCOUNTED, RunReader, read_attempt
 from insitu.storage.run_dir import read_config
 from insitu.training.plan.step import PlanConfig
 from insitu.training.recovery import stored_groups
@@ -168,17 +165,12 @@ def stored_rollouts(
                     for name in ("state", "reason", "attempt", "version", "oldest", "account")
                 },
                 attempts=[
-                    _attempt(found)
+                    read_attempt(found)
                     for found in reader.all(ATTEMPTS, id=item.rollout.id)
                     if found["attempt"] != item.rollout.attempt
                 ],
                 messages=None if words is None else messages_of(item.rollout.turns, words),
             )
-
-
-def _attempt(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in row.items() if name not in ("rollout_id", "schema_version")}
-    return found | {name: orjson.loads(row[name]) for name in ("timings", "ledger")}
 
 
 def messages_of(turns: Sequence[Turn], words: Words) -> list[dict[str, str]]:

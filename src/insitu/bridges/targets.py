@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
-from insitu.bridges.rows import Conversion, GroupRows
+from insitu.bridges.rows import Conversion, GroupRows, RolloutRows
 from insitu.bridges.target_rows import TargetRow, all_rows, check_rows, scored_rows, trained_rows
 from insitu.bridges.to_areal import read_areal, to_areal
 from insitu.bridges.to_nemo import read_nemo, to_nemo
@@ -21,42 +21,40 @@ from insitu.bridges.to_verifiers import read_verifiers, to_verifiers
 from insitu.bridges.to_verl import read_verl, to_verl
 from insitu.errors import RecordError, SetupError, boundary
 from insitu.install_hints import install_extra
+from insitu.types import Segment
 
-Converter = Callable[[Sequence[GroupRows]], Conversion[Any]]
-TARGETS: Mapping[str, Converter] = {
-    "areal": to_areal,
-    "nemo": to_nemo,
-    "openenv": to_openenv,
-    "prime": to_prime,
-    "rllm": to_rllm,
-    "skyrl": to_skyrl,
-    "tinker": to_tinker,
-    "verifiers": to_verifiers,
-    "verl": to_verl,
+
+class ExportTarget(NamedTuple):
+    """How rows become the form of a trainer, and back."""
+
+    convert: Callable[[Sequence[GroupRows]], Conversion[Any]]
+    read: Callable[[Sequence[Any]], list[TargetRow]]
+    """Reads the rows in payloads."""
+    rows: Callable[[Iterable[GroupRows]], Iterator[tuple[RolloutRows, Segment]]] = scored_rows
+    """The rows that a payload holds."""
+
+
+TARGETS: Mapping[str, ExportTarget] = {
+    "areal": ExportTarget(to_areal, read_areal),
+    "nemo": ExportTarget(to_nemo, read_nemo),
+    "openenv": ExportTarget(to_openenv, read_openenv),
+    "prime": ExportTarget(to_prime, read_prime, trained_rows),
+    "rllm": ExportTarget(to_rllm, read_rllm, trained_rows),
+    "skyrl": ExportTarget(to_skyrl, read_skyrl),
+    "tinker": ExportTarget(to_tinker, read_tinker, trained_rows),
+    "verifiers": ExportTarget(to_verifiers, read_verifiers, all_rows),
+    "verl": ExportTarget(to_verl, read_verl),
 }
-READERS: Mapping[str, Callable[[Sequence[Any]], list[TargetRow]]] = {
-    "areal": read_areal,
-    "nemo": read_nemo,
-    "openenv": read_openenv,
-    "prime": read_prime,
-    "rllm": read_rllm,
-    "skyrl": read_skyrl,
-    "tinker": read_tinker,
-    "verifiers": read_verifiers,
-    "verl": read_verl,
-}
-"""The way back: the rows in a payload, of which a list is given."""
-_GIVEN = {"verifiers": all_rows} | dict.fromkeys(("prime", "rllm", "tinker"), trained_rows)
 
 
 def check_payload(to: str, groups: Iterable[GroupRows], payload: Sequence[Any]) -> None:
     """Compare a payload with the groups it was made of, bit for bit. Raises RecordError."""
     with boundary(RecordError, f"read {to}"):
         try:
-            rows = READERS[to](payload)
+            rows = TARGETS[to].read(payload)
         except (LookupError, TypeError) as error:
             raise RecordError(f"read {to}: {error!r}") from error
-    check_rows(_GIVEN.get(to, scored_rows)(groups), rows)
+    check_rows(TARGETS[to].rows(groups), rows)
 
 
 def read_payload(path: Path, to: str) -> list[Any]:

@@ -22,17 +22,15 @@ from typing import Any
 
 import aiohttp
 
-from insitu.bridges.process import read
-from insitu.bridges.rows import rows_of
+from insitu.bridges.process import read_named
+from insitu.bridges.rows import rows_alone
 from insitu.bridges.thread import SourceThread
 from insitu.bridges.to_verl import output_of
 from insitu.bridges.versions import check_version
 from insitu.config import Config
 from insitu.errors import ConfigError, EngineError, user_code
 from insitu.training.plan.step import PlanConfig
-from insitu.types import Group
 
-CONFIG = "INSITU_CONFIG"
 KEY = "INSITU_VERL_KEY"
 """Variable with the secret of the connection, made here."""
 TAKEN = 64
@@ -62,10 +60,9 @@ class AgentLoop:
         rollout = await asyncio.wrap_future(source.submit(lambda child: child.run(task, key)))
         if rollout.reward is None:
             return []
-        group = Group(id=rollout.id, task_id=rollout.task_id, rollouts=(rollout,))
-        [rows] = rows_of([group], PlanConfig.of(config))
+        item = rows_alone(rollout, PlanConfig.of(config))
         made = import_module("verl.experimental.agent_loop.agent_loop").AgentLoopOutput
-        return [made(**output_of(item, segment)) for item in rows.rollouts for segment in item.segments]
+        return [made(**output_of(item, segment)) for segment in item.segments]
 
 
 _keys = itertools.count()
@@ -95,10 +92,7 @@ async def _shared(servers: Any) -> tuple[SourceThread, Config]:
 
 async def _start(servers: Any) -> tuple[SourceThread, Config, asyncio.Task[None]]:
     check_version("verl")
-    path = os.environ.get(CONFIG)
-    if not path:
-        raise ConfigError(f"the environment variable {CONFIG} must name insitu's configuration")
-    config = read(path)
+    config = read_named()
     if config.engine.kind != "external":
         raise ConfigError("verl: engine.kind must be external, since verl's own servers sample")
     os.environ.setdefault(KEY, secrets.token_hex(16))

@@ -7,7 +7,7 @@ tokens with the same logprobs, and their sums are those of the turns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -49,7 +49,7 @@ def chain_ends(turns: dict[int, Turn]) -> list[Turn]:
     return sorted(ends, key=lambda turn: turn.index)
 
 
-def _chain_of(turns: dict[int, Turn], end: Turn) -> list[Turn]:
+def chain_of(turns: Mapping[int, Turn], end: Turn) -> list[Turn]:
     """Return the turns from the root to `end`, both included."""
     path = [end]
     while path[-1].parent != -1:
@@ -99,7 +99,7 @@ def _labels(trajectory: Trajectory, turns: dict[int, Turn]) -> dict[int, Segment
 
 
 def _row(turns: dict[int, Turn], turn: Turn, kind: SegmentKind, *, index: int, chain: Segment) -> Segment:
-    ids: IntArray = np.concatenate([part for t in _chain_of(turns, turn) for part in (t.context_ids, t.ids)])
+    ids: IntArray = np.concatenate([part for t in chain_of(turns, turn) for part in (t.context_ids, t.ids)])
     start = len(ids) - len(turn.ids)
     mask = np.zeros(len(ids), dtype=np.bool_)
     logprobs = np.zeros(len(ids), dtype=np.float32)

@@ -65,14 +65,14 @@ class _Tree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
+class _Lines:
     """Tops by role; every other top is a sub-agent's."""
 
     auxiliary: frozenset[int]
     main: frozenset[int]
 
 
-def _find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> Lines:
+def _find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> _Lines:
     """Return the auxiliary trees and the main line by the rules of this module."""
     grown: dict[int, _Tree] = {}
     for node in nodes.all:
@@ -93,7 +93,7 @@ def _find_lines(nodes: Nodes, *, train_auxiliary: bool = False) -> Lines:
             auxiliary.add(tree.top.id)
         elif not main or _takes_over(main[-1], tree, known):
             main.append(tree)
-    return Lines(
+    return _Lines(
         auxiliary=frozenset(auxiliary), main=frozenset(tree.top.id for tree in (*main, *tool_choice_none))
     )
 
@@ -128,7 +128,7 @@ def _chain_ends(nodes: Nodes, turns: list[SampledNode]) -> list[SampledNode]:
 class _Labels:
     """Label of each chain end."""
 
-    def __init__(self, nodes: Nodes, lines: Lines, ends: list[SampledNode]) -> None:
+    def __init__(self, nodes: Nodes, lines: _Lines, ends: list[SampledNode]) -> None:
         self._lines = lines
         main_ends = [end for end in ends if end.top in lines.main]
         self._final = main_ends[-1].id if main_ends else -1
@@ -212,7 +212,7 @@ def _experts(nodes: Nodes, path: list[Node], count: int) -> ExpertArray | None:
     return row
 
 
-def _build_segments(nodes: Nodes, reasons: Mapping[int, str], lines: Lines) -> tuple[Segment, ...]:
+def _build_segments(nodes: Nodes, reasons: Mapping[int, str], lines: _Lines) -> tuple[Segment, ...]:
     """Return the rows in the order of their last turns.
 
     A row is of one kind and ends at a turn of that kind; turns of the other kind are context in it.

@@ -189,7 +189,7 @@ def template_renderer(files: ModelFiles, codec: Codec | None = None) -> Template
     codec = codec or Codec(files.tokenizer_json, file.control_tokens)
     template = ChatTemplate(files.template, {**files.special_tokens, **file.template_arguments}, codec.shield)
     chat_renderer = _build(codec, template, file, _fingerprint(codec, template, file))
-    check_renderer(chat_renderer)
+    _check_renderer(chat_renderer)
     return chat_renderer
 
 
@@ -251,7 +251,7 @@ def _with_format(chat_renderer: TemplateRenderer, file: RendererFile) -> Templat
     return chat_renderer
 
 
-def check_renderer(chat_renderer: TemplateRenderer) -> None:
+def _check_renderer(chat_renderer: TemplateRenderer) -> None:
     """Check the delta rule on probe conversations; raise RenderError with the first failure."""
     template, codec = chat_renderer.template, chat_renderer.codec
     call = ToolCall(id="call_a", name=SENTINEL, arguments='{"a": 1}')

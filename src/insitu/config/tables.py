@@ -30,7 +30,7 @@ from insitu.config.model import PolicyTable
 from insitu.config.sandbox import SandboxTable
 from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
 from insitu.config.training import CollectTable, SftTable, TrainTable
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, describe_invalid
 from insitu.types.limits import LimitKeys
 
 _SHIM = unless("shim_tool", "")
@@ -279,9 +279,7 @@ class Config(Table):
         try:
             apply()
         except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            where = ".".join([kind, *filter(None, [table.name]), *map(str, first["loc"])])
-            raise ValueError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+            raise ValueError(describe_invalid(error, kind, *filter(None, [table.name]))) from None
 
     @property
     def agent_names(self) -> str:

@@ -245,12 +245,12 @@ def _hashed(parts: Sequence[str], sources: Sequence[str]) -> str:
     return h.hexdigest()[:24]
 
 
-async def make_warm_start(config: Config, view: View, job: SftJob | None = None) -> Path:
+async def make_warm_start(config: Config, view: View) -> Path:
     """Return the folder of a warm start, from the cache if it exists.
 
     Raises TrainError when the gate fails, SetupError when an agent cannot run.
     """
-    job = job or SftJob()
+    job = SftJob()
     view.stage("constant prompts of the agents")
     remove_stale_scratch()
     constants = [await constant_text(config, agent, view) for agent in ("pi", "script")]

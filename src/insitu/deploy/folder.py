@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from insitu.config import Config, load_config
 from insitu.engines.server_command import SERVERS, server_command
 from insitu.errors import ConfigError, SetupError
-from insitu.storage.run_dir import write_text
+from insitu.storage.files import write_text
 
 Target = Literal["space", "slurm", "k8s", "sky"]
 TARGETS: tuple[Target, ...] = ("space", "slurm", "k8s", "sky")

@@ -23,7 +23,7 @@ GRACE_S = 3.0
 """Time for a clean exit."""
 
 
-def end_all() -> None:
+def _end_all() -> None:
     """End every descendant: SIGTERM, then SIGKILL after GRACE_S, until none is left."""
     ends, sent = time.monotonic() + GRACE_S, signal.SIGTERM
     while left := descendants(os.getpid()):
@@ -53,7 +53,7 @@ def main(command: list[str]) -> int:
     try:
         ready, _, _ = select.select([0, ended, awake], [], [])
     finally:
-        end_all()
+        _end_all()
     code = child.wait()
     return code if ended in ready else 0
 

@@ -116,7 +116,7 @@ class _SglangEngine:
         body = {
             "rid": name,
             "input_ids": ids,
-            "sampling_params": neutral(params, key, number),
+            "sampling_params": _neutral(params, key, number),
             "return_logprob": True,
             "stream": False,
         }
@@ -235,7 +235,7 @@ class _SglangEngine:
         """Nothing to do: the context of `open_sglang` owns the connections."""
 
 
-def neutral(params: SamplingParams, key: RequestKey, part: int = 0) -> dict[str, Any]:
+def _neutral(params: SamplingParams, key: RequestKey, part: int = 0) -> dict[str, Any]:
     """Return sampling parameters that change nothing but the temperature.
 
     Each part of a call that was cut off has its own random stream.

@@ -98,7 +98,7 @@ class VllmEngine(VllmControl):
             "model": model,
             "token_ids": ids,
             "return_token_ids": True,
-            "sampling_params": {**neutral(params, key), "logprobs": 0, "detokenize": False},
+            "sampling_params": {**_neutral(params, key), "logprobs": 0, "detokenize": False},
         }
         if self._http.options.experts:
             body["sampling_params"]["routed_experts_prompt_start"] = params.experts_from
@@ -145,7 +145,7 @@ class VllmEngine(VllmControl):
             "prompt": ids,
             "return_token_ids": True,
             "logprobs": 0,
-            **neutral(params, key),
+            **_neutral(params, key),
             "skip_special_tokens": False,
         }
         before = self._receipt.version
@@ -190,7 +190,7 @@ def _cached(answer: Mapping[str, Any]) -> object:
     return details.get("cached_tokens") if isinstance(details, dict) else None
 
 
-def neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:
+def _neutral(params: SamplingParams, key: RequestKey) -> dict[str, Any]:
     """Return sampling parameters that change nothing but the temperature."""
     return {
         "max_tokens": params.max_tokens,

@@ -28,8 +28,9 @@ from insitu.runtime.engine import open_sampler
 from insitu.runtime.fleet.controller import Fleet
 from insitu.runtime.preflight import Prepared, check_weights, prepare, prepare_tasks
 from insitu.runtime.run import OpenSampler, Runtime, open_agents, open_backend
+from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, SESSIONS, RunDir, write_text
+from insitu.storage.run_dir import KIND, SESSIONS, RunDir
 from insitu.storage.store import Score, Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.base import REWARD_ONLY, Split, TaskSource

@@ -12,8 +12,9 @@ import orjson
 
 from insitu.evaluate.results import PHASE, STEP
 from insitu.gateway.text_log import spent_in
+from insitu.storage.files import write_text
 from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks
-from insitu.storage.run_dir import RunDir, write_text
+from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
 from insitu.types import Outcome, Status, Task

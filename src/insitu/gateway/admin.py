@@ -28,7 +28,7 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import ConfigError, InsituError, describe_invalid
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.listeners import Listener, listen_tcp, listen_unix
@@ -41,8 +41,6 @@ from insitu.gateway.token_backend import TokenCalls
 from insitu.types import MIN_TEMPERATURE, Limits, Trajectory
 
 log = logging.getLogger(__name__)
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class _Body(BaseModel):
@@ -186,7 +184,7 @@ class Admin:
     async def _collection(self, http: web.BaseRequest) -> web.Response:
         if http.method == "GET":
             found = [*self._open.values(), *(session for session, _ in self._sealed.values())]
-            return _json({"sessions": [describe(session) for session in found]})
+            return _json({"sessions": [_describe(session) for session in found]})
         if http.method == "POST":
             return await self._create(http)
         raise _AdminError(405, "GET or POST")
@@ -211,7 +209,7 @@ class Admin:
         self.adopt(session)
         return _json(
             {
-                **describe(session),
+                **_describe(session),
                 "secret": session.secret,
                 "tool_secret": session.tool_secret,
                 "path": f"/s/{session.public_id}",
@@ -230,7 +228,7 @@ class Admin:
         if session is None:
             _unknown()
         if asked == ("GET", ""):
-            return _json(describe(session))
+            return _json(_describe(session))
         if asked == ("GET", "calls"):
             return _json({"calls": [dataclasses.asdict(call) for call in session.tools.calls]})
         if asked == ("GET", "export"):
@@ -243,7 +241,7 @@ class Admin:
         raw = await read_json(http, self._gateway.config, 1 << 16) if http.can_read_body else {}
         body = _parsed(_SealBody, raw)
         if name in self._sealed:
-            return _json(describe(*self._sealed[name]))
+            return _json(_describe(*self._sealed[name]))
         session = self._open.get(name)
         if session is None:
             _unknown()
@@ -256,7 +254,7 @@ class Admin:
             self._open.pop(name, None)
         self.keep(session, trajectory)
         self._on_sealed(session, trajectory)
-        return _json(describe(session, trajectory))
+        return _json(_describe(session, trajectory))
 
     async def _delete(self, name: str) -> web.Response:
         session = self._open.pop(name, None)
@@ -284,7 +282,7 @@ class Admin:
         return web.Response(body=raw, content_type=content_type)
 
 
-def describe(session: Session, trajectory: Trajectory | None = None) -> Mapping[str, object]:
+def _describe(session: Session, trajectory: Trajectory | None = None) -> Mapping[str, object]:
     """Return a summary of a session without secrets and text."""
     summary: dict[str, object] = {
         "public_id": session.public_id,
@@ -304,9 +302,7 @@ def _parsed(kind: type[_AnyBody], body: Mapping[str, object]) -> _AnyBody:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise _AdminError(400, f"{where}: {first['msg']}") from error
+        raise _AdminError(400, describe_invalid(error)) from error
 
 
 def _unknown() -> NoReturn:

@@ -59,8 +59,8 @@ class CallReport:
 class CallReporter:
     """Passes reports to `on_call`; lives on the gateway's event loop."""
 
-    def __init__(self, on_call: Callable[[CallReport], None], interval_s: float = INTERVAL_S) -> None:
-        self.report, self._interval_s = on_call, interval_s
+    def __init__(self, on_call: Callable[[CallReport], None]) -> None:
+        self.report = on_call
         self._pending: dict[Key, int] = {}
         """Refusals since the last report of their key; a key is dropped after an interval without any."""
         self._dead: dict[Key, str] = {}
@@ -89,7 +89,7 @@ class CallReporter:
 
     def _report(self, key: Key, count: int, dead: str) -> None:
         self._pending[key], self._dead[key] = 0, dead
-        self._timers[key] = asyncio.get_running_loop().call_later(self._interval_s, self._due, key)
+        self._timers[key] = asyncio.get_running_loop().call_later(INTERVAL_S, self._due, key)
         self.report(_refusals(key, count, dead))
 
     def _due(self, key: Key) -> None:

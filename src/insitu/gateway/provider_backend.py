@@ -39,7 +39,7 @@ from insitu.types import Ledger, Trajectory
 _ACTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 
 
-def plain(action: str) -> bool:
+def _plain(action: str) -> bool:
     """Return whether the path stays below the version: no dot segment, no query, nothing to decode."""
     return _ACTION.fullmatch(action) is not None and not any(p in (".", "..") for p in action.split("/"))
 
@@ -135,7 +135,7 @@ class ProviderBackend:
         self.outage.check()
 
     def serves(self, route: Route) -> bool:
-        return route.scope == "agent" and plain(route.action)
+        return route.scope == "agent" and _plain(route.action)
 
     def open_calls(self, session: Session) -> ProviderCalls:
         if session.tools.tools:

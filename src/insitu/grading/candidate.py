@@ -83,7 +83,7 @@ class Candidate:
 
     async def lay(self, sandbox: Sandbox, hidden: Tree | None = None, *, owner: Owner = "sandbox") -> None:
         """Write the candidate and hidden files over it into the work folder."""
-        files = overlay(self.tree, hidden or {})
+        files = _overlay(self.tree, hidden or {})
         if not self.over_image:
             await sandbox.put_tree(files, owner=owner)
             return
@@ -91,7 +91,7 @@ class Candidate:
         await sandbox.lay(changed, remove=[path for path in self.base if path not in files], owner=owner)
 
 
-def overlay(tree: Tree, hidden: Tree) -> Tree:
+def _overlay(tree: Tree, hidden: Tree) -> Tree:
     """Return `tree` with the hidden files, which replace files in place of their folders or below them."""
     if not hidden:
         return tree

@@ -51,7 +51,7 @@ def make_verdict(
         controls=report.controls,
         image=image,
         grader=f"insitu {__version__}/{GRADER}",
-        dropped_paths=() if diff is None else (*gathered(diff.dropped), *gathered(diff.left_out)),
+        dropped_paths=() if diff is None else (*_gathered(diff.dropped), *_gathered(diff.left_out)),
         reason=reason[:MAX_REASON_CHARS],
         task_hash=task_hash,
         diff_hash="" if diff is None else diff.digest,
@@ -66,7 +66,7 @@ def with_ending(verdict: Verdict, ending: str) -> Verdict:
     return replace(verdict, reason=reason[:MAX_REASON_CHARS])
 
 
-def gathered(paths: tuple[str, ...]) -> tuple[str, ...]:
+def _gathered(paths: tuple[str, ...]) -> tuple[str, ...]:
     """Return the paths, with folders of many paths summarised and the list capped."""
     kept: list[str] = []
     inside: dict[str, list[str]] = {}

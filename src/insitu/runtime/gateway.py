@@ -8,7 +8,7 @@ import orjson
 from pydantic import ValidationError
 
 from insitu.config import Config
-from insitu.errors import ConfigError, boundary
+from insitu.errors import ConfigError, boundary, describe_invalid
 from insitu.gateway.admin import ToolBody
 from insitu.gateway.host_tools import HostTool, ToolBox
 from insitu.gateway.request import GatewayConfig
@@ -42,8 +42,6 @@ def read_tools(path: Path) -> tuple[HostTool, ...]:
     try:
         tools = tuple(HostTool(**ToolBody.model_validate(tool).model_dump()) for tool in listed)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {where}: {first['msg']}") from error
+        raise ConfigError(f"{path}: {describe_invalid(error)}") from error
     ToolBox(tools)
     return tools

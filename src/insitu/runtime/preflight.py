@@ -26,21 +26,23 @@ from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
 from insitu.engines.server_command import SERVERS, interpreter, place, present_gpus
-from insitu.errors import ConfigError, InsituError
+from insitu.errors import ConfigError, InsituError, TaskError
 from insitu.gateway.listeners import check_port
 from insitu.grading.grader import runner_for
 from insitu.grading.reward import reward_function
+from insitu.grading.trust import below, trust_of
 from insitu.runtime.agents import AgentSetup, check_listener, find_pools, limits_of, make_setups
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.prompt_sizes import FIRST_CALLS, PromptFit
 from insitu.runtime.sandboxes import check_agents, check_tasks
 from insitu.runtime.transcripts import transcript_reader
-from insitu.runtime.trust_filter import filter_by_trust
 from insitu.runtime.upstream import upstream_options
+from insitu.tasks.base import TaskSource
+from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import action_of, open_source
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tracking.start import check_trackers
-from insitu.types import Task
+from insitu.types import Oracle, Task
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -125,12 +127,12 @@ def prepare(
 
 def _in_part(check: Callable[[Config], object], config: Config) -> None:
     """Run the check of one task set; its errors name the set."""
-    with naming_part(config):
+    with _naming_part(config):
         check(config)
 
 
 @contextmanager
-def naming_part(config: Config) -> Iterator[None]:
+def _naming_part(config: Config) -> Iterator[None]:
     """Prefix errors about a task set, or an evaluation with tables of its own, with its name."""
     try:
         yield
@@ -145,7 +147,7 @@ def open_mix(config: Config, say: Callable[[str], None] = log.info) -> TaskMix:
     """Open every task set; sets with less trusted verdicts are rejected or skipped by `grade.min_trust`."""
 
     def opened(own: Config) -> TaskSet:
-        with naming_part(own):
+        with _naming_part(own):
             source = open_source(own, limits_of(own), runner_for)
             filter_by_trust(own, source, say)
         return TaskSet(config=own, source=source)
@@ -163,7 +165,7 @@ def prepare_tasks(
     tasks = list(choose(config, mix))
     for task in tasks:
         own = mix.of(task).config
-        with naming_part(own):
+        with _naming_part(own):
             check_tasks(own, [task])
     return mix, tasks
 
@@ -259,3 +261,38 @@ def _check_writable(folder: Path, key: str) -> None:
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{key}: {folder} is not writable")
+
+
+def filter_by_trust(config: Config, source: TaskSource, say: Callable[[str], None]) -> None:
+    """Skip tasks below `grade.min_trust`, and pass a line to `say` if there are any.
+
+    Raises TaskError if they must not be skipped, or if no task remains.
+    """
+    least = config.grade.min_trust
+    if least == "weak":
+        return
+    if not isinstance(source, RowSource):
+        for task in source.tasks("train", 0, 1):  # generated tasks are all of one kind
+            if why := _distrust_reason(config, task, source.oracle(task)):
+                raise TaskError(f"grade.min_trust = {least}: {why}")
+        return
+    kept: set[str] = set()
+    reasons: list[str] = []
+    for item in source.used():
+        if why := _distrust_reason(config, item.task, item.oracle):
+            reasons.append(why)
+        else:
+            kept.add(item.task.content_hash)
+    if not reasons:
+        return
+    line = f"grade.min_trust = {least}: {len(reasons)} of {len(reasons) + len(kept)} tasks are less trusted"
+    if config.task_set.on_invalid_row == "refuse" or not kept:
+        more = "; set tasks.on_invalid_row=skip to skip them" if kept else ""
+        raise TaskError(f"{line}, the first: {reasons[0]}{more}")
+    source.keep(frozenset(kept))
+    say(f"{line} and are skipped, the first: {reasons[0]}")
+
+
+def _distrust_reason(config: Config, task: Task, oracle: Oracle) -> str:
+    trust, why = trust_of(task, oracle)
+    return f"task {task.id}, {trust}: {why}" if below(trust, config.grade.min_trust) else ""

@@ -10,7 +10,7 @@ from insitu.config.load import WARM_START
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstCall:
+class _FirstCall:
     """Size of an agent's first prompt with its tools, for a task of one line."""
 
     characters: int
@@ -18,14 +18,14 @@ class FirstCall:
     """Tokens in the shipped model's vocabulary, which falls back to bytes."""
 
 
-FIRST_CALLS: Mapping[str, FirstCall] = {
-    "pi": FirstCall(characters=5_800, shipped_tokens=476),
-    "claude_code": FirstCall(characters=48_600, shipped_tokens=46_300),
-    "codex": FirstCall(characters=37_800, shipped_tokens=35_800),
-    "opencode": FirstCall(characters=31_000, shipped_tokens=29_200),
-    "qwen_code": FirstCall(characters=71_100, shipped_tokens=68_400),
-    "gemini_cli": FirstCall(characters=48_700, shipped_tokens=46_400),
-    "mini_swe": FirstCall(characters=3_400, shipped_tokens=2_777),
+FIRST_CALLS: Mapping[str, _FirstCall] = {
+    "pi": _FirstCall(characters=5_800, shipped_tokens=476),
+    "claude_code": _FirstCall(characters=48_600, shipped_tokens=46_300),
+    "codex": _FirstCall(characters=37_800, shipped_tokens=35_800),
+    "opencode": _FirstCall(characters=31_000, shipped_tokens=29_200),
+    "qwen_code": _FirstCall(characters=71_100, shipped_tokens=68_400),
+    "gemini_cli": _FirstCall(characters=48_700, shipped_tokens=46_400),
+    "mini_swe": _FirstCall(characters=3_400, shipped_tokens=2_777),
 }
 """Measured with the pinned versions: the first request with tools of each agent's recording
 (tests/wire/recordings), rendered by the shipped model's renderer. Recordings contain made-up words of the

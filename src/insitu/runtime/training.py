@@ -96,7 +96,7 @@ def check_trained(config: Config) -> None:
         )
 
 
-def check_service(config: Config) -> None:
+def _check_service(config: Config) -> None:
     """Raise ConfigError for settings that a training service cannot follow."""
     if config.policy.kind != "tinker":
         if config.engine.kind == "tinker":
@@ -114,7 +114,7 @@ def check_service(config: Config) -> None:
 
 def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
     """Check a training run before anything of it is started or written. Raises InsituError."""
-    own = (check_trained, check_service, check_weights, check_reference)
+    own = (check_trained, _check_service, check_weights, check_reference)
     return prepare(config, say, _examples, own)
 
 

@@ -18,6 +18,7 @@ from insitu.sandbox.base import ExecResult, Sandbox, SandboxBackend, SandboxSpec
 from insitu.types import Setup, Task, Tree
 
 MAX_FILES = 200_000
+MAX_BYTES = 512 << 20
 
 
 @runtime_checkable
@@ -45,11 +46,9 @@ def is_plain(setup: Setup) -> bool:
 class BaseTrees:
     """Cached base trees; safe to call concurrently."""
 
-    def __init__(
-        self, backend: SandboxBackend, *, max_bytes: int = 512 << 20, cache_bytes: int = 1 << 30
-    ) -> None:
-        """`max_bytes` bounds one tree, `cache_bytes` the cache (the newest tree is always kept)."""
-        self._backend, self._max_bytes, self._budget = backend, max_bytes, cache_bytes
+    def __init__(self, backend: SandboxBackend, *, cache_bytes: int = 1 << 30) -> None:
+        """`cache_bytes` bounds the cache; the newest tree is always kept."""
+        self._backend, self._budget = backend, cache_bytes
         self._known: OrderedDict[str, tuple[_BaseTree, int]] = OrderedDict()
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -99,7 +98,7 @@ class BaseTrees:
             await set_up(sandbox, task.setup)
             if task.files:
                 await sandbox.lay(task.files)
-            return await sandbox.get_tree(max_bytes=self._max_bytes, max_files=MAX_FILES)
+            return await sandbox.get_tree(max_bytes=MAX_BYTES, max_files=MAX_FILES)
 
 
 async def set_up(sandbox: Sandbox, setup: Setup) -> None:

@@ -1,9 +1,8 @@
 """Sandboxes of a docker or podman daemon on another machine, as an environment of the harbor backend.
 
-    sandbox.environment = "insitu.sandbox.docker_host:docker_environment" with sandbox.backend = "harbor"
-
     sandbox.environment = "insitu.sandbox.docker_host:docker_environment", with sandbox.backend = "harbor"
-the docker backend passes sockets and descriptors, which takes the same machine. No list of hosts is kept.
+
+The docker backend passes sockets and descriptors, which takes the same machine. No list of hosts is kept.
 Needs no Harbor.
 """
 

@@ -62,9 +62,9 @@ class LocalSandbox(SupervisedSandbox):
 
     async def _end(self) -> None:
         try:
-            if not await ended(self._process, CLOSE_S):
+            if not await _ended(self._process, CLOSE_S):
                 self._kill()
-                await ended(self._process, CLOSE_S)
+                await _ended(self._process, CLOSE_S)
         except asyncio.CancelledError:
             # The loop ends: reap the child here.
             self._kill()
@@ -82,7 +82,7 @@ class LocalSandbox(SupervisedSandbox):
             self._cgroup.kill()
 
 
-async def ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+async def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     """Wait for the outermost process, which ends after the last process of its sandbox."""
     if process.poll() is not None:
         return True

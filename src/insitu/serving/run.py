@@ -22,7 +22,7 @@ from insitu.runtime.gateway import gateway_config
 from insitu.serving.agent_setup import TASK, Access, agent_names, setup
 from insitu.serving.console import Console
 from insitu.serving.served import Served, open_served
-from insitu.storage.run_dir import write_text
+from insitu.storage.files import write_text
 
 ADMIN_SECRET = "INSITU_ADMIN_SECRET"
 """Environment variable with the operator's secret (default: a random one)."""

@@ -31,10 +31,11 @@ from insitu.runtime.public_url import open_public_url
 from insitu.runtime.run import open_backend
 from insitu.serving.console import Console
 from insitu.serving.host_calls import HostCallReporter
+from insitu.storage.files import write_text
 from insitu.storage.host_calls import HostCallLog
 from insitu.storage.lifecycle import SERVE
 from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, SESSIONS, RunDir, write_text
+from insitu.storage.run_dir import KIND, SESSIONS, RunDir
 from insitu.storage.session_log import recover
 from insitu.storage.store import Store
 from insitu.types import Rollout, Status, Timings, Trajectory

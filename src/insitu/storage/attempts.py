@@ -15,11 +15,10 @@ from insitu.types import Status
 CANCELLED, INTERRUPTED = "cancelled: ", "interrupted: "
 """Prefixes of the error of such an attempt."""
 _WHY = "the process that ran it ended first"
-End = Literal["decided", "failed", "cancelled", "interrupted", "running", "untold"]
+End = Literal["decided", "failed", "cancelled", "interrupted", "running"]
 ENDS: tuple[End, ...] = get_args(End)
 """`failed`: infrastructure failure, whether or not it was the rollout's last attempt. `cancelled`: stale
-group, deadline or end of the run. `untold`: end unknown; only in run directories resumed by a version that
-did not record interrupted attempts."""
+group, deadline or end of the run."""
 
 
 def interrupt_running(db: sqlite3.Connection) -> None:
@@ -50,9 +49,4 @@ def count_attempts(db: sqlite3.Connection) -> dict[str, int]:
         "SELECT COUNT(*) AS n FROM states s LEFT JOIN attempts a USING (rollout_id, attempt)"
         " WHERE s.state = 'running' AND a.rollout_id IS NULL"
     ).fetchone()["n"]
-    stored = "SELECT COALESCE(MAX(attempt), 0) FROM attempts a WHERE a.rollout_id = s.rollout_id"
-    started = db.execute(
-        f"SELECT COALESCE(SUM(MAX(s.attempt, ({stored}))), 0) AS n FROM states s"
-    ).fetchone()["n"]
-    counts["untold"] = started - sum(counts.values())
     return counts

@@ -6,13 +6,12 @@ last line (kill, full disk) is cut off before the next write.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import orjson
 
-from insitu.storage.metrics import cut_torn_line, disk_error
+from insitu.storage.metrics import MetricsFile
 
 SCHEMA_VERSION = 1
 
@@ -22,23 +21,9 @@ class HostCallLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._ends_clean = False
-        """The file is known to end with a complete line."""
 
     def keep(self, rollout_id: str, attempt: int, calls: Sequence[Mapping[str, object]]) -> None:
-        """Append the calls of one attempt in order.
-
-        Raises RecordError.
-        """
+        """Append the calls of one attempt in order. Raises RecordError."""
         key = {"schema_version": SCHEMA_VERSION, "rollout_id": rollout_id, "attempt": attempt}
-        lines = b"".join(orjson.dumps({**key, **call}) + b"\n" for call in calls)
-        try:
-            if not self._ends_clean:
-                cut_torn_line(self._path)
-            self._ends_clean = False
-            with self._path.open("ab", buffering=0) as file:
-                if file.write(lines) != len(lines):
-                    raise OSError(errno.ENOSPC, "short write")
-        except OSError as error:
-            raise disk_error(self._path, error) from error
-        self._ends_clean = True
+        with MetricsFile(self._path) as file:
+            file.append(b"".join(orjson.dumps({**key, **call}) + b"\n" for call in calls))

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import orjson
@@ -48,13 +47,15 @@ class MetricsFile:
     def write(self, metrics: Metrics) -> None:
         """Append one line; a NaN is written as null."""
         record = {"schema_version": SCHEMA_VERSION, "time_s": time.time(), **metrics}
-        line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+        self.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+    def append(self, lines: bytes) -> None:
+        """Append complete lines at once."""
         try:
-            written = self._file.write(line)
+            if self._file.write(lines) != len(lines):
+                raise OSError(errno.ENOSPC, "short write")
         except OSError as error:
             raise disk_error(self._path, error) from error
-        if written != len(line):
-            raise disk_error(self._path, OSError(errno.ENOSPC, "short write"))
 
     def close(self) -> None:
         self._file.close()
@@ -62,12 +63,7 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -77,14 +77,14 @@ def wilson_interval(rate: float, n: int) -> tuple[float, float]:
     return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
-def bootstrap(values: Sequence[float], seed: int, resamples: int = RESAMPLES) -> tuple[float, float]:
+def bootstrap(values: Sequence[float], seed: int) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of the mean over tasks; deterministic per seed."""
     data = np.asarray(values, dtype=np.float64)
     rng = np.random.default_rng(seed)
     means: list[float] = []
     rows_per_chunk = max(1, CHUNK // len(data))
-    while len(means) < resamples:
-        rows = min(rows_per_chunk, resamples - len(means))
+    while len(means) < RESAMPLES:
+        rows = min(rows_per_chunk, RESAMPLES - len(means))
         means += data[rng.integers(0, len(data), size=(rows, len(data)))].mean(axis=1).tolist()
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)

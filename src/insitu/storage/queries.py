@@ -278,7 +278,7 @@ class RunReader(Store):
 
     def rows(self, query: str, **values: object) -> list[dict[str, Any]]:
         """Return rollouts of a query that selects list rows, decoded."""
-        return [read_row(row) for row in self.all(query, **values)]
+        return [_read_row(row) for row in self.all(query, **values)]
 
     def page(
         self, filters: Mapping[str, object], *, sort: str = "", cursor: str = "", limit: int = PAGE
@@ -308,7 +308,7 @@ class RunReader(Store):
         )
         last = found[-1] if len(found) == limit else None
         after = "" if last is None else orjson.dumps([last["sort_key"], last["row"]]).decode()
-        return RolloutPage(rows=[read_row(row) for row in found], next=after)
+        return RolloutPage(rows=[_read_row(row) for row in found], next=after)
 
     def count(self, filters: Mapping[str, object]) -> int:
         """Return the number of rollouts that pass the filters."""
@@ -325,7 +325,7 @@ class RunReader(Store):
             return bytes(blob.read(count))
 
 
-def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _read_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a list row with its JSON columns decoded, times from the id, and token counts."""
     found = {key: value for key, value in row.items() if key not in ("ledger", "timings", "sort_key", "ulid")}
     ledger, timings = orjson.loads(row["ledger"]), orjson.loads(row["timings"])
@@ -333,6 +333,12 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
     found["ended_s"] = ulid_seconds(row["ulid"])
     found |= {"sampled": ledger["captured"], "trained": ledger["trained"], "excluded": ledger["excluded"]}
     return {**found, **timings}
+
+
+def read_attempt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of ATTEMPTS with its JSON columns decoded."""
+    found = {name: value for name, value in row.items() if name not in ("rollout_id", "schema_version")}
+    return found | {name: orjson.loads(row[name]) for name in ("timings", "ledger")}
 
 
 def ulid_seconds(ulid: str) -> float:

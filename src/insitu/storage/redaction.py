@@ -29,10 +29,10 @@ _SECRET_CHARS = 8
 class Redaction:
     """Replacement of secrets, home paths, the host name and chosen patterns in text."""
 
-    def __init__(self, chosen: Sequence[str] = (), environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, chosen: Sequence[str] = ()) -> None:
         """Take regular expressions; raise ConfigError for one that is not valid."""
         self._patterns = [(SECRET, "***"), (_KEYS, "***"), (_LOGINS, "***"), (_HOMES, "~")]
-        held = {value for name, value in environment.items() if _SECRET_NAMES.search(name)}
+        held = {value for name, value in os.environ.items() if _SECRET_NAMES.search(name)}
         for value in sorted(held, key=len, reverse=True):
             if len(value) >= _SECRET_CHARS and not value.startswith("/"):
                 self._patterns.insert(0, (re.compile(re.escape(value)), "***"))

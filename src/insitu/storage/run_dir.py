@@ -28,6 +28,7 @@ import orjson
 from insitu.config import Config, dump_toml, load_config, model_folder
 from insitu.config.base import holds_paths, is_url
 from insitu.errors import ConfigError, RecordError, SetupError
+from insitu.storage.files import write_text
 from insitu.storage.metrics import MetricsFile, disk_error, read_metrics
 from insitu.storage.store import EmptyStore, Store
 from insitu.storage.timeline import TIMELINE, Timeline
@@ -175,12 +176,7 @@ class RunDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -294,12 +290,12 @@ def read_summary(path: Path) -> Mapping[str, Any] | None:
 
 def run_state(path: Path) -> Literal["running", "finished", "stopped"]:
     """Return `running` while a process holds the lock, else `finished` or `stopped`."""
-    if is_locked(path / "lock"):
+    if _is_locked(path / "lock"):
         return "running"
     return "finished" if (path / "summary.json").exists() else "stopped"
 
 
-def is_locked(path: Path) -> bool:
+def _is_locked(path: Path) -> bool:
     """Return whether a process holds the flock; taking it would disturb a run that starts."""
     try:
         inode = str(path.stat().st_ino)
@@ -307,29 +303,6 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return False
     return any(line.split()[5].rpartition(":")[2] == inode for line in lines if " FLOCK " in line)
-
-
-def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace a file atomically and durably; `private` sets mode 0600.
-
-    Raises RecordError, with a separate message for a full disk.
-    """
-    temporary = path.with_name(path.name + ".part")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            if private:
-                os.fchmod(file.fileno(), 0o600)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except (OSError, UnicodeError) as error:
-        raise disk_error(path, error) from error
 
 
 def _with_dir(config: Config, path: Path) -> Config:

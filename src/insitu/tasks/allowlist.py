@@ -7,7 +7,6 @@ digest, and is worth nothing when either changes.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from insitu.errors import TaskError, boundary
+from insitu.errors import TaskError, boundary, describe_invalid
+from insitu.storage.files import write_text
 
 SCHEMA = 1
 FindingStatus = Literal["passed", "failed", "no_gold", "infra"]
@@ -69,19 +69,12 @@ def read_allowlist(path: Path, *, missing_ok: bool = False) -> _Allowlist:
     try:
         return _Allowlist(path=path, findings=_FINDINGS.validate_python(value.get("tasks")))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise TaskError(f"{path}: {where}: {first['msg']}") from None
+        raise TaskError(f"{path}: {describe_invalid(error)}") from None
 
 
 def write_allowlist(path: Path, findings: Mapping[str, TaskFinding]) -> None:
-    """Write an allowlist; raise TaskError."""
+    """Write an allowlist. Raises TaskError or RecordError."""
     value = {"schema": SCHEMA, "tasks": {name: asdict(found) for name, found in sorted(findings.items())}}
-    fresh = path.with_name(f".{path.name}.new")
     with boundary(TaskError, f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        write_text(path, json.dumps(value, indent=1) + "\n")

@@ -12,11 +12,18 @@ import math
 from insitu.types import Case
 
 MAX_POWER = 64
-MAX_ITEMS = 10_000
 
 
 class NotPlain(Exception):
     """The test says more than calls and values."""
+
+
+def parse_python(text: str, what: str) -> ast.Module:
+    """Parse code of a row; raise ValueError. what: name of the code for the message."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{what} is not Python: {' '.join(str(error).split())[:100]}") from None
 
 
 def cases_of(test: str, function: str) -> tuple[Case, ...]:

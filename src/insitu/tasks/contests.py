@@ -7,20 +7,19 @@ solutions that is Python 3.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from insitu.errors import TaskError
+from insitu.tasks.asserts import parse_python
 from insitu.tasks.base import Item
-from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text, read_places
+from insitu.tasks.dataset import LoadOptions, RowFormat
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text
 from insitu.tasks.shared import make_item, text_tree
 from insitu.types import Case, Exchange, GradingPlan, Oracle
 
@@ -134,8 +133,8 @@ def _gold(solutions: Sequence[str]) -> str:
 def _is_python(text: str) -> bool:
     """Whether a solution can be Python 3: sets have Python 2 among them."""
     try:
-        return bool(ast.parse(text).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return bool(parse_python(text, "").body)
+    except ValueError:
         return False
 
 
@@ -178,13 +177,10 @@ class _AppsRow(TaskRow):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AppsFormat:
+class _AppsFormat(RowFormat):
     """Formats `apps` and `taco`."""
 
     name: str
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _AppsRow.model_validate(row)
@@ -285,11 +281,8 @@ class _ContestRow(TaskRow):
     output_file: str = ""
 
 
-class CodeContests:
+class CodeContests(RowFormat):
     """Format `code_contests`."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _ContestRow.model_validate(row)

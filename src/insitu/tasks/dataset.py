@@ -16,9 +16,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
-from insitu.errors import TaskError
+from insitu.errors import TaskError, describe_invalid
 from insitu.tasks.base import Item, Split, split_of
-from insitu.tasks.row_files import MAX_REASON_CHARS, RawRow, RowLocation, describe, row_id
+from insitu.tasks.row_files import MAX_REASON_CHARS, RawRow, RowLocation, read_places, row_id
 from insitu.types import Limits, Oracle, Task
 
 SHOWN_REFUSALS = 3
@@ -63,6 +63,13 @@ class Format(Protocol):
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         """Task and oracle of a row. Raises ValidationError or TaskError for one that cannot be graded."""
+
+
+class RowFormat:
+    """Base of the formats whose rows are in JSON lines, JSON or Parquet files."""
+
+    def places(self, path: Path) -> Iterator[RowLocation]:
+        return read_places(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +235,7 @@ class RowSource:
             if self._check_task is not None:
                 self._check_task(item.task, item.oracle)
         except ValidationError as error:
-            raise _Bad(_refusal(place, describe(error), row_id(row))) from None
+            raise _Bad(_refusal(place, describe_invalid(error), row_id(row))) from None
         except (TaskError, ValueError) as error:  # a row has no way to end the reading of the others
             raise _Bad(_refusal(place, error, row_id(row))) from None
         task = item.task

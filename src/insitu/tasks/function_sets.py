@@ -9,17 +9,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from insitu.errors import TaskError
-from insitu.tasks.asserts import NotPlain, assert_case, literal_value
+from insitu.tasks.asserts import NotPlain, assert_case, literal_value, parse_python
 from insitu.tasks.base import Item
-from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text, read_places
+from insitu.tasks.dataset import LoadOptions, RowFormat
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text
 from insitu.tasks.shared import make_item, text_tree
 from insitu.types import Case, GradingPlan, HiddenTests, Oracle, Setup
 
@@ -29,19 +27,12 @@ FLOAT_TOLERANCE = 1e-6
 Id = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
 
 
-def signature(code: str, function: str) -> str:
+def _signature(code: str, function: str) -> str:
     """Return the first lines of a solution up to the body of `function`, as a stub; raise TaskError."""
-    for node in parsed(code, "code").body:
+    for node in parse_python(code, "code").body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
             return f"def {function}({ast.unparse(node.args)}):\n    pass\n"
     raise TaskError(f"the solution has no function {function}")
-
-
-def parsed(code: str, what: str) -> ast.Module:
-    try:
-        return ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise TaskError(f"{what} is not Python: {' '.join(str(error).split())[:100]}") from None
 
 
 def _pytest_file(*parts: str) -> HiddenTests:
@@ -97,11 +88,8 @@ class _MbppRow(TaskRow):
     test_imports: list[str] = Field(default_factory=list)
 
 
-class Mbpp:
+class Mbpp(RowFormat):
     """Format `mbpp`."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         found = _MbppRow.model_validate(row)
@@ -109,7 +97,7 @@ class Mbpp:
         if not asserts:
             raise TaskError("test_list is empty: nothing can be graded")
         function = _tested_function("\n".join(asserts), found.code)
-        stub = signature(found.code, function)
+        stub = _signature(found.code, function)
         before = "\n".join([*found.test_imports, found.test_setup_code]).strip()
         head = stub.partition("\n")[0].removesuffix(":")
         return _function_item(
@@ -128,10 +116,10 @@ def _tested_function(tests: str, code: str) -> str:
     """Return the function of the solution that the tests call; raise TaskError."""
     called = [
         node.func.id
-        for node in ast.walk(parsed(tests, "test_list"))
+        for node in ast.walk(parse_python(tests, "test_list"))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     ]
-    defined = [node.name for node in parsed(code, "code").body if isinstance(node, ast.FunctionDef)]
+    defined = [node.name for node in parse_python(code, "code").body if isinstance(node, ast.FunctionDef)]
     for name in called:
         if name in defined:
             return name
@@ -141,7 +129,7 @@ def _tested_function(tests: str, code: str) -> str:
 def _assert_cases(tests: str, function: str) -> tuple[Case, ...]:
     """Return a case for each assert, or () where an assert is more than a call and a value."""
     try:
-        cases = [assert_case(node, function, function) for node in parsed(tests, "tests").body]
+        cases = [assert_case(node, function, function) for node in parse_python(tests, "tests").body]
     except NotPlain:
         return ()
     return tuple(case for case in cases if case is not None)
@@ -167,11 +155,8 @@ class _PlusRow(TaskRow):
     test_list: list[str] = Field(default_factory=list)
 
 
-class EvalPlus:
+class EvalPlus(RowFormat):
     """Format `evalplus`: rows with the column `test`, as the sets are published for `datasets`."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         found = _PlusRow.model_validate(row)
@@ -181,10 +166,10 @@ class EvalPlus:
             prompt = f"Complete the function {function} in {ENTRY}.\n\n{found.prompt.strip()}\n"
         else:
             function = _tested_function("\n".join(found.test_list), found.code)
-            gold, starter = found.code, signature(found.code, function)
+            gold, starter = found.code, _signature(found.code, function)
             head = starter.partition("\n")[0].removesuffix(":")
             prompt = f"{found.prompt.strip()}\n\nWrite it in {ENTRY} as `{head}`.\n"
-        parsed(gold, "the solution")
+        parse_python(gold, "the solution")
         # Where the asserts stand in the module they are run by its import.
         call = f"check({function})" if found.entry_point else "pass"
         return _function_item(
@@ -207,7 +192,7 @@ def _plus_cases(test: str, function: str) -> tuple[Case, ...]:
     lists: dict[str, ast.expr] = {}
     meanings: dict[str, str] = {}
     loops: list[ast.For] = []
-    for node in ast.walk(parsed(test, "test")):
+    for node in ast.walk(parse_python(test, "test")):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             lists.setdefault(node.targets[0].id, node.value)
         elif isinstance(node, ast.FunctionDef):
@@ -285,24 +270,20 @@ class _BigCodeRow(TaskRow):
 
     task_id: Text
     complete_prompt: Text
-    instruct_prompt: str = ""
     canonical_solution: Text
     test: Text
     entry_point: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = "task_func"
     image: str = ""
 
 
-class BigCodeBench:
+class BigCodeBench(RowFormat):
     """Format `bigcodebench`. The tests need the set's libraries: an image, by tasks.images."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         found = _BigCodeRow.model_validate(row)
         gold = found.complete_prompt + found.canonical_solution
-        parsed(gold, "the solution")
-        parsed(found.test, "test")
+        parse_python(gold, "the solution")
+        parse_python(found.test, "test")
         return _function_item(
             id=found.task_id,
             prompt=f"Complete {found.entry_point} in {ENTRY}.\n\n{found.complete_prompt.strip()}\n",

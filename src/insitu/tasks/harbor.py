@@ -23,7 +23,15 @@ from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
 from insitu.tasks.own_formats import task_folders
 from insitu.tasks.row_files import RawRow, RowLocation, TaskRow
-from insitu.tasks.shared import LimitsRow, Seconds, make_item, safe_tree, tree_of_folder, yaml_mapping
+from insitu.tasks.shared import (
+    LimitsRow,
+    Seconds,
+    make_item,
+    read_text,
+    safe_tree,
+    tree_of_folder,
+    yaml_mapping,
+)
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, Tree
 
 TEST_TIMEOUT_S = 600.0
@@ -73,9 +81,9 @@ class HarborFormat:
         folder = place.path
         with boundary(TaskError, f"read {folder}"):
             keys = tomllib.loads((folder / "task.toml").read_text("utf-8"))
-            if not (folder / "instruction.md").is_file():
-                raise TaskError("instruction.md is missing")
-            prompt = (folder / "instruction.md").read_text("utf-8").strip()
+        if not (folder / "instruction.md").is_file():
+            raise TaskError("instruction.md is missing")
+        prompt = read_text(folder / "instruction.md").strip()
         parsed = _HarborFile.model_validate(keys)
         tests, solve = tree_of_folder(folder / "tests"), tree_of_folder(folder / "solution")
         if "test.sh" not in tests:

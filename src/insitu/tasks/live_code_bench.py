@@ -8,8 +8,6 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -17,8 +15,8 @@ from pydantic import BeforeValidator, Field
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
 from insitu.tasks.contests import Problem, json_column, problem_item
-from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text, read_places
+from insitu.tasks.dataset import LoadOptions, RowFormat
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text
 from insitu.types import Case, Exchange
 
 
@@ -64,11 +62,8 @@ class _LiveRow(TaskRow):
     metadata: Annotated[_LiveMetadata | None, BeforeValidator(json_column)] = None
 
 
-class LiveCodeBench:
+class LiveCodeBench(RowFormat):
     """Format `live_code_bench`. The set has no solutions."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _LiveRow.model_validate(row)

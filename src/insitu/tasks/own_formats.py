@@ -8,7 +8,7 @@ tests/ and gold/ beside it have the texts.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,9 +16,9 @@ from pydantic import Field, model_validator
 
 from insitu.errors import TaskError, boundary
 from insitu.tasks.base import UNTESTED, Item
-from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.row_files import OwnIds, OwnRow, RawRow, RowLocation, Text, Texts, read_places
-from insitu.tasks.shared import LimitsRow, make_item, safe_tree, text_tree, tree_of_folder
+from insitu.tasks.dataset import LoadOptions, RowFormat
+from insitu.tasks.row_files import OwnIds, OwnRow, RawRow, RowLocation, Text, Texts
+from insitu.tasks.shared import LimitsRow, make_item, read_text, safe_tree, text_tree, tree_of_folder
 from insitu.types import WORKDIR, Case, Check, Exchange, GradingPlan, HiddenTests, Oracle, Setup, Tree
 
 TEXT_FILES = {"prompt.md": "prompt", "instruction.md": "prompt"}
@@ -33,6 +33,10 @@ class CaseRow(OwnRow):
     exact: bool = True
     """False: 1, 1.0 and true are equal, as in Python."""
 
+    @property
+    def case(self) -> Case:
+        return Case(function=self.function, args=tuple(self.args), expected=self.expected, exact=self.exact)
+
 
 class _ExchangeRow(OwnRow):
     """A hidden run of a program: what it reads, and what it must print."""
@@ -41,13 +45,21 @@ class _ExchangeRow(OwnRow):
     output: str
 
 
-class _CheckRow(OwnRow):
+class CheckRow(OwnRow):
     """A hidden command."""
 
     command: Text
     name: str = ""
     markers: Texts = ()
     weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+def checks_of(rows: Sequence[CheckRow], name: str) -> tuple[Check, ...]:
+    """Return the commands of rows, unnamed ones as `name` 1, 2, ..."""
+    return tuple(
+        Check(name=row.name or f"{name} {n}", command=row.command, markers=row.markers, weight=row.weight)
+        for n, row in enumerate(rows, 1)
+    )
 
 
 class _PlainRow(OwnRow):
@@ -69,7 +81,7 @@ class _PlainRow(OwnRow):
     """Hidden files, put over the work folder when it is judged."""
     fail_to_pass: OwnIds = ()
     pass_to_pass: OwnIds = ()
-    checks: list[_CheckRow] = Field(default_factory=list)
+    checks: list[CheckRow] = Field(default_factory=list)
     gold: dict[str, str] = Field(default_factory=dict)
     gold_patch: str = ""
     protected: Texts = ()
@@ -113,13 +125,7 @@ def _plain_item(row: _PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tr
         files={**text_tree(row.tests, "tests"), **more[1]},
         fail_to_pass=row.fail_to_pass,
         pass_to_pass=row.pass_to_pass,
-        checks=tuple(
-            Check(name=c.name or f"check {n}", command=c.command, markers=c.markers, weight=c.weight)
-            for n, c in enumerate(row.checks, 1)
-        ),
-    )
-    cases = tuple(
-        Case(function=c.function, args=tuple(c.args), expected=c.expected, exact=c.exact) for c in row.cases
+        checks=checks_of(row.checks, "check"),
     )
     return make_item(
         id=row.id,
@@ -143,7 +149,7 @@ def _plain_item(row: _PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tr
         category=row.category,
         oracle=Oracle(
             task_id=row.id,
-            cases=cases,
+            cases=tuple(one.case for one in row.cases),
             exchanges=tuple(Exchange(stdin=one.input, expected=one.output) for one in row.io),
             checker=options.checker,
             tests=tests,
@@ -153,11 +159,8 @@ def _plain_item(row: _PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tr
     )
 
 
-class PlainJsonl:
+class PlainJsonl(RowFormat):
     """Format `jsonl`."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         return _plain_item(_PlainRow.model_validate(row), options)
@@ -175,8 +178,7 @@ class PlainFolder:
             keys: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         for name, key in TEXT_FILES.items():
             if (folder / name).is_file():
-                with boundary(TaskError, f"read {folder / name}"):
-                    keys.setdefault(key, (folder / name).read_text(encoding="utf-8").strip())
+                keys.setdefault(key, read_text(folder / name).strip())
         parts = [tree_of_folder(folder / name) for name in ("files", "tests", "gold")]
         # What lies in folders is checked with what stands in the file: the schema sees that it is there.
         seen = {key: dict.fromkeys(tree, "") for key, tree in zip(("files", "tests"), parts, strict=False)}

@@ -23,7 +23,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -200,15 +199,6 @@ OwnIds = Annotated[
 """The same where ids may be left out: null and an empty text are none."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(parse_texts)]
 Text = Annotated[str, Field(min_length=1)]
-
-
-def describe(error: ValidationError) -> str:
-    """One line for the first problem of a row."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where}: {message}{more}" if where else f"{message}{more}"
 
 
 def row_id(row: RawRow) -> str:

@@ -109,7 +109,7 @@ class _SetDraws:
         self._set, self._outcomes = one, outcomes
         self._table, self._seed = one.config.task_set, one.config.run.seed
         self._sampler: Callable[..., Any] = find("samplers", self._table.sampler)
-        self._by_history = takes_history(self._sampler)
+        self._by_history = _takes_history(self._sampler)
 
     @cached_property
     def _indices(self) -> dict[str, int]:
@@ -139,7 +139,7 @@ class _SetDraws:
         return np.array(rows, np.float64).reshape(-1, 4)
 
 
-def takes_history(sampler: Callable[..., Any]) -> bool:
+def _takes_history(sampler: Callable[..., Any]) -> bool:
     """Return whether a sampler draws by the rewards so far."""
     return "history" in inspect.signature(sampler).parameters
 
@@ -148,6 +148,6 @@ def check_samplers(mix: TaskMix) -> None:
     """Raise ConfigError for a sampler that draws by rewards from a set without an end."""
     for one in mix.sets:
         name = one.config.task_set.sampler
-        if takes_history(find("samplers", name)) and one.size("train") is None:
+        if _takes_history(find("samplers", name)) and one.size("train") is None:
             where = f"tasks.{one.name}.sampler" if one.name else "tasks.sampler"
             raise ConfigError(f"{where} = {name}: {one.source.name} has tasks without end, none comes again")

@@ -6,16 +6,14 @@ f2p_script. A gold patch that travels in the metadata goes to the oracle; nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pydantic import AliasChoices, Field
 
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
-from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, TestIds, Texts, read_places
+from insitu.tasks.dataset import LoadOptions, RowFormat
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, TestIds, Texts
 from insitu.tasks.shared import make_item, read_text, text_tree
 from insitu.tasks.swe import PROMPT, TEST_TIMEOUT_S
 from insitu.tasks.swe_more import PARSER, RUN_SCRIPT, pro_script
@@ -73,11 +71,8 @@ class _SlimeRow(TaskRow):
     metadata: _MetadataRow
 
 
-class SlimeFormat:
+class SlimeFormat(RowFormat):
     """Format `slime`."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _SlimeRow.model_validate(row)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AliasChoices, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, field_validator
 
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
-from insitu.tasks.dataset import LoadOptions
+from insitu.tasks.dataset import LoadOptions, RowFormat
 from insitu.tasks.own_formats import task_folders
 from insitu.tasks.patch import patched_paths
 from insitu.tasks.row_files import (
@@ -30,7 +30,6 @@ from insitu.tasks.row_files import (
     Texts,
     parse_literal,
     parse_object,
-    read_places,
 )
 from insitu.tasks.shared import make_item, read_text, yaml_mapping
 from insitu.tasks.swe_script import (
@@ -63,6 +62,13 @@ Number = Annotated[
 ]
 
 
+def _some(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not value:
+        raise ValueError("is empty: nothing could show that the task is solved")
+    return value
+
+
+SomeTestIds = Annotated[TestIds, AfterValidator(_some)]
 OrEmpty = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 
 
@@ -90,7 +96,7 @@ class SweRow(TaskRow):
     patch: Text
     test_patch: str = ""
     version: Number | None = None
-    fail_to_pass: TestIds = Field(validation_alias=AliasChoices("FAIL_TO_PASS", "fail_to_pass"))
+    fail_to_pass: SomeTestIds = Field(validation_alias=AliasChoices("FAIL_TO_PASS", "fail_to_pass"))
     pass_to_pass: TestIds = Field(default=(), validation_alias=AliasChoices("PASS_TO_PASS", "pass_to_pass"))
     image: OrEmpty = Field(default="", validation_alias=AliasChoices("image", "image_name", "docker_image"))
     eval_script: OrEmpty = ""
@@ -101,13 +107,6 @@ class SweRow(TaskRow):
     install_config: _InstallConfig = _InstallConfig()
     workdir: OrEmpty = ""
 
-    @field_validator("fail_to_pass")
-    @classmethod
-    def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value:
-            raise ValueError("is empty: nothing could show that the task is solved")
-        return value
-
     @field_validator("install_config", mode="before")
     @classmethod
     def _maybe(cls, value: object) -> object:
@@ -116,15 +115,12 @@ class SweRow(TaskRow):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SweFormat:
+class _SweFormat(RowFormat):
     """One set of the family."""
 
     name: str
     needs_command: bool = False
     """Every row brings its test command and its parser."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         return self.item(SweRow.model_validate(row), options)

@@ -7,16 +7,15 @@ SWE-smith: the row's patch is the bug; its reverse is the gold. R2E-Gym: the map
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, field_validator
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
-from insitu.tasks.dataset import LoadOptions
+from insitu.tasks.dataset import LoadOptions, RowFormat
 from insitu.tasks.row_files import (
     RawRow,
     RowLocation,
@@ -25,10 +24,9 @@ from insitu.tasks.row_files import (
     Text,
     Texts,
     parse_object,
-    read_places,
 )
 from insitu.tasks.shared import read_text, safe_path, text_tree
-from insitu.tasks.swe import SweRow, commit, parser_name, swe_item
+from insitu.tasks.swe import SomeTestIds, SweRow, commit, parser_name, swe_item
 from insitu.tasks.swe_script import END, EXIT, START, framed, scrubbed
 from insitu.types import FileEntry, HiddenTests, Oracle, Setup, Tree
 
@@ -69,11 +67,8 @@ class _ProRow(SweRow):
     parser_script: str = ""
 
 
-class ProFormat:
+class ProFormat(RowFormat):
     """Format `swe_pro`. Needs tasks.assets: run_scripts/<instance_id>/{run_script.sh,parser.py}."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _ProRow.model_validate(row)
@@ -135,7 +130,7 @@ class _SmithRow(TaskRow):
 
     instance_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$")]
     patch: Text
-    fail_to_pass: TestIds = Field(validation_alias=AliasChoices("FAIL_TO_PASS", "fail_to_pass"))
+    fail_to_pass: SomeTestIds = Field(validation_alias=AliasChoices("FAIL_TO_PASS", "fail_to_pass"))
     pass_to_pass: TestIds = Field(default=(), validation_alias=AliasChoices("PASS_TO_PASS", "pass_to_pass"))
     image_name: Text
     repo: Text
@@ -143,19 +138,9 @@ class _SmithRow(TaskRow):
     test_cmd: Texts = ()
     log_parser: str = ""
 
-    @field_validator("fail_to_pass")
-    @classmethod
-    def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value:
-            raise ValueError("is empty: nothing could show that the task is solved")
-        return value
 
-
-class SmithFormat:
+class SmithFormat(RowFormat):
     """Format `swe_smith`. The branch of the instance must be in the image: sandboxes have no network."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _SmithRow.model_validate(row)
@@ -241,11 +226,8 @@ class _R2eRow(TaskRow):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class R2eFormat:
+class R2eFormat(RowFormat):
     """Format `r2e_gym`. The hidden tests are taken from the row and removed from the image's work folder."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _R2eRow.model_validate(row)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from insitu.errors import TaskError
 from insitu.tasks.base import Item
-from insitu.tasks.dataset import LoadOptions
-from insitu.tasks.row_files import OwnRow, RawRow, RowLocation, TaskRow, Text, Texts, parse_texts, read_places
+from insitu.tasks.dataset import LoadOptions, RowFormat
+from insitu.tasks.own_formats import CheckRow, checks_of
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text, Texts, parse_texts
 from insitu.tasks.shared import LimitsRow, Positive, Seconds, make_item, text_tree
-from insitu.types import WORKDIR, Check, GradingPlan, HiddenTests, Oracle, Setup
+from insitu.types import WORKDIR, GradingPlan, HiddenTests, Oracle, Setup
 
 VERIFY_TIMEOUT_S = 60.0
-
-
-class _VerifyRow(OwnRow):
-    """One verify command."""
-
-    command: Text
-    name: str = ""
-    markers: Texts = ()
-    weight: Annotated[float, Field(gt=0)] = 1.0
 
 
 def _commands(value: object) -> object:
@@ -40,7 +30,7 @@ class _TerminusRow(TaskRow):
     id: str = Field(default="", validation_alias=AliasChoices("id", "task_id", "name"))
     prompt: Text
     setup: Texts = Field(default=(), validation_alias=AliasChoices("setup", "setup_scripts"))
-    verify: Annotated[list[_VerifyRow], BeforeValidator(_commands)] = Field(
+    verify: Annotated[list[CheckRow], BeforeValidator(_commands)] = Field(
         validation_alias=AliasChoices("verify", "verify_scripts")
     )
     files: dict[str, str] = Field(default_factory=dict)
@@ -55,11 +45,8 @@ class _TerminusRow(TaskRow):
     """Shell commands that solve the task."""
 
 
-class TerminusFormat:
+class TerminusFormat(RowFormat):
     """Format `terminus`. A row without an id is named by its line."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _TerminusRow.model_validate(row)
@@ -74,10 +61,7 @@ class TerminusFormat:
                 "max_call_tokens": parsed.max_completion_length,
             }
         )
-        checks = tuple(
-            Check(name=c.name or f"verify {n}", command=c.command, markers=c.markers, weight=c.weight)
-            for n, c in enumerate(parsed.verify, 1)
-        )
+        checks = checks_of(parsed.verify, "verify")
         solve = {"solve.sh": "set -e\n" + "\n".join(parsed.solution) + "\n"} if parsed.solution else {}
         return make_item(
             id=name,

@@ -38,7 +38,7 @@ EVAL_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Function:
+class _Function:
     """The function of a module: `right` and `now` are the text after the indentation of its last line."""
 
     name: str
@@ -70,7 +70,7 @@ class ToyProblem:
     module: str
     header: tuple[str, ...]
     """Lines before the function."""
-    faulty: Function
+    faulty: _Function
     fault: _Fault
 
     @property
@@ -142,7 +142,7 @@ FAMILIES: dict[str, Maker] = {
 }
 
 
-def _function(rng: random.Random, category: str) -> tuple[Function, _Fault]:
+def _function(rng: random.Random, category: str) -> tuple[_Function, _Fault]:
     params = rng.sample(VARIABLES, 3 if category == "variable" else 2)
     meaning, right, wrong = FAMILIES[category](rng, params)
     if category == "no_return":
@@ -150,7 +150,7 @@ def _function(rng: random.Random, category: str) -> tuple[Function, _Fault]:
     else:
         now, fault = f"return {wrong}", _Fault(old=wrong, new=right)
     rng.shuffle(params)
-    made = Function(
+    made = _Function(
         name=rng.choice(FUNCTIONS), params=tuple(params), meaning=meaning, right=f"return {right}", now=now
     )
     return made, fault

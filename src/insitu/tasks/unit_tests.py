@@ -8,18 +8,16 @@ exit 0; not tried on a machine with Julia).
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AliasChoices, Field, model_validator
 
 from insitu.errors import TaskError
-from insitu.tasks.asserts import cases_of, plain_tests
+from insitu.tasks.asserts import cases_of, parse_python, plain_tests
 from insitu.tasks.base import Item
-from insitu.tasks.dataset import LoadOptions
+from insitu.tasks.dataset import LoadOptions, RowFormat
 from insitu.tasks.own_formats import CaseRow
-from insitu.tasks.row_files import OwnIds, RawRow, RowLocation, TaskRow, Text, read_places
+from insitu.tasks.row_files import OwnIds, RawRow, RowLocation, TaskRow, Text
 from insitu.tasks.shared import LimitsRow, make_item, text_tree
 from insitu.types import Case, Check, FileEntry, GradingPlan, HiddenTests, Oracle, Tree
 
@@ -39,19 +37,16 @@ class _HumanEvalRow(TaskRow):
 
     @model_validator(mode="after")
     def _parses(self) -> Self:
-        _parse(self.prompt + "    pass\n", "prompt")
-        _parse(self.prompt + self.canonical_solution, "canonical_solution")
-        names = [n.name for n in _parse(self.test, "test").body if isinstance(n, ast.FunctionDef)]
+        parse_python(self.prompt + "    pass\n", "prompt")
+        parse_python(self.prompt + self.canonical_solution, "canonical_solution")
+        names = [n.name for n in parse_python(self.test, "test").body if isinstance(n, ast.FunctionDef)]
         if "check" not in names:
             raise ValueError("test has no function check: nothing can be graded")
         return self
 
 
-class HumanEval:
+class HumanEval(RowFormat):
     """Format `humaneval`."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _HumanEvalRow.model_validate(row)
@@ -119,15 +114,12 @@ class _UnitTestRow(TaskRow):
         if self.cases and self.language != "python":
             raise ValueError("cases need language = python")
         if self.test and self.language == "python":
-            _parse(self.test, "test")
+            parse_python(self.test, "test")
         return self
 
 
-class UnitTests:
+class UnitTests(RowFormat):
     """Format `unit_tests`."""
-
-    def places(self, path: Path) -> Iterator[RowLocation]:
-        return read_places(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         parsed = _UnitTestRow.model_validate(row)
@@ -155,11 +147,7 @@ class UnitTests:
 
 def _judged_by(row: _UnitTestRow, entry: str) -> tuple[str, HiddenTests, tuple[Case, ...]]:
     if row.cases:
-        cases = [
-            Case(function=c.function, args=tuple(c.args), expected=c.expected, exact=c.exact)
-            for c in row.cases
-        ]
-        return "json_io", HiddenTests(), tuple(cases)
+        return "json_io", HiddenTests(), tuple(one.case for one in row.cases)
     path = TEST_FILE[row.language]
     if row.language == "julia":
         text = f'using Test\ninclude("{entry}")\n{row.test}\nprintln("{JULIA_DONE}")\n'
@@ -192,10 +180,3 @@ def _ids(path: str, text: str) -> list[str]:
 
 def _one(path: str, text: str) -> Tree:
     return {path: FileEntry(content=text.encode())}
-
-
-def _parse(text: str, what: str) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{what} is not Python: {' '.join(str(error).split())[:100]}") from None

@@ -25,10 +25,11 @@ import orjson
 
 from insitu import registry
 from insitu.errors import InsituError, RecordError, SetupError, boundary, user_code
+from insitu.storage.files import write_text
 from insitu.storage.metrics import tail_metrics
 from insitu.storage.queries import RunReader
 from insitu.storage.redaction import Redaction
-from insitu.storage.run_dir import read_config, read_summary, run_state, write_text
+from insitu.storage.run_dir import read_config, read_summary, run_state
 from insitu.storage.ulid import new_ulid
 from insitu.tracking.base import TrackedRun, Tracker
 from insitu.tracking.names import numbers

@@ -150,7 +150,7 @@ async def open_batches(
 ) -> AsyncIterator[_CollectedBatches]:
     """Run the collector inside the context; at its end no rollout is left open."""
     plan, options = PlanConfig.of(config), collect_options(config)
-    draws = TaskDraws(source, settled_groups(store))
+    draws = TaskDraws(source, _settled_groups(store))
     collector = Collector(
         attempts,
         sink,
@@ -185,7 +185,7 @@ def collect_options(config: Config) -> CollectOptions:
     )
 
 
-def settled_groups(store: Store) -> Callable[[], Sequence[GroupOutcome]]:
+def _settled_groups(store: Store) -> Callable[[], Sequence[GroupOutcome]]:
     """Return a function that returns the settled groups of training as of the newest committed step."""
     held: dict[int, Sequence[GroupOutcome]] = {}
 

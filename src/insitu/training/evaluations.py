@@ -90,7 +90,7 @@ class EvalResult:
         return found
 
 
-def gain(before: EvalResult, after: EvalResult, seed: int) -> Mapping[str, float] | None:
+def _gain(before: EvalResult, after: EvalResult, seed: int) -> Mapping[str, float] | None:
     """Return the mean change of the tasks' solve rates with its 95 % interval; None if none is in both."""
     rates = [
         (before.tasks[name], counts)
@@ -201,7 +201,7 @@ class Evaluations:
         """Return what each evaluation found before and after training, and the gain with its interval."""
         seed, found = self._run.config.run.seed, dict[str, Mapping[str, Any]]()
         for name, last in after.items():
-            change = gain(before[name], last, seed) if name in before else None
+            change = _gain(before[name], last, seed) if name in before else None
             first = _rounded(before[name].metrics(seed)) if name in before else {}
             found[name] = {
                 "tasks": len(last.tasks),

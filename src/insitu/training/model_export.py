@@ -30,7 +30,7 @@ from insitu.training.trainer.checkpoint import verify
 WHOLE = "model.safetensors"
 
 
-def write_model(
+def _write_model(
     checkpoint: Path, folder: Path, config: Config, to: Literal["hf", "peft"], *, dtype: str, base: str
 ) -> str:
     """Write the new `folder`; return its dtype.
@@ -82,7 +82,7 @@ def _whole(checkpoint: Path, config: Config, dtype: str, adapted: bool) -> Store
 
 def run(args: argparse.Namespace) -> None:
     config = read_config(args.run)
-    print(write_model(args.checkpoint, args.folder, config, args.to, dtype=args.dtype, base=args.base))
+    print(_write_model(args.checkpoint, args.folder, config, args.to, dtype=args.dtype, base=args.base))
 
 
 def main(argv: list[str]) -> int:

@@ -44,7 +44,7 @@ COUNTS = frozenset(
 """Fields of StepResult that are valid without an update; the others are None then."""
 
 
-def measured(result: StepResult) -> dict[str, Any]:
+def _measured(result: StepResult) -> dict[str, Any]:
     """Return a step's result as metrics, None for what a skipped step did not measure."""
     values = asdict(result)
     return {name: v if name in COUNTS or not result.skipped else None for name, v in values.items()}
@@ -79,7 +79,7 @@ def step_metrics(
     rollouts = [r for g in groups for r in g.rollouts]
     effective = _means([r for r in rollouts if r.id in trained])
     return {
-        **measured(result),
+        **_measured(result),
         **_means(rollouts),
         "effective_groups": sum(not g.degenerate for g in groups),
         "groups": len(groups),

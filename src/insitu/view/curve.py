@@ -55,11 +55,6 @@ class Curve:
         return any(point.score.partial for point in (*self.train, *self.heldout))
 
 
-def wilson(score: Score) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a solve rate; (0, 1) when nothing was graded."""
-    return score.interval
-
-
 def curve_of(store: Store, title: str) -> Curve:
     """Return the curve of a stored run: committed training steps and the held-out score."""
     train = [CurvePoint(step=record.step, score=store.step_score(record.step)) for record in store.steps()]
@@ -129,7 +124,7 @@ def _frame(curve: Curve, last: int) -> Iterable[str]:
 
 
 def _interval(x: float, score: Score) -> Iterable[str]:
-    low, high = (_y(bound) for bound in wilson(score))
+    low, high = (_y(bound) for bound in score.interval)
     bar = f"M{x - 5:.1f} {low:.1f}h10M{x - 5:.1f} {high:.1f}h10M{x:.1f} {low:.1f}V{high:.1f}"
     yield f'<path d="{bar}" class="heldout"/>'
     yield _dot(x, _y(score.rate), 5, _HELDOUT)

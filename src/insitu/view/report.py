@@ -12,7 +12,6 @@ from typing import Literal
 from insitu.storage.store import Score
 from insitu.types import Ledger
 from insitu.view.base import duration, rounded
-from insitu.view.curve import wilson
 
 _TOOL_LINES = 6
 """Maximum lines shown of one tool result."""
@@ -97,7 +96,7 @@ def score_text(score: Score) -> str:
     """Return text such as `0.17 (22/128, 95 % 0.12 to 0.25)`, with the mean reward if some are partial."""
     if not score.total:
         return "none graded"
-    low, high = wilson(score)
+    low, high = score.interval
     mean = f", mean reward {score.reward_mean:.2f}" if score.partial else ""
     return (
         f"{rounded(score.rate)} ({score.solved}/{score.total}, 95 % {rounded(low)} to {rounded(high)}){mean}"

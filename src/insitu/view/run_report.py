@@ -9,8 +9,9 @@ from typing import Any
 
 from insitu.capture.drift_log import drift_totals
 from insitu.errors import RecordError
+from insitu.storage.files import write_text
 from insitu.storage.phases import eval_name
-from insitu.storage.run_dir import KIND, read_config, read_store, read_summary, write_text
+from insitu.storage.run_dir import KIND, read_config, read_store, read_summary
 from insitu.storage.score import Score, describe_rewards
 from insitu.storage.store import Store
 from insitu.types import Ledger

@@ -12,8 +12,14 @@ from insitu.chat.renderer import ParsedReply
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.conformance import checks
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS
-from insitu.suites.conformance.prompt_reader import read_prompt
-from insitu.suites.conformance.scripted_policy import MAIN, MOST_LOOKS, PROMPT, RIGHT, ScriptedPolicy
+from insitu.suites.conformance.scripted_policy import (
+    MAIN,
+    MOST_LOOKS,
+    PROMPT,
+    RIGHT,
+    ScriptedPolicy,
+    read_prompt,
+)
 from insitu.suites.open_renderer import Splitter
 from insitu.types import IntArray, Message, RequestKey, ToolSpec
 

@@ -11,13 +11,9 @@ from insitu.errors import ConfigError, TaskError
 from insitu.grading.grader import runner_for
 from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks
-from insitu.tasks.base import Split, TaskSource
+from insitu.tasks.base import ENDLESS_TASKS, Split, TasksById, TaskSource
 from insitu.tasks.factory import open_source
 from insitu.types import Check, GradingPlan, HiddenTests, Oracle, Setup, Task, task_hash
-
-ENDLESS_TASKS = 4096
-"""Tasks of an endless source that are offered by index and searched for an id."""
-CHUNK = 256
 
 
 class EpisodeTasks:
@@ -32,8 +28,7 @@ class EpisodeTasks:
             raise ConfigError("reward.function needs a trajectory: an environment grades by hidden tests")
         self._config = config
         self.source: TaskSource = open_source(config, limits_of(config), runner_for)
-        self._indices: dict[str, tuple[Split, int]] = {}
-        self._read: dict[Split, int] = {"train": 0, "eval": 0}
+        self._by_id = TasksById(self.source)
         self._defined: dict[str, Oracle] = {}
 
     @property
@@ -55,16 +50,8 @@ class EpisodeTasks:
         return self.tasks(split, index, 1)[0]
 
     def find(self, task_id: str) -> Task:
-        """Return a task by id; raise TaskError. The splits are read in turn, and only as far as needed."""
-        while task_id not in self._indices:
-            before = dict(self._read)
-            for split, start in before.items():
-                found = self.tasks(split, start, min(CHUNK, self.size(split) - start))
-                self._indices |= {task.id: (split, start + at) for at, task in enumerate(found)}
-                self._read[split] += len(found)
-            if self._read == before:
-                raise TaskError(f"{self.name} has no task {task_id!a}")
-        return self.at(*self._indices[task_id])
+        """Return a task by id; raise TaskError."""
+        return self._by_id.find(task_id)
 
     def define(
         self, name: str, instruction: str, setup: Sequence[str], verify: Sequence[str], *, image: str = ""

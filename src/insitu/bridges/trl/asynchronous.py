@@ -7,21 +7,17 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from insitu.bridges.process import RolloutBatch, SourceProcess, read
+from insitu.bridges.process import RolloutBatch, SourceProcess
 from insitu.bridges.rows import Conversion, GroupRows, convert, rows_of
-from insitu.bridges.thread import SourceThread
-from insitu.bridges.trl.weights import check_temperature, publish
-from insitu.bridges.versions import check_version
+from insitu.bridges.trl.weights import SourceOwner, check_temperature, publish
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
-from insitu.training.plan.step import PlanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +89,7 @@ def check_async(config: Config, args: Any) -> None:
         )
 
 
-class RolloutWorker:
+class RolloutWorker(SourceOwner):
     """Implements TRL's RolloutWorkerProtocol over a rollout source in a child process."""
 
     def __init__(self, config: Config | Path | str, args: Any) -> None:
@@ -101,24 +97,17 @@ class RolloutWorker:
 
         Raises ConfigError for arguments with which TRL would hang.
         """
-        check_version("trl")
-        self.config = read(config)
+        super().__init__(config)
         check_async(self.config, args)
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, float | tuple[float, float]]] = queue.Queue()
         self.model_version = 0
         self._rows_ahead = AHEAD * args.per_device_train_batch_size * args.world_size
-        self._plan = PlanConfig.of(self.config)
         self._producing: Future[None] | None = None
         self._groups = 0
         """Groups collected."""
         self._last_row = 0.0
         """time.monotonic() of the last row."""
-
-    @cached_property
-    def source(self) -> SourceThread:
-        """The rollout source, opened at the first use."""
-        return SourceThread(self.config)
 
     def start(self) -> None:
         """Begin to fill `rollout_buffer`."""
@@ -129,8 +118,7 @@ class RolloutWorker:
         """End agents, sandboxes and the child process."""
         if self._producing is not None:
             self._producing.cancel()
-        if "source" in self.__dict__:
-            self.source.close()
+        self.close()
 
     def update_model_version(self, model_version: int) -> None:
         """Let rollouts go on: the engine has this version."""

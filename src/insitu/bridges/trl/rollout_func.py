@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from insitu.bridges.process import SourceProcess, read
+from insitu.bridges.process import SourceProcess
 from insitu.bridges.rows import Conversion, Refusal, RolloutRows, RowKey, convert, rows_of
-from insitu.bridges.thread import SourceThread
-from insitu.bridges.trl.weights import check_temperature, publish
-from insitu.bridges.versions import check_version
+from insitu.bridges.trl.weights import SourceOwner, check_temperature, publish
 from insitu.concurrency import run_all
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
@@ -87,24 +84,18 @@ def _output(segment: Segment) -> _Row:
     return ids[:first], ids[first:end], logprobs.tolist(), mask.astype(int).tolist()
 
 
-class RolloutFunc:
+class RolloutFunc(SourceOwner):
     """A `rollout_func` for GRPOTrainer; prompts are ids of tasks (`insitu.bridges.task_ids`)."""
 
     def __init__(self, config: Config | Path | str, several: Several) -> None:
         """Use a configuration; the source is opened at the first call."""
-        check_version("trl")
-        self.config, self._several = read(config), several
+        super().__init__(config)
+        self._several = several
         if self.config.train.truncated != "keep":
             raise ConfigError("train.truncated must be keep with rollout_func: TRL computes the advantages")
-        self._plan = PlanConfig.of(self.config)
         self._loaded = -1
         """`global_step` of the weights in the engine."""
         self._keys = 0
-
-    @cached_property
-    def source(self) -> SourceThread:
-        """The rollout source, opened at the first use."""
-        return SourceThread(self.config)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return one row per prompt, sampled with the trainer's weights. Raises InsituError."""
@@ -124,11 +115,6 @@ class RolloutFunc:
         converted = to_outputs(self.source.call(run), self._plan, self._several)
         log.info("rollout_func step=%d account=%s", step, converted.account)
         return converted.payload
-
-    def close(self) -> None:
-        """End agents, sandboxes and the child process."""
-        if "source" in self.__dict__:
-            self.source.close()
 
     def _check(self, trainer: Any) -> None:
         check_temperature(self.config, trainer.args)

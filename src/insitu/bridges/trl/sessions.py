@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from insitu.bridges.process import read
-from insitu.bridges.rows import rows_of
+from insitu.bridges.rows import rows_alone
 from insitu.bridges.thread import SourceThread
 from insitu.bridges.to_openenv import training_trace
 from insitu.bridges.trl.rollout_func import task_id
-from insitu.bridges.versions import check_version
+from insitu.bridges.trl.weights import SourceOwner
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
 from insitu.training.plan.step import PlanConfig
-from insitu.types import Group
 
 
 class HarnessSession:
@@ -49,9 +46,7 @@ class HarnessSession:
         """Return the TrainingTrace of the finished rollout."""
         from openenv.core.harness import TrainingTrace
 
-        rollout = self._running.result(0)
-        [group] = rows_of([Group(id=rollout.id, task_id=rollout.task_id, rollouts=(rollout,))], self._plan)
-        return TrainingTrace(**training_trace(group.rollouts[0]))
+        return TrainingTrace(**training_trace(rows_alone(self._running.result(0), self._plan)))
 
     def verify(self, transcript: Any, final_state: Any = None) -> Any:
         """Return the VerifyResult; its reward is None when the rollout was not graded."""
@@ -64,7 +59,7 @@ class HarnessSession:
         self._running.cancel()
 
 
-class SessionFactory:
+class SessionFactory(SourceOwner):
     """Makes sessions: `HarnessRolloutWorker(harness_session_factory=partial(SessionFactory, config))`.
 
     Prompts are ids of tasks (`insitu.bridges.task_ids`).
@@ -75,27 +70,15 @@ class SessionFactory:
 
         Raises ConfigError for parameters that the engine does not sample with.
         """
-        check_version("trl")
-        self._config = read(config)
-        self._plan = PlanConfig.of(self._config)
+        super().__init__(config)
         self._keys = itertools.count()
         neutral = {"top_p": 1.0, "top_k": (0, -1), "min_p": 0.0, "repetition_penalty": 1.0}
-        neutral["temperature"] = self._config.engine.temperature
+        neutral["temperature"] = self.config.engine.temperature
         for name, value in (sampling or {}).items():
             allowed = neutral.get(name, value)
             if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
                 raise ConfigError(f"{name} {value} of the trainer: insitu samples with {allowed}")
 
-    @cached_property
-    def source(self) -> SourceThread:
-        """The rollout source, opened at the first use."""
-        return SourceThread(self._config)
-
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> HarnessSession:
         """Start a rollout of the task with this id."""
         return HarnessSession(self.source, self._plan, task_id(task), next(self._keys))
-
-    def close(self) -> None:
-        """End agents, sandboxes and the child process."""
-        if "source" in self.__dict__:
-            self.source.close()

@@ -1,14 +1,16 @@
-"""Weights of a trainer for the engine of a rollout source, and what all of TRL's bridges check."""
+"""What all of TRL's bridges share: the rollout source, and weights of the trainer for its engine."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from insitu.bridges.process import weights_folder
+from insitu.bridges.process import read, weights_folder
 from insitu.bridges.thread import SourceThread
+from insitu.bridges.versions import check_version
 from insitu.config import Config, model_folder
 from insitu.engines.safetensors_file import (
     StoredTensor,
@@ -18,6 +20,7 @@ from insitu.engines.safetensors_file import (
     write_tensors,
 )
 from insitu.errors import ConfigError, TrainError, boundary
+from insitu.training.plan.step import PlanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +29,26 @@ DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F1
 """Names in files of the types of weights."""
 KEPT = 2
 """Folders of weights that are kept."""
+
+
+class SourceOwner:
+    """Base of what TRL calls: a configuration and its rollout source."""
+
+    def __init__(self, config: Config | Path | str) -> None:
+        """Read the configuration. Raises ConfigError, also for another series of TRL."""
+        check_version("trl")
+        self.config = read(config)
+        self._plan = PlanConfig.of(self.config)
+
+    @cached_property
+    def source(self) -> SourceThread:
+        """The rollout source, opened at the first use."""
+        return SourceThread(self.config)
+
+    def close(self) -> None:
+        """End agents, sandboxes and the child process."""
+        if "source" in self.__dict__:
+            self.source.close()
 
 
 def check_temperature(config: Config, args: Any) -> None:

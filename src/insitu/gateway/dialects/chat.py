@@ -25,6 +25,7 @@ from insitu.gateway.dialects.base import (
     string,
 )
 from insitu.gateway.dialects.fields import Fields, format_request, refuse, strict_tools, with_format
+from insitu.gateway.dialects.openai import OpenAIDialect, client_metadata
 from insitu.types import Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 
 _ROLES: Mapping[str, Role] = {
@@ -72,19 +73,12 @@ _FIELDS = Fields(
     refused=frozenset({"logprobs", "top_logprobs", "functions", "audio"}),
 )
 
+_METADATA = ("user", "prompt_cache_key", "safety_identifier")
 _UNWRITTEN = ("function_call", "name", "audio")
 """Fields of messages that are dropped, with a label."""
 
-_TYPES: Mapping[str, str] = {
-    "rate_limited": "rate_limit_error",
-    "session_failed": "permission_error",
-    "engine_failed": "server_error",
-}
 
-_CODES: Mapping[str, str | None] = {"invalid_request": None, "unauthorized": "invalid_api_key"}
-
-
-class ChatDialect:
+class ChatDialect(OpenAIDialect):
     """Implements `Dialect`."""
 
     name = "chat"
@@ -109,7 +103,7 @@ class ChatDialect:
             stream=bool(body.get("stream")),
             max_tokens=min((n for n in limits if n is not None), default=None),
             stop=stop_strings(body.get("stop"), "stop"),
-            hints=labels((*_hints(body), *_dropped(messages))),
+            hints=labels((*client_metadata(body, _METADATA, ("metadata",)), *_dropped(messages))),
             advisory=(*_FIELDS.ignored_params(body), *strict_tools(sent, "function")),
         )
         options = body.get("stream_options")
@@ -146,30 +140,11 @@ class ChatDialect:
             yield sse_data({**head, "choices": [], "usage": _usage(reply)})
         yield SSE_DONE
 
-    def error(self, error: WireError) -> Mapping[str, object]:
-        return {
-            "error": {
-                "message": str(error),
-                "type": _TYPES.get(error.cause, "invalid_request_error"),
-                "param": error.param,
-                "code": _CODES.get(error.cause, error.cause),
-            }
-        }
-
     def keep_alive(self, envelope: Envelope) -> bytes:
         return SSE_KEEP_ALIVE
 
     def error_event(self, error: WireError, envelope: Envelope) -> bytes:
         return sse_data(self.error(error))
-
-    def count(self, tokens: int) -> Mapping[str, object]:
-        return {"object": "response.input_tokens", "input_tokens": tokens}
-
-    def models(self, model: str) -> Mapping[str, object]:
-        return {"object": "list", "data": [self.model(model)]}
-
-    def model(self, model: str) -> Mapping[str, object]:
-        return {"id": model, "object": "model", "created": 0, "owned_by": "insitu"}
 
 
 def _refuse(body: Mapping[str, object]) -> None:
@@ -186,16 +161,6 @@ def _format(body: Mapping[str, object]) -> str:
     shape = mapping(body.get("response_format") or {}, "response_format")
     held = mapping(shape.get("json_schema") or {}, "response_format.json_schema")
     return format_request(shape.get("type"), held.get("schema"), shape)
-
-
-def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    """Return client metadata from the body."""
-    names = ("user", "prompt_cache_key", "safety_identifier")
-    hints = [(name, value) for name in names if isinstance(value := body.get(name), str)]
-    for name, value in mapping(body.get("metadata") or {}, "metadata").items():
-        if isinstance(value, str):
-            hints.append((f"metadata.{name}", value))
-    return tuple(hints)
 
 
 def _dropped(messages: Sequence[object]) -> list[tuple[str, str]]:

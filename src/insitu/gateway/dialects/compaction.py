@@ -28,7 +28,7 @@ _MARK = "insitu1."
 ASKED = Message(role="user", text=REQUEST)
 
 
-def sealed(summary: str) -> str:
+def _sealed(summary: str) -> str:
     """Return the `encrypted_content` with a summary."""
     return _MARK + base64.urlsafe_b64encode(summary.encode("utf-8", "surrogatepass")).decode()
 
@@ -65,4 +65,4 @@ def kept(items: Sequence[object]) -> Iterator[Mapping[str, object]]:
 def item(reply: Reply, envelope: Envelope) -> dict[str, object]:
     """Return the compaction item of a reply."""
     summary = reply.text.strip() or NOTHING
-    return {"id": f"cmp_{envelope.id}", "type": "compaction", "encrypted_content": sealed(summary)}
+    return {"id": f"cmp_{envelope.id}", "type": "compaction", "encrypted_content": _sealed(summary)}

@@ -24,9 +24,10 @@ _STATE = re.compile(
 _CAMEL = re.compile(r"(?<=[a-z0-9])[A-Z]")
 
 
-def refuse(param: str, why: str = "is not supported with this value by this model") -> WireError:
+def refuse(param: str) -> WireError:
     """Return the error for a field that needs more than one neutral sample."""
-    return WireError("invalid_request", f"'{param}' {why}.", param)
+    message = f"'{param}' is not supported with this value by this model."
+    return WireError("invalid_request", message, param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

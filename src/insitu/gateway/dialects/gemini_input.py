@@ -36,27 +36,27 @@ def parse(body: _Json, action: str) -> WireCall:
     """Parse a body; `action` is `models/{model}:{method}` with its query. Raises WireError."""
     path, _, query = action.partition("?")
     model, _, method = path.removeprefix("models/").rpartition(":")
-    inner = get(body, "generateContentRequest")
+    inner = _get(body, "generateContentRequest")
     if inner is not None:
         body = mapping(inner, "generateContentRequest")
-    config = mapping(get(body, "generationConfig") or {}, "generationConfig")
+    config = mapping(_get(body, "generationConfig") or {}, "generationConfig")
     _refuse(body, config)
-    contents = sequence(get(body, "contents"), "contents")
+    contents = sequence(_get(body, "contents"), "contents")
     if not contents:
         raise WireError("invalid_request", "* contents is not specified", "contents")
     tools, dropped = _tools(body)
     off = _no_tool(body)
-    limit = get(config, "maxOutputTokens")
+    limit = _get(config, "maxOutputTokens")
     streamed = method == "streamGenerateContent"
     request = ModelRequest(
         messages=with_format(
-            (*_system(get(body, "systemInstruction")), *_messages(contents)), _format(config)
+            (*_system(_get(body, "systemInstruction")), *_messages(contents)), _format(config)
         ),
         tools=() if off else tools,
         tool_choice_none=off and bool(tools),
         stream=streamed,
         max_tokens=positive(limit, "maxOutputTokens"),
-        stop=stop_strings(get(config, "stopSequences"), "stopSequences"),
+        stop=stop_strings(_get(config, "stopSequences"), "stopSequences"),
         advisory=(("model", json_text(model)), *_advisory(body, config)),
         hints=labels((*_labels(body), *dropped)),
     )
@@ -66,7 +66,7 @@ def parse(body: _Json, action: str) -> WireCall:
     )
 
 
-def get(fields: _Json, name: str) -> object:
+def _get(fields: _Json, name: str) -> object:
     """Return the field `name`, in camel or snake case."""
     value = fields.get(name)
     return fields.get(_snake(name)) if value is None else value
@@ -81,27 +81,27 @@ def _refuse(body: _Json, config: _Json) -> None:
     """Raise WireError for parameters that need memory or more than one neutral sample."""
     _FIELDS.check(body)
     _CONFIG.check(config, "generationConfig.")
-    if get(config, "candidateCount") not in (None, 1):
+    if _get(config, "candidateCount") not in (None, 1):
         raise refuse("candidateCount")
-    modalities = get(config, "responseModalities")
+    modalities = _get(config, "responseModalities")
     if modalities and modalities != ["TEXT"]:
         raise refuse("responseModalities")
 
 
 def _format(config: _Json) -> str:
     """Return the instruction for the model if the client wants its answer in a format."""
-    whole = get(config, "responseFormat")
+    whole = _get(config, "responseFormat")
     if whole:
         shape = mapping(mapping(whole, "responseFormat").get("text") or {}, "responseFormat.text")
-        return format_request(get(shape, "mimeType"), shape.get("schema"), whole)
-    schema = get(config, "responseJsonSchema") or get(config, "responseSchema")
-    kind = get(config, "responseMimeType")
+        return format_request(_get(shape, "mimeType"), shape.get("schema"), whole)
+    schema = _get(config, "responseJsonSchema") or _get(config, "responseSchema")
+    kind = _get(config, "responseMimeType")
     return format_request(kind, schema, {"responseMimeType": kind})
 
 
 def _advisory(body: _Json, config: _Json) -> tuple[tuple[str, str], ...]:
-    named = {name: get(config, name) for name in _CONFIG_ADVISORY} | {
-        name: get(body, name) for name in _ADVISORY
+    named = {name: _get(config, name) for name in _CONFIG_ADVISORY} | {
+        name: _get(body, name) for name in _ADVISORY
     }
     unlisted = _FIELDS.unlisted(body) + [f"generationConfig.{n}" for n in _CONFIG.unlisted(config)]
     return (*_RECORDED.ignored_params(named), *([unknown_fields(unlisted)] if unlisted else ()))
@@ -157,7 +157,7 @@ def _tools(body: _Json) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ..
         for key in tool:
             if key not in ("functionDeclarations", "function_declarations"):
                 dropped.append(("dropped_tool", key))
-        declared = sequence(get(tool, "functionDeclarations"), f"tools[{i}].functionDeclarations")
+        declared = sequence(_get(tool, "functionDeclarations"), f"tools[{i}].functionDeclarations")
         for k, function in enumerate(declared):
             param = f"tools[{i}].functionDeclarations[{k}]"
             offered.append(_function(mapping(function, param), param))
@@ -166,8 +166,8 @@ def _tools(body: _Json) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ..
 
 def _no_tool(body: _Json) -> bool:
     """Return whether no function may be called."""
-    config = mapping(get(body, "toolConfig") or {}, "toolConfig")
-    calling = mapping(get(config, "functionCallingConfig") or {}, "functionCallingConfig")
+    config = mapping(_get(body, "toolConfig") or {}, "toolConfig")
+    calling = mapping(_get(config, "functionCallingConfig") or {}, "functionCallingConfig")
     return calling.get("mode") == "NONE"
 
 
@@ -175,7 +175,7 @@ def _function(fields: _Json, param: str) -> ToolSpec:
     name = string(fields.get("name"), f"{param}.name")
     if not name:
         raise WireError("invalid_request", f"'{param}.name' must not be empty.", f"{param}.name")
-    shape = get(fields, "parametersJsonSchema")
+    shape = _get(fields, "parametersJsonSchema")
     if shape is None:
         shape = fields.get("parameters")
     return ToolSpec(
@@ -233,9 +233,9 @@ def _model(parts: Sequence[object], param: str) -> Message:
     for i, raw in enumerate(parts):
         at = f"{param}.parts[{i}]"
         part = mapping(raw, at)
-        signature = string(get(part, "thoughtSignature"), f"{at}.thoughtSignature")
-        pointers += [unsealed(signature)] if signature else []
-        call = get(part, "functionCall")
+        signature = string(_get(part, "thoughtSignature"), f"{at}.thoughtSignature")
+        pointers += [_unsealed(signature)] if signature else []
+        call = _get(part, "functionCall")
         if call is not None:
             fields = mapping(call, f"{at}.functionCall")
             arguments = mapping(fields.get("args") or {}, f"{at}.functionCall.args")
@@ -262,7 +262,7 @@ def _user(parts: Sequence[object], param: str, waiting: list[ToolCall]) -> list[
     for i, raw in enumerate(parts):
         at = f"{param}.parts[{i}]"
         part = mapping(raw, at)
-        answer = get(part, "functionResponse")
+        answer = _get(part, "functionResponse")
         if answer is None:
             texts.append(_text(part, at))
             continue
@@ -317,7 +317,7 @@ def sealed(pointer: str) -> str:
     return base64.b64encode(pointer.encode()).decode()
 
 
-def unsealed(signature: str) -> str:
+def _unsealed(signature: str) -> str:
     """Return the turn reference in a signature; a foreign signature is returned unchanged."""
     try:
         plain = signature.replace("-", "+").replace("_", "/")

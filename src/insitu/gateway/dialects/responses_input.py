@@ -19,6 +19,7 @@ from insitu.gateway.dialects.base import (
     string,
 )
 from insitu.gateway.dialects.fields import Fields, format_request, refuse, strict_tools, with_format
+from insitu.gateway.dialects.openai import client_metadata
 from insitu.types import Message, ModelRequest, Role, ToolCall, ToolSpec
 
 _FIELDS = Fields(
@@ -60,6 +61,7 @@ _ROLES: Mapping[str, Role] = {
     "assistant": "assistant",
 }
 
+_METADATA = ("prompt_cache_key", "user", "safety_identifier")
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 _FREE_FORM = json_text(
@@ -100,7 +102,7 @@ def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
         stream=bool(body.get("stream")) and not compact,
         max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
         advisory=(*_FIELDS.ignored_params(body), *strict_tools(tools.strict)),
-        hints=labels((*_hints(body), *tools.dropped)),
+        hints=labels((*client_metadata(body, _METADATA, ("client_metadata", "metadata")), *tools.dropped)),
     )
     return WireCall(
         request=request,
@@ -125,17 +127,6 @@ def _format(body: Mapping[str, object]) -> str:
     text = mapping(body.get("text") or {}, "text")
     shape = mapping(text.get("format") or {}, "text.format")
     return format_request(shape.get("type"), shape.get("schema"), shape)
-
-
-def _hints(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    """Return client metadata from the body."""
-    names = ("prompt_cache_key", "user", "safety_identifier")
-    hints = [(name, value) for name in names if isinstance(value := body.get(name), str)]
-    for table in ("client_metadata", "metadata"):
-        for name, value in mapping(body.get(table) or {}, table).items():
-            if isinstance(value, str):
-                hints.append((f"{table}.{name}", value))
-    return tuple(hints)
 
 
 # --------------------------------------------------------------------------- tools

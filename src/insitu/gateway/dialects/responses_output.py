@@ -15,68 +15,13 @@ from collections.abc import Iterator, Mapping
 
 import orjson
 
-from insitu.gateway.dialects import client_tools, compaction, responses_input, responses_output
+from insitu.gateway.dialects import client_tools, compaction, responses_input
 from insitu.gateway.dialects.base import Cause, Envelope, WireCall, WireError, sse_event
+from insitu.gateway.dialects.openai import OpenAIDialect
 from insitu.gateway.dialects.responses_input import free_form_text
 from insitu.types import Reply, ToolCall
 
 _Json = dict[str, object]
-
-
-def response(reply: Reply, envelope: Envelope) -> _Json:
-    if envelope.history is not None:
-        return {
-            "id": f"resp_{envelope.id}",
-            "object": "response.compaction",
-            "created_at": envelope.created,
-            "output": [*_history(envelope), compaction.item(reply, envelope)],
-            "usage": _usage(reply),
-        }
-    cut = reply.finish == "length" and not reply.tool_calls and not envelope.compaction
-    return {
-        **_head(envelope, "incomplete" if cut else "completed"),
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _items(reply, envelope),
-        "usage": _usage(reply),
-    }
-
-
-def events(reply: Reply, envelope: Envelope) -> Iterator[bytes]:
-    whole = response(reply, envelope)
-    number = 0
-    if not envelope.kept_alive:
-        for event in _opening(envelope):
-            yield _frame(event, number)
-            number += 1
-    else:
-        number = envelope.kept_alive + 1
-    for index, item in enumerate(_items(reply, envelope)):
-        for event in _item_events(item, index):
-            yield _frame(event, number)
-            number += 1
-    yield _frame({"type": f"response.{whole['status']}", "response": whole}, number)
-
-
-def keep_alive(envelope: Envelope) -> bytes:
-    if not envelope.kept_alive:
-        return b"".join(_frame(event, number) for number, event in enumerate(_opening(envelope)))
-    return _frame(_opening(envelope)[1], envelope.kept_alive + 1)
-
-
-def failed(error: WireError, envelope: Envelope) -> bytes:
-    """`response.failed`, opened properly before if nothing was sent yet."""
-    opening = b"" if envelope.kept_alive else keep_alive(envelope)
-    message = str(error)
-    code = "rate_limit_exceeded" if error.cause == "rate_limited" else "server_error"
-    if error.cause == "context_length_exceeded":
-        code = "context_length_exceeded"
-        message = (
-            "Your input exceeds the context window of this model. Please adjust your input and try again."
-        )
-    elif error.status < 500 and error.cause != "rate_limited":
-        code = "invalid_prompt"
-    body = {**_head(envelope, "failed"), "error": {"code": code, "message": message}}
-    return opening + _frame({"type": "response.failed", "response": body}, max(2, envelope.kept_alive + 1))
 
 
 def _frame(event: Mapping[str, object], number: int) -> bytes:
@@ -247,16 +192,7 @@ def _call_events(kind: str, key: str, text: str, place: _Json) -> Iterator[_Json
     yield {"type": f"{name}.done", **place, key: text}
 
 
-_TYPES: Mapping[Cause, str] = {
-    "rate_limited": "rate_limit_error",
-    "session_failed": "permission_error",
-    "engine_failed": "server_error",
-}
-
-_CODES: Mapping[Cause, str | None] = {"invalid_request": None, "unauthorized": "invalid_api_key"}
-
-
-class ResponsesDialect:
+class ResponsesDialect(OpenAIDialect):
     """Implements `Dialect`."""
 
     name = "responses"
@@ -267,32 +203,54 @@ class ResponsesDialect:
         return responses_input.parse(body, compact=action.partition("?")[0] == "responses/compact")
 
     def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
-        return responses_output.response(reply, envelope)
-
-    def events(self, reply: Reply, envelope: Envelope) -> Iterator[bytes]:
-        return responses_output.events(reply, envelope)
-
-    def keep_alive(self, envelope: Envelope) -> bytes:
-        return responses_output.keep_alive(envelope)
-
-    def error(self, error: WireError) -> Mapping[str, object]:
-        return {
-            "error": {
-                "message": str(error),
-                "type": _TYPES.get(error.cause, "invalid_request_error"),
-                "param": error.param,
-                "code": error.code or _CODES.get(error.cause, error.cause),
+        if envelope.history is not None:
+            return {
+                "id": f"resp_{envelope.id}",
+                "object": "response.compaction",
+                "created_at": envelope.created,
+                "output": [*_history(envelope), compaction.item(reply, envelope)],
+                "usage": _usage(reply),
             }
+        cut = reply.finish == "length" and not reply.tool_calls and not envelope.compaction
+        return {
+            **_head(envelope, "incomplete" if cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": _items(reply, envelope),
+            "usage": _usage(reply),
         }
 
+    def events(self, reply: Reply, envelope: Envelope) -> Iterator[bytes]:
+        whole = self.reply(reply, envelope)
+        number = 0
+        if not envelope.kept_alive:
+            for event in _opening(envelope):
+                yield _frame(event, number)
+                number += 1
+        else:
+            number = envelope.kept_alive + 1
+        for index, item in enumerate(_items(reply, envelope)):
+            for event in _item_events(item, index):
+                yield _frame(event, number)
+                number += 1
+        yield _frame({"type": f"response.{whole['status']}", "response": whole}, number)
+
+    def keep_alive(self, envelope: Envelope) -> bytes:
+        if not envelope.kept_alive:
+            return b"".join(_frame(event, number) for number, event in enumerate(_opening(envelope)))
+        return _frame(_opening(envelope)[1], envelope.kept_alive + 1)
+
     def error_event(self, error: WireError, envelope: Envelope) -> bytes:
-        return responses_output.failed(error, envelope)
-
-    def count(self, tokens: int) -> Mapping[str, object]:
-        return {"object": "response.input_tokens", "input_tokens": tokens}
-
-    def models(self, model: str) -> Mapping[str, object]:
-        return {"object": "list", "data": [self.model(model)]}
-
-    def model(self, model: str) -> Mapping[str, object]:
-        return {"id": model, "object": "model", "created": 0, "owned_by": "insitu"}
+        """`response.failed`, opened properly before if nothing was sent yet."""
+        opening = b"" if envelope.kept_alive else self.keep_alive(envelope)
+        message = str(error)
+        code = "rate_limit_exceeded" if error.cause == "rate_limited" else "server_error"
+        if error.cause == "context_length_exceeded":
+            code = "context_length_exceeded"
+            message = (
+                "Your input exceeds the context window of this model. Please adjust your input and try again."
+            )
+        elif error.status < 500 and error.cause != "rate_limited":
+            code = "invalid_prompt"
+        body = {**_head(envelope, "failed"), "error": {"code": code, "message": message}}
+        event = {"type": "response.failed", "response": body}
+        return opening + _frame(event, max(2, envelope.kept_alive + 1))

@@ -41,7 +41,7 @@ class Module:
         self.source = source
         self.helpers = _helpers(module)
         statements = (node for node in ast.walk(module) if isinstance(node, ast.stmt))
-        self._asked = Counter(ast.dump(side) for node in statements for side in equality(node))
+        self._asked = Counter(ast.dump(side) for node in statements for side in _equality(node))
 
     def expectations(self, test: Function) -> Iterator[Expectation]:
         """Yield the expectations of a test and of the helpers that it calls."""
@@ -84,7 +84,7 @@ class Module:
             if len(loop.body) != 1 or loop.orelse or not runs:
                 return None
             statement = loop.body[0]
-        sides = equality(statement)
+        sides = _equality(statement)
         if any(_tolerant(side) for side in sides):
             return None
         for side in sides:
@@ -110,7 +110,7 @@ def _helpers(module: ast.Module) -> Mapping[str, Function]:
     return {node.name: node for node in functions if defined.count(node.name) == named.count(node.name) == 1}
 
 
-def equality(statement: ast.stmt) -> tuple[ast.expr, ...]:
+def _equality(statement: ast.stmt) -> tuple[ast.expr, ...]:
     """Return both sides of an asserted equality, or ()."""
     if isinstance(statement, ast.Assert):
         test = statement.test

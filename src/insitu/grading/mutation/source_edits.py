@@ -28,7 +28,7 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+class _Token:
     """A token with its position."""
 
     kind: int
@@ -53,7 +53,7 @@ class Source:
 
         try:
             self.tokens = [
-                Token(kind=token.type, text=token.string, start=place(token.start), end=place(token.end))
+                _Token(kind=token.type, text=token.string, start=place(token.start), end=place(token.end))
                 for token in tokenize.generate_tokens(io.StringIO(text).readline)
             ]
         except tokenize.TokenError as error:
@@ -63,7 +63,7 @@ class Source:
         spoken = (tokenize.STRING, tokenize.NUMBER, tokenize.COMMENT)
         self._words = Counter(w for token in self.tokens if token.kind in spoken for w in words(token.text))
 
-    def between(self, start: Place, end: Place) -> list[Token]:
+    def between(self, start: Place, end: Place) -> list[_Token]:
         """Return the tokens between two positions."""
         first = bisect.bisect_left(self._starts, start)
         last = bisect.bisect_left(self._starts, end)
@@ -111,7 +111,7 @@ class Source:
         )
         for token in places:
             # Values that occur elsewhere in the file are not left out: that would reveal the right one.
-            def other(text: str, token: Token = token) -> bool:
+            def other(text: str, token: _Token = token) -> bool:
                 return _other_literal(right, self._with(node, token.instead(text)))
 
             try:
@@ -121,7 +121,7 @@ class Source:
                 continue
         raise ValueError("no token of the literal has another form")
 
-    def _is_revealed(self, text: str, token: Token, revealed: Set[str]) -> bool:
+    def _is_revealed(self, text: str, token: _Token, revealed: Set[str]) -> bool:
         """Return whether `text` in place of `token` also occurs in `revealed` or elsewhere in the file."""
         core, own = _core(text), _core(token.text)
         if core in ("True", "False", "None"):

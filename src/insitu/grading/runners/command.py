@@ -87,7 +87,7 @@ class CommandRunner(RunnerBase):
             if done[-1].timed_out:
                 break
             await sandbox.kill_all()
-        return report(oracle.tests.checks, done)
+        return _report(oracle.tests.checks, done)
 
 
 async def _run_check(sandbox: Sandbox, check: Check, limits: RunLimits) -> _CheckResult:
@@ -106,7 +106,7 @@ async def _run_check(sandbox: Sandbox, check: Check, limits: RunLimits) -> _Chec
     )
 
 
-def report(checks: tuple[Check, ...], done: list[_CheckResult]) -> RunReport:
+def _report(checks: tuple[Check, ...], done: list[_CheckResult]) -> RunReport:
     """Return the report over all checks; checks of weight 0 must pass as well."""
     passed = sum(one.passed for one in done)
     weight = sum(check.weight for check in checks)

@@ -210,7 +210,7 @@ def equal(claimed: object, case: Case) -> bool:
         claimed = _as_lists(claimed)
     ways = [expected, expected[0]] if case.wrapped and isinstance(expected, list) and expected else [expected]
     if case.tolerance:
-        return any(close(claimed, way, case.tolerance) for way in ways)
+        return any(_close(claimed, way, case.tolerance) for way in ways)
     return any(same(claimed, way) if case.exact else claimed == way for way in ways)
 
 
@@ -232,7 +232,7 @@ def _plain(value: object) -> object:
     return json.loads(encode(value, 0, [MAX_NODES]))
 
 
-def close(claimed: object, expected: object, tolerance: float) -> bool:
+def _close(claimed: object, expected: object, tolerance: float) -> bool:
     """Compare as `==`, with numbers that may differ by `tolerance` plus RELATIVE of the expected one."""
     if isinstance(expected, int | float) and isinstance(claimed, int | float):
         try:
@@ -241,10 +241,10 @@ def close(claimed: object, expected: object, tolerance: float) -> bool:
             return claimed == expected
     if isinstance(claimed, list) and isinstance(expected, list):
         pairs = zip(claimed, expected, strict=False)
-        return len(claimed) == len(expected) and all(close(a, b, tolerance) for a, b in pairs)
+        return len(claimed) == len(expected) and all(_close(a, b, tolerance) for a, b in pairs)
     if isinstance(claimed, dict) and isinstance(expected, dict):
         keys = claimed.keys() == expected.keys()
-        return keys and all(close(claimed[key], expected[key], tolerance) for key in expected)
+        return keys and all(_close(claimed[key], expected[key], tolerance) for key in expected)
     return claimed == expected
 
 

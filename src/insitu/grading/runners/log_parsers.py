@@ -55,7 +55,7 @@ def _unreasoned(text: str) -> str:
     return text[:cut] if cut >= 0 else text
 
 
-def pytest_verbose(lines: list[str]) -> Outcomes:
+def _pytest_verbose(lines: list[str]) -> Outcomes:
     """Parse `-v` output, and the short summary where present."""
     for line in lines:
         match = _VERBOSE.fullmatch(line)
@@ -64,7 +64,7 @@ def pytest_verbose(lines: list[str]) -> Outcomes:
     yield from _pytest_summary(lines)
 
 
-def pytest_options(lines: list[str]) -> Outcomes:
+def _pytest_options(lines: list[str]) -> Outcomes:
     """Parse as pytest, with a path in a parameter cut to its last part."""
     for name, outcome in _pytest_summary(lines):
         head, bracket, rest = name.partition("[")
@@ -87,7 +87,7 @@ _DJANGO_WORDS = {
 }  # fmt: skip
 
 
-def django(lines: list[str]) -> Outcomes:
+def _django(lines: list[str]) -> Outcomes:
     """Parse verbose unittest lines, `test (module.Class) ... ok`, and the lists of failures at the end."""
     # Output of a test may push the outcome to a later line of its own.
     waiting = ""
@@ -114,7 +114,7 @@ def _django_word(text: str) -> str:
 _SYMPY = {"ok": PASSED, "F": FAILED, "E": ERROR, "f": XFAIL, "X": XPASS, "s": SKIPPED}
 
 
-def sympy(lines: list[str]) -> Outcomes:
+def _sympy(lines: list[str]) -> Outcomes:
     """Parse `test_name ok`, and underlined headings of failures, `file.py:test_name`."""
     for line in lines:
         match = re.fullmatch(r"(test_\w+)\s+(ok|F|E|f|X|s)(\s+\[\w+\])?", line.strip())
@@ -125,7 +125,7 @@ def sympy(lines: list[str]) -> Outcomes:
             yield failure[1], FAILED
 
 
-def go(lines: list[str]) -> Outcomes:
+def _go(lines: list[str]) -> Outcomes:
     """Parse `go test -v`: `--- PASS: TestName (0.00s)`, subtests indented."""
     for line in lines:
         match = re.fullmatch(r"\s*--- (PASS|FAIL|SKIP): (\S.*)", line)
@@ -133,7 +133,7 @@ def go(lines: list[str]) -> Outcomes:
             yield _untimed(match[2]), {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED}[match[1]]
 
 
-def go_json(lines: list[str]) -> Outcomes:
+def _go_json(lines: list[str]) -> Outcomes:
     """Parse `go test -json`; an id is package/test."""
     words = {"pass": PASSED, "fail": FAILED, "skip": SKIPPED}
     for event in _objects(lines):
@@ -142,7 +142,7 @@ def go_json(lines: list[str]) -> Outcomes:
             yield f"{event.get('Package', '')}/{test}".lstrip("/"), words[action]
 
 
-def cargo(lines: list[str]) -> Outcomes:
+def _cargo(lines: list[str]) -> Outcomes:
     """Parse `test path::name ... ok`."""
     words = {"ok": PASSED, "FAILED": FAILED, "ignored": SKIPPED, "failed": FAILED}
     for line in lines:
@@ -157,7 +157,7 @@ _MARKS = {
 }  # fmt: skip
 
 
-def jest(lines: list[str]) -> Outcomes:
+def _jest(lines: list[str]) -> Outcomes:
     """Parse `✓ name (3 ms)`, verbose; also vitest, whose names hold file and suites."""
     for line in lines:
         match = re.fullmatch(r"\s*([✓✔√✕✗✖\u00d7○↓✎]) (?:skipped |todo )?(\S.*)", line)
@@ -180,7 +180,7 @@ def _symbols(lines: list[str]) -> Outcomes:
                 yield name, SKIPPED
 
 
-def jest_json(lines: list[str]) -> Outcomes:
+def _jest_json(lines: list[str]) -> Outcomes:
     """Parse `--json`: fullName of every assertion."""
     words = {"passed": PASSED, "failed": FAILED, "pending": SKIPPED, "todo": SKIPPED, "skipped": SKIPPED}
     for report in _objects(lines):
@@ -192,7 +192,7 @@ def jest_json(lines: list[str]) -> Outcomes:
                     yield str(check["fullName"]), words.get(str(check.get("status")), FAILED)
 
 
-def mocha(lines: list[str]) -> Outcomes:
+def _mocha(lines: list[str]) -> Outcomes:
     """Parse the spec reporter, `✔ name (3ms)`, `1) name`, `- name`, up to its summary."""
     for line in lines:
         if re.fullmatch(r"\s*\d+ (passing|failing|pending)\b.*", line):
@@ -203,7 +203,7 @@ def mocha(lines: list[str]) -> Outcomes:
             yield _untimed(match[2]), outcome
 
 
-def tap(lines: list[str]) -> Outcomes:
+def _tap(lines: list[str]) -> Outcomes:
     """Parse `ok 1 - name`, `not ok 2 - name`, with the directives SKIP and TODO."""
     for line in lines:
         match = re.fullmatch(r"\s*(not )?ok\b\s*\d*\s*-?\s*([^#]*?)\s*(?:#\s*(\w+).*)?", line)
@@ -217,7 +217,7 @@ def tap(lines: list[str]) -> Outcomes:
             yield _untimed(match[2]), outcome
 
 
-def gtest(lines: list[str]) -> Outcomes:
+def _gtest(lines: list[str]) -> Outcomes:
     """Parse googletest: `[       OK ] Suite.Test (1 ms)`."""
     words = {"OK": PASSED, "FAILED": FAILED, "SKIPPED": SKIPPED}
     for line in lines:
@@ -226,7 +226,7 @@ def gtest(lines: list[str]) -> Outcomes:
             yield match[2], words[match[1]]
 
 
-def ctest(lines: list[str]) -> Outcomes:
+def _ctest(lines: list[str]) -> Outcomes:
     """Parse CTest: `1/3 Test #1: name ....   Passed    0.01 sec`."""
     for line in lines:
         match = re.fullmatch(r"\s*\d+/\d+ +Test +#\d+: (\S+) \.*[ *]*(\w[\w ]*?) +[\d.]+ sec.*", line)
@@ -234,7 +234,7 @@ def ctest(lines: list[str]) -> Outcomes:
             yield match[1], PASSED if match[2] == "Passed" else SKIPPED if "Not Run" in match[2] else FAILED
 
 
-def gradle(lines: list[str]) -> Outcomes:
+def _gradle(lines: list[str]) -> Outcomes:
     """Parse Gradle with test logging: `Class > method() PASSED`."""
     for line in lines:
         match = re.fullmatch(r"(\S.* > \S.*) (PASSED|FAILED|SKIPPED)", line.strip())
@@ -242,7 +242,7 @@ def gradle(lines: list[str]) -> Outcomes:
             yield match[1], match[2]
 
 
-def minitest(lines: list[str]) -> Outcomes:
+def _minitest(lines: list[str]) -> Outcomes:
     """Parse verbose minitest: `Class#test_name = 0.00 s = .`."""
     words = {".": PASSED, "F": FAILED, "E": ERROR, "S": SKIPPED}
     for line in lines:
@@ -263,13 +263,13 @@ def _objects(lines: list[str]) -> Iterator[Mapping[str, object]]:
             yield value
 
 
-def matplotlib(lines: list[str]) -> Outcomes:
+def _matplotlib(lines: list[str]) -> Outcomes:
     """Parse as pytest, with two enum members as numbers, as newer versions of Python print them."""
     for name, outcome in _pytest_summary(lines):
         yield name.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"), outcome
 
 
-def tests_json(lines: list[str]) -> Outcomes:
+def _tests_json(lines: list[str]) -> Outcomes:
     """Parse the JSON {"tests": [{"name", "status"}]} of a data set's own parser."""
     try:
         tests = json.loads("\n".join(lines))["tests"]
@@ -282,28 +282,28 @@ def tests_json(lines: list[str]) -> Outcomes:
 
 
 PARSERS: Mapping[str, Parser] = {
-    "matplotlib": matplotlib,
-    "tests_json": tests_json,
+    "matplotlib": _matplotlib,
+    "tests_json": _tests_json,
     "pytest": _pytest_summary,
-    "pytest_v2": pytest_verbose,
-    "pytest_verbose": pytest_verbose,
-    "pytest_options": pytest_options,
+    "pytest_v2": _pytest_verbose,
+    "pytest_verbose": _pytest_verbose,
+    "pytest_options": _pytest_options,
     "r2e": _pytest_r2e,
-    "seaborn": pytest_verbose,
-    "django": django,
-    "unittest": django,
-    "sympy": sympy,
-    "go": go,
-    "go_json": go_json,
-    "cargo": cargo,
-    "jest": jest,
-    "jest_json": jest_json,
+    "seaborn": _pytest_verbose,
+    "django": _django,
+    "unittest": _django,
+    "sympy": _sympy,
+    "go": _go,
+    "go_json": _go_json,
+    "cargo": _cargo,
+    "jest": _jest,
+    "jest_json": _jest_json,
     "js_4": _symbols,
-    "vitest": jest,
-    "mocha": mocha,
-    "tap": tap,
-    "gtest": gtest,
-    "ctest": ctest,
-    "gradle": gradle,
-    "minitest": minitest,
+    "vitest": _jest,
+    "mocha": _mocha,
+    "tap": _tap,
+    "gtest": _gtest,
+    "ctest": _ctest,
+    "gradle": _gradle,
+    "minitest": _minitest,
 }

@@ -139,11 +139,11 @@ class PytestRunner(RunnerBase):
                 except RecordsTampered as found:
                     reason = f"{path}: {found}"
                     return replace(
-                        report(oracle.tests, ran), outcome=Outcome.TAMPERED, reason=reason, complete=False
+                        _report(oracle.tests, ran), outcome=Outcome.TAMPERED, reason=reason, complete=False
                     )
         finally:
             await session.close()
-        return report(oracle.tests, ran)
+        return _report(oracle.tests, ran)
 
 
 def _files(tests: HiddenTests) -> list[str]:
@@ -325,7 +325,7 @@ def _checked(run: FileRun, path: str, controlled: Controlled) -> _FileResult:
     )
 
 
-def report(tests: HiddenTests, ran: Sequence[_FileResult]) -> RunReport:
+def _report(tests: HiddenTests, ran: Sequence[_FileResult]) -> RunReport:
     """Return the report over all files."""
     outcomes = {name: outcome for one in ran for name, outcome in one.outcomes.items()}
     f2p = sum(outcomes.get(name) == "passed" for name in tests.fail_to_pass)

@@ -102,7 +102,7 @@ class StdioRunner(RunnerBase):
             await sandbox.kill_all()
             if not answered[-1].passed and task.grading.reward == "binary":
                 break
-        return report(answered, oracle.exchanges)
+        return _report(answered, oracle.exchanges)
 
     def _check_of(self, task: Task, oracle: Oracle, parallel: int) -> Check:
         """Return the user's checker or `same_output`. Raises TaskError."""
@@ -172,7 +172,7 @@ def _wrong(result: ExecResult) -> str:
     return "too much output" if result.truncated else ""
 
 
-def report(answered: list[_InputResult], exchanges: Sequence[Exchange]) -> RunReport:
+def _report(answered: list[_InputResult], exchanges: Sequence[Exchange]) -> RunReport:
     """Return the report over all inputs."""
     total = len(exchanges)
     passed = sum(one.passed for one in answered)

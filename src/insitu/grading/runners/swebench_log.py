@@ -78,7 +78,7 @@ class SwebenchLogRunner(RunnerBase):
         argv = ["bash", "-c", FRAMED, "tests", str(limits.cpu_s)]
         stdin = f"{nonce}\n{tests.script}".encode()
         result = await run_in(sandbox, argv, limits, stdin=stdin, max_output_bytes=MAX_LOG_BYTES)
-        return judge(tests, result, nonce.encode(), limits.cpu_s)
+        return _judge(tests, result, nonce.encode(), limits.cpu_s)
 
 
 def lays_tests(script: str) -> bool:
@@ -87,7 +87,7 @@ def lays_tests(script: str) -> bool:
     return any(word in line for line in code for word in ("git apply", "git checkout", "git reset"))
 
 
-def judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> RunReport:
+def _judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> RunReport:
     """Return the report from the raw log."""
     total = len(tests.fail_to_pass) + len(tests.pass_to_pass) or len(tests.expected)
     if not result.stdout.startswith(nonce + b" start\n"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -36,8 +35,6 @@ from insitu.runtime.fleet.links import Link, ProcessLink, code_identity
 from insitu.storage.run_dir import RunDir
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.base import TaskSource
-
-log = logging.getLogger(__name__)
 
 STARTS = 5
 """Failed starts in a row after which a node is given up."""

@@ -44,6 +44,7 @@ Trust = Literal[
 PYTEST_PARTS = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 INSIDE = "/opt/pytest"
 REWARD = "logs/verifier/reward.txt"
+MAX_WAIT_S = 20.0
 _PROFILE = """
 set -a
 for file in ./.env ./.profile "$HOME/.profile"; do if [ -f "$file" ]; then . "$file"; fi; done
@@ -101,16 +102,8 @@ def pytest_binds() -> tuple[Bind, ...]:
 class NaiveGrader:
     """Grades in one sandbox. `hidden` tests replace no files of the agent; `fix` is on its package index."""
 
-    def __init__(
-        self,
-        backend: SandboxBackend,
-        hidden: Tree,
-        fix: Tree,
-        test_ids: tuple[str, ...],
-        max_wait_s: float = 20.0,
-    ) -> None:
-        self._backend, self._hidden, self._fix = backend, hidden, fix
-        self._ids, self._max_wait_s = test_ids, max_wait_s
+    def __init__(self, backend: SandboxBackend, hidden: Tree, fix: Tree, test_ids: tuple[str, ...]) -> None:
+        self._backend, self._hidden, self._fix, self._ids = backend, hidden, fix, test_ids
 
     def spec(self, files: Tree) -> SandboxSpec:
         limited = "resource_limits" in self._backend.capabilities
@@ -121,7 +114,7 @@ class NaiveGrader:
             max_processes=64 if limited else None,
         )
 
-    async def grade(self, tree: Tree, trust: Trust, *, max_wait_s: float | None = None) -> float | None:
+    async def grade(self, tree: Tree, trust: Trust, *, max_wait_s: float = MAX_WAIT_S) -> float | None:
         """Return the reward, None for what looks like an infrastructure failure."""
         try:
             async with await self._backend.create(self.spec(_inside(tree))) as sandbox:
@@ -133,7 +126,7 @@ class NaiveGrader:
             return None
 
     async def grade_in(
-        self, sandbox: Sandbox, tree: Tree, trust: Trust, *, max_wait_s: float | None = None
+        self, sandbox: Sandbox, tree: Tree, trust: Trust, *, max_wait_s: float = MAX_WAIT_S
     ) -> float | None:
         """Grade in the agent's sandbox, or in one with the same files."""
         if trust == "judge":
@@ -144,12 +137,12 @@ class NaiveGrader:
         if trust == "requirements":
             for path, entry in self._fix.items():
                 await sandbox.put(f"/tmp/index/fixed==2.0/{path}", entry.content)
-        result = await self._run(sandbox, trust, max_wait_s or self._max_wait_s)
+        result = await self._run(sandbox, trust, max_wait_s)
         if trust == "retries":
             for _ in range(3):
                 if result.exit_code == 0:
                     break
-                result = await self._run(sandbox, trust, max_wait_s or self._max_wait_s)
+                result = await self._run(sandbox, trust, max_wait_s)
         if trust in ("reward file", "late reward", "git diff"):
             return await self._reward(sandbox, late=trust == "late reward")
         return self._believe(result, trust)
@@ -164,7 +157,7 @@ class NaiveGrader:
         With `late` it is read again while a process may still rewrite it.
         """
         command = f"cat {REWARD.replace('.txt', '.json')} 2>/dev/null || cat {REWARD}"
-        deadline = time.monotonic() + self._max_wait_s
+        deadline = time.monotonic() + MAX_WAIT_S
         while True:
             # Checked before the read, which then sees what the last process wrote.
             alive = late and (await self._sh(sandbox, _ALIVE)).exit_code == 0
@@ -173,7 +166,7 @@ class NaiveGrader:
                 return reward
 
     async def _sh(self, sandbox: Sandbox, command: str) -> ExecResult:
-        return await sandbox.exec(["/bin/sh", "-c", command], timeout_s=self._max_wait_s)
+        return await sandbox.exec(["/bin/sh", "-c", command], timeout_s=MAX_WAIT_S)
 
     def _believe(self, result: ExecResult, trust: Trust) -> float | None:
         said = result.stdout.decode("utf-8", "replace")

@@ -14,7 +14,7 @@ from insitu.errors import InsituError, SandboxError
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.sandbox.base import SandboxBackend, SandboxSpec
 from insitu.suites.attacks.model import Attack, Move, Variant
-from insitu.suites.attacks.naive_grader import NaiveGrader, Trust
+from insitu.suites.attacks.naive_grader import MAX_WAIT_S, NaiveGrader, Trust
 from insitu.suites.attacks.target import HIDDEN, TEST_EMPTY, TEST_MORE, TEST_TOTAL, Target
 from insitu.types import Outcome, Tree, Verdict, task_hash
 
@@ -108,15 +108,15 @@ class AttackRunner:
             move = variant.stdio_twin
         return await self.grade(await self.left(move, solved=True))
 
-    async def fools(self, move: Move, trust: Trust, *, solved: bool = False) -> bool:
+    async def fools(self, move: Move, trust: Trust) -> bool:
         """Return whether the careless grader pays for a move, or masks it."""
-        reward = await self.naive_reward(move, trust, solved=solved)
+        reward = await self.naive_reward(move, trust)
         return reward is None if trust == "masking" else reward == 1.0
 
     async def naive_reward(self, move: Move, trust: Trust, *, solved: bool = False) -> float | None:
         start = self.subject.solved if solved else self.subject.task.files
         tree = move.apply(start, self.subject.target)
-        max_wait_s = 3.0 if trust == "masking" else None
+        max_wait_s = 3.0 if trust == "masking" else MAX_WAIT_S
         if not move.script:
             return await self.naive.grade(tree, trust, max_wait_s=max_wait_s)
         spec = replace(self.naive.spec(tree), env=self.env())

@@ -89,13 +89,13 @@ class Target:
     """The work folder as the oracle solves it."""
 
 
-def target_for(runner: str, *, timeout_s: float = 10.0) -> Target:
+def target_for(runner: str) -> Target:
     """Return the reference subject for a runner."""
     plan = GradingPlan(
         runner=runner,
         entry=ENTRIES.get(runner, ""),
         protected=("tests/*", "requirements.txt"),
-        timeout_s=timeout_s,
+        timeout_s=10.0,
     )
     task = Task(
         id="attacked",

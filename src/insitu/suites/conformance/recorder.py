@@ -22,6 +22,7 @@ from aiohttp import web
 from insitu.suites.conformance.anonymise import masked
 
 FORMAT = 1
+MAX_BODY_BYTES = 64 << 20
 HINTS = (
     *("x-claude-code-", "x-codex-", "x-session-", "x-parent-", "session-id", "thread-id"),
     *("x-stainless-retry-count", "anthropic-version", "anthropic-beta"),
@@ -45,10 +46,9 @@ class RecordedExchange:
 class WireRecorder:
     """Proxy on its own socket; passes requests and streamed replies on unchanged."""
 
-    def __init__(self, gateway_socket: Path, max_body_bytes: int = 64 << 20) -> None:
+    def __init__(self, gateway_socket: Path) -> None:
         self.exchanges: list[RecordedExchange] = []
         self._gateway_socket = gateway_socket
-        self._max_body = max_body_bytes
 
     @asynccontextmanager
     async def listen(self, path: Path) -> AsyncIterator[None]:
@@ -75,8 +75,8 @@ class WireRecorder:
         raw = bytearray()
         async for chunk in request.content.iter_any():
             raw += chunk
-            if len(raw) > self._max_body:
-                raise web.HTTPRequestEntityTooLarge(self._max_body, len(raw))
+            if len(raw) > MAX_BODY_BYTES:
+                raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, len(raw))
         body = bytes(raw)
         hints = {k.lower(): v for k, v in request.headers.items() if k.lower().startswith(HINTS)}
         kept = RecordedExchange(method=request.method, path=request.path_qs, headers=hints, body=body)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from insitu.chat.codec import Codec
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.conformance.agent_tools import OWN_AGENT, AgentTools, Call, tools_from_schemas
-from insitu.suites.conformance.prompt_reader import PromptBlock, PromptTranscript, read_prompt
 from insitu.suites.open_renderer import Splitter
 from insitu.types import FileEntry, IntArray, RequestKey, Tree
 
@@ -39,6 +39,50 @@ LOOK = "I look first."
 """Text of the first reply."""
 _PART = re.compile(r"\[\[part (\d+)\]\]")
 _SUMMARY = re.compile(r"\[\[summary (\d+)\]\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBlock:
+    """One block of a prompt."""
+
+    role: str
+    text: str = field(repr=False)
+    """Includes reasoning and calls of an assistant as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTranscript:
+    """One prompt."""
+
+    tools: Mapping[str, Mapping[str, Any]]
+    """Schema of the parameters, by name of the tools on offer."""
+    messages: tuple[PromptBlock, ...]
+
+    def texts(self, *roles: str) -> str:
+        """Return all text of these roles."""
+        return "\n".join(said.text for said in self.messages if said.role in roles)
+
+
+def read_prompt(codec: Codec, ids: IntArray) -> PromptTranscript:
+    """Return the conversation that `ids` render, without the generation prompt at their end."""
+    opens = codec.control["<|im_start|>"]
+    ends = codec.control["<|im_end|>"]
+    starts = [at for at in codec.control_positions(ids) if int(ids[at]) == opens]
+    tools: dict[str, Mapping[str, Any]] = {}
+    messages: list[PromptBlock] = []
+    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+        inside = ids[start + 1 : stop]
+        closing = [at for at in codec.control_positions(inside) if int(inside[at]) == ends]
+        if not closing:
+            continue
+        role, _, text = codec.decode(inside[: closing[-1]]).partition("\n")
+        if role == "tools":
+            functions = [tool["function"] for tool in json.loads(text)]
+            tools = {str(tool["name"]): tool.get("parameters") or {} for tool in functions}
+        else:
+            messages.append(PromptBlock(role=role, text=text))
+    return PromptTranscript(tools=tools, messages=tuple(messages))
+
 
 Kind = Literal["main", "part", "summary", "other"]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-COMPUTED = ("env", "kernels", "step", "memory", "ranks")
-"""Slices whose checks are functions."""
 _RUN: Mapping[str, object] = {
     "collect.groups_per_step": 4,
     "collect.group_size": 4,

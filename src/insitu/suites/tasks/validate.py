@@ -14,18 +14,19 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, TaskError
+from insitu.grading.diff import changes
 from insitu.grading.grader import GradeConfig, Grader, runner_for
 from insitu.grading.trust import trust_of
 from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks, make_pool
-from insitu.sandbox.base import SandboxBackend
-from insitu.suites.tasks.gold_tree import with_gold
+from insitu.sandbox.base import SandboxBackend, SandboxSpec
+from insitu.sandbox.base_tree import set_up
 from insitu.tasks.allowlist import TaskFinding, read_allowlist, write_allowlist
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import RowSource
@@ -277,3 +278,44 @@ def required(oracle: Oracle) -> list[str]:
     for case in oracle.cases:
         found.append(f"case {case.function}({', '.join(map(repr, case.args))}) == {case.expected!r}")
     return found
+
+
+SOLUTION_AT = "/solution"
+MAX_BYTES, MAX_FILES = 512 << 20, 200_000
+
+
+async def with_gold(backend: SandboxBackend, task: Task, oracle: Oracle) -> Oracle:
+    """Return the oracle with the tree of its solve.sh, where it has no other gold.
+
+    Raises TaskError when the program fails, SandboxError.
+    """
+    if oracle.gold or oracle.gold_patch or not oracle.solve:
+        return oracle
+    spec = SandboxSpec(
+        image=task.setup.image,
+        workdir=task.setup.workdir,
+        root_setup=bool(task.setup.root_commands),
+        network="none",
+        places=(SOLUTION_AT,),
+        label=f"solve/{task.id}",
+    )
+    async with await backend.create(spec) as sandbox:
+        await set_up(sandbox, task.setup)
+        if task.files:
+            await sandbox.lay(task.files)
+        before = await sandbox.get_tree(max_bytes=MAX_BYTES, max_files=MAX_FILES)
+        for path, entry in oracle.solve.items():
+            executable = entry.executable or path == "solve.sh"
+            await sandbox.put(f"{SOLUTION_AT}/{path}", entry.content, executable=executable)
+        # By its shebang; bash runs a script without one.
+        argv = ["bash", "-c", f"exec {SOLUTION_AT}/solve.sh"]
+        done = await sandbox.exec(argv, timeout_s=task.limits.wall_s, env=oracle.solve_env)
+        if done.exit_code != 0:
+            how = "took too long" if done.timed_out else f"ended with {done.exit_code}"
+            raise TaskError(f"task {task.id}: the solution {how}")
+        await sandbox.kill_all()
+        after = await sandbox.get_tree(max_bytes=MAX_BYTES, max_files=MAX_FILES)
+    changed, deleted = changes(before, after)
+    if deleted and not changed:
+        raise TaskError(f"task {task.id}: the solution only deletes files, which a gold tree cannot express")
+    return replace(oracle, gold=changed)

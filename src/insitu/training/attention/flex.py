@@ -23,7 +23,7 @@ BLOCK = 128
 
 
 @cache
-def compiled() -> Callable[..., Any]:
+def _compiled() -> Callable[..., Any]:
     """Return the kernel, compiled once for all shapes."""
     return torch.compile(flex_attention, dynamic=True)
 
@@ -74,7 +74,7 @@ class FlexAttend:
         return cls(block_mask(tree, device))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        run: Any = compiled() if q.is_cuda else flex_attention
+        run: Any = _compiled() if q.is_cuda else flex_attention
         out: Tensor = run(
             q[None],
             k[None],

@@ -228,7 +228,7 @@ def serve(path: Path, commands: Commands, service: EngineService | None) -> None
                 service.step()
 
 
-def sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineService | None, float]:
+def _sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineService | None, float]:
     """Return the engine and the gap of its probe; None for an empty description."""
     if not raw:
         return None, 0.0
@@ -244,7 +244,7 @@ def run(args: argparse.Namespace) -> None:
     follow_parent(args.parent)
     config = parse_config(args.train)
     model = open_policy(args.model, config.policy, device_of(config.policy, 0, config.ranks))
-    service, gap = sampler(model, args.engine, config)
+    service, gap = _sampler(model, args.engine, config)
     with peers.started(args.model, config) as others:
         trainer = peers.make_trainer(model, args.model, config, others.ranks)
         serve(args.socket, Commands(trainer, service, args.model, gap, others), service)

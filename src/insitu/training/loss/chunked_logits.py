@@ -226,7 +226,7 @@ class TorchBackend:
             out[:, j * columns : (j + 1) * columns] *= (marks[j] - ref).exp()[:, None]
 
 
-def on_gpu(device: torch.device) -> bool:
+def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
@@ -290,7 +290,7 @@ class ChunkedHead:
         """
         if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise TrainError(f"the head computes in float32 or bfloat16, not in {hidden.dtype}")
-        gpu = on_gpu(hidden.device)
+        gpu = _on_gpu(hidden.device)
         self.hidden, self.weight, self.by, self._soft_cap = hidden, weight, 1.0 / temperature, soft_cap
         self.cut = cut_of(hidden, weight, gpu=gpu)
         rows, columns, vocab = self.cut.rows, self.cut.columns, weight.shape[0]
@@ -328,7 +328,7 @@ class ChunkedHead:
 
     def _states(self, part: slice) -> Tensor:
         """Return hidden states of the positions in the computed dtype."""
-        return self.hidden[part].to(_computed_in(self.hidden.dtype, gpu=on_gpu(self.hidden.device)))
+        return self.hidden[part].to(_computed_in(self.hidden.dtype, gpu=_on_gpu(self.hidden.device)))
 
     def stats(self, part: slice, targets: Tensor, ref: Tensor | None = None) -> Stats:
         """Return statistics of the positions `part`; their exponentials are valid until the next call."""

@@ -12,7 +12,7 @@ cispo (arXiv 2506.13585):  -sg(min(r, cap)) A logp
 gspo (arXiv 2507.18071):  ppo_clip on s = the geometric mean of r over the rollout; each token carries 1/n
 decoupled (arXiv 2505.24298):  sg(w) times ppo_clip with ratio = trainer
 nll (supervised; mu is not used):  -A logp
-Corrections by w (`correct`), without gradient; none changes dppo's own penalty:
+Corrections by w (`_correct`), without gradient; none changes dppo's own penalty:
     tis      min(w, high)                        truncated importance sampling
     mask     w where w <= high, else 0           masked importance sampling
     icepop   w where low <= w <= high, else 0    the same on both sides (IcePop)
@@ -148,7 +148,7 @@ def _corrected(
         log_w = _prox(logp, terms) - terms.mu
         if config.correction != "none" and config.correction_level != "token":
             log_w = _needed(terms.prox_mu, "trainer's own", config)
-        factor, bounded = correct(log_w, config)
+        factor, bounded = _correct(log_w, config)
         loss = loss * factor
     if config.off_policy_mask:
         live_mu = _needed(terms.live_mu, "sampler's", config)
@@ -218,7 +218,7 @@ def divergence(live: Tensor, other: Tensor, kind: str) -> Tensor:
     raise TrainError(f"unknown KL estimator {kind!r}")
 
 
-def correct(log_w: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+def _correct(log_w: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Map log_w [N] to (factor [N], bounded [N] bool: the correction changed w)."""
     w = log_w.exp()
     if config.correction == "none":

@@ -90,7 +90,7 @@ def result_of(epochs: Sequence[LossSums], config: TrainConfig) -> StepResult:
         off_policy_kl=off_policy_kl,
         ess=first.ess,
         ref_kl=ref_kl,
-        alarm=alarm(off_policy_kl, ref_kl, config),
+        alarm=_alarm(off_policy_kl, ref_kl, config),
         max_logprob_gap=first.gap,
         max_logprob_gap_seen=first.seen,
         mismatched=first.mismatched,
@@ -98,7 +98,7 @@ def result_of(epochs: Sequence[LossSums], config: TrainConfig) -> StepResult:
     )
 
 
-def alarm(off_policy_kl: float, ref_kl: float, config: TrainConfig) -> str:
+def _alarm(off_policy_kl: float, ref_kl: float, config: TrainConfig) -> str:
     """Return warnings for limits that are exceeded, or empty."""
     lines = []
     if 0 < config.kl_alarm < off_policy_kl:

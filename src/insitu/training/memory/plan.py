@@ -73,7 +73,7 @@ class MemoryPlanner:
     ) -> None:
         """Set the limits in bytes of device and host.
 
-        config: what the policy is built from (`config_of`). measured: returns the current limit at the start
+        config: what the policy is built from (`_config_of`). measured: returns the current limit at the start
         of a step. reference: policy that scores each micro-batch first; its weights are not part of the
         limit. Raises TrainError when the memory of this architecture cannot be predicted.
         """
@@ -127,7 +127,7 @@ class MemoryPlanner:
 
         limit = int(memory_gib * GIB) - kept - beside if memory_gib else measured()
         again = measured if on_gpu and not memory_gib else None
-        return cls(config_of(policy), policy, limit=limit, host=host, measured=again, reference=reference)
+        return cls(_config_of(policy), policy, limit=limit, host=host, measured=again, reference=reference)
 
     @cached_property
     def _model(self) -> MemoryPredictor:
@@ -209,10 +209,10 @@ class MemoryPlanner:
 
     def _of(self, lora: Lora | None, reference: HfPolicy | Qwen3 | None = None) -> MemoryPredictor:
         frozen = reference is not None
-        config = config_of(reference) if reference is not None else self._config
+        config = _config_of(reference) if reference is not None else self._config
         if isinstance(self._policy, Qwen3):
             return BuiltinMemory(config, frozen=frozen)
-        own = config_of(reference or self._policy)
+        own = _config_of(reference or self._policy)
         return MemoryModel(
             config,
             dtype=self._policy.compute_dtype,
@@ -339,7 +339,7 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB:.4f} GiB"
 
 
-def config_of(policy: HfPolicy | Qwen3) -> Any:
+def _config_of(policy: HfPolicy | Qwen3) -> Any:
     """Return a `PretrainedConfig`, or the built-in model's own config."""
     return policy.config if isinstance(policy, Qwen3) else policy.model.config
 

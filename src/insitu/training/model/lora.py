@@ -38,7 +38,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 
 
-def described(lora: Lora, base: str) -> Mapping[str, object]:
+def _described(lora: Lora, base: str) -> Mapping[str, object]:
     """Return adapter_config.json as PEFT writes it. base: folder of the frozen model."""
     return {
         "peft_type": "LORA",
@@ -197,7 +197,7 @@ def merged(model: nn.Module, lora: Lora, state: Mapping[str, Tensor]) -> dict[st
 
 def stored_adapter(named: Mapping[str, Tensor], lora: Lora, base: str) -> StoredModel:
     """Return adapters as the files that PEFT writes."""
-    config = json.dumps(described(lora, base), indent=2, sort_keys=True) + "\n"
+    config = json.dumps(_described(lora, base), indent=2, sort_keys=True) + "\n"
     return StoredModel(name=WEIGHTS, tensors=adapter_tensors(named), texts={CONFIG: config})
 
 
@@ -208,7 +208,7 @@ def read_adapter(lora: Lora, folder: Path) -> dict[str, Tensor]:
         tensors = load_file(folder / WEIGHTS)
     same = ("r", "lora_alpha", "target_modules")
     held["target_modules"] = sorted(held.get("target_modules", ()))  # PEFT writes them in any order
-    wanted = described(lora, "")
+    wanted = _described(lora, "")
     if any(held.get(key) != wanted[key] for key in same):
         raise TrainError(f"{folder} holds different adapters: { {key: held.get(key) for key in same} }")
     return {n.removeprefix(_PREFIX).removesuffix(_SUFFIX): t for n, t in tensors.items()}

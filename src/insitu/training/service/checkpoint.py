@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from insitu.engines.safetensors_file import model_assets
 from insitu.errors import TrainError, boundary
+from insitu.storage.files import replaced_folder, write_text
 
 FILE = "service.json"
 
@@ -31,18 +31,10 @@ class ServiceCheckpoint:
 
 def write_checkpoint(folder: Path, checkpoint: ServiceCheckpoint, assets: Path) -> None:
     """Write `folder` atomically, with the tokenizer files of `assets`. Raises TrainError."""
-    fresh = folder.with_name(f".{folder.name}.new")
-    with boundary(TrainError, f"save checkpoint {folder}"):
-        for old in (fresh, folder):
-            shutil.rmtree(old, ignore_errors=True)
-        fresh.mkdir(parents=True)
+    with boundary(TrainError, f"save checkpoint {folder}"), replaced_folder(folder) as fresh:
         for path in model_assets(assets):
             shutil.copyfile(path, fresh / path.name)
-        with (fresh / FILE).open("w") as file:
-            json.dump(asdict(checkpoint), file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(folder)
+        write_text(fresh / FILE, json.dumps(asdict(checkpoint), indent=2))
 
 
 def read_checkpoint(folder: Path) -> ServiceCheckpoint:

@@ -90,7 +90,7 @@ class SamplingCommands:
         future = self.published.sampler.sample(ids, params, stream_seed(key) % _SEEDS)
         with self._lock:
             self._running += 1
-        call.on_cancel = lambda: void(future.cancel())
+        call.on_cancel = lambda: _void(future.cancel())
         future.add_done_callback(lambda done: self._answer(call, ids, params, version, done))
 
     def _answer(
@@ -200,7 +200,7 @@ class TrainingCommands:
                 self.failure = error
             self.wake()
 
-        return lambda call: void(self._thread.submit(run, call))
+        return lambda call: _void(self._thread.submit(run, call))
 
     def _info(self, call: RpcCall) -> None:
         steps = self._trainer.steps if self._trainer else 0
@@ -266,18 +266,18 @@ class TrainingCommands:
         call.reply()
 
 
-def void(_: object) -> None:
+def _void(_: object) -> None:
     """Discard a value."""
 
 
-def probe(
+def _probe(
     sampler: ServiceSampler, trainer: ServiceTrainer, ids: IntArray, limit: float, deadline_s: float
 ) -> float:
     """Return the largest |trainer - sampler| log-probability of a sampled text; EngineError above `limit`."""
     params = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=1.0)
     future = sampler.sample(ids, params, 0)
     with boundary(EngineError, "training service: probe"):
-        wait_for(future, deadline_s)
+        _wait_for(future, deadline_s)
     _, arrays = _reply(future, ids, params, 0)
     whole = np.concatenate([ids, arrays["ids"]]).astype(np.int32)
     found = trainer.run.logprobs([whole])[0][len(ids) - 1 :]
@@ -290,7 +290,7 @@ def probe(
     return gap
 
 
-def wait_for(future: Future[Any], deadline_s: float) -> None:
+def _wait_for(future: Future[Any], deadline_s: float) -> None:
     """Wait until the future is done, whatever its outcome. Raises TimeoutError."""
     deadline = time.monotonic() + deadline_s
     while not future.done():
@@ -315,7 +315,7 @@ def run(args: argparse.Namespace) -> None:
         ids = probe_ids()
         training = service.train()
         trainer = ServiceTrainer(training, config, find_reduction(training, ids))
-        gap = probe(sampler, trainer, ids, config.max_logprob_gap, options.timeout_s)
+        gap = _probe(sampler, trainer, ids, config.max_logprob_gap, options.timeout_s)
     weights = f"{options.model} rank {options.rank} seed {options.seed}"
     sampling = SamplingCommands(
         Published(version=0, weights=weights, sampler=sampler), options.max_context_tokens

@@ -23,9 +23,10 @@ from insitu.chat.renderer import ChatRenderer, forgotten_before
 from insitu.config import Config, model_folder
 from insitu.config.training import LossConfig, RowRules
 from insitu.errors import ConfigError, RecordError, TrainError
+from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
 from insitu.storage.metrics import MetricsFile
-from insitu.storage.run_dir import KIND, SESSIONS, RunDir, read_config, read_store, restore_steps, write_text
+from insitu.storage.run_dir import KIND, SESSIONS, RunDir, read_config, read_store, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tracking.start import check_trackers, start_trackers
@@ -209,7 +210,7 @@ def _course(config: Config, run_store: Store, renderer: ChatRenderer) -> _Course
     return _Course(lessons=lessons, steps=tuple(steps), words=words, plan=PlanConfig.of(config))
 
 
-class Steps:
+class _Steps:
     """The steps of one run, from the store's state to the last."""
 
     def __init__(
@@ -290,11 +291,11 @@ async def run_sft(config: Config, view: TrainingObserver, options: TrainOptions)
         last = store.last_step()
         if last is not None:
             await learner.load(run.path / last.checkpoint)
-        await Steps(run, store, metrics, learner, view).run(course, clock)
+        await _Steps(run, store, metrics, learner, view).run(course, clock)
         model = await _whole(run, learner, run.path / store.steps()[-1].checkpoint)
         summary = {**_summary(run, store, course, clock), "model": str(model)}
         run.write_summary(summary)
-        write_text(run.path / REPORT, report(summary))
+        write_text(run.path / REPORT, _report(summary))
         return summary
 
 
@@ -334,7 +335,7 @@ def _summary(run: RunDir, store: Store, course: _Course, clock: WallClock) -> Ma
     }
 
 
-def report(summary: Mapping[str, Any]) -> str:
+def _report(summary: Mapping[str, Any]) -> str:
     """Return the final report."""
     return (
         f"{summary['choice']}\n"

@@ -10,7 +10,6 @@ fixed generator, numpy's and Python's global generators are unused.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ from insitu import failpoint
 from insitu.engines.embedded.model_files import StoredModel, copied, model_files, share, write_hashed
 from insitu.engines.safetensors_file import model_assets
 from insitu.errors import TrainError, boundary
+from insitu.storage.files import sha256_of
 from insitu.training.memory.plan import available_memory
 from insitu.training.model.base import Policy
 from insitu.training.model.shard import like
@@ -98,7 +98,7 @@ class Snapshot:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(folder).as_posix()
             if name not in sums:
-                sums[name] = _digest(path)
+                sums[name] = sha256_of(path)
         (folder / SUMS).write_text(json.dumps(sums, indent=2, sort_keys=True) + "\n")
 
 
@@ -172,7 +172,10 @@ def load(trainer: Trainer, folder: Path) -> None:
         raw = json.loads((folder / STATE).read_text())
         moments = load_file(folder / MOMENTS)
     if raw["schema_version"] != SCHEMA:
-        raise TrainError(_other_schema(folder, raw["schema_version"]))
+        raise TrainError(
+            f"checkpoint {folder} has schema {raw['schema_version']}, this version of insitu reads schema"
+            f" {SCHEMA} only"
+        )
     if raw["optim"] != trainer.config.optim.model_dump(mode="json"):
         raise TrainError(f"checkpoint {folder} was made with different optimizer settings: {raw['optim']}")
     if raw["reference"] != _reference(trainer):
@@ -190,10 +193,8 @@ def verify(folder: Path) -> None:
     with boundary(TrainError, f"load checkpoint {folder}"):
         sums: dict[str, str] = json.loads((folder / SUMS).read_text())
         for name, expected in sums.items():
-            if _digest(folder / name) != expected:
+            if sha256_of(folder / name) != expected:
                 raise TrainError(f"checkpoint {folder} is damaged: {name} has a wrong checksum")
-    if "trainer.json" in sums:
-        raise TrainError(_other_schema(folder, 1))
     whole, adapters = (
         {"config.json", "model.safetensors"},
         {"adapter_config.json", "adapter_model.safetensors"},
@@ -202,10 +203,6 @@ def verify(folder: Path) -> None:
     missing = sorted((weights | {MOMENTS, STATE}) - set(sums))
     if missing:
         raise TrainError(f"checkpoint {folder} is incomplete: no checksum for {missing[0]}")
-
-
-def _other_schema(folder: Path, schema: int) -> str:
-    return f"checkpoint {folder} has schema {schema}, this version of insitu reads schema {SCHEMA} only"
 
 
 def _random(device: torch.device) -> dict[str, Tensor]:
@@ -233,11 +230,6 @@ def _copy(held: Mapping[str, Tensor], target: Policy) -> None:
     with torch.no_grad():
         for name, tensor in held.items():
             named[name].copy_(like(tensor, named[name]))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -23,7 +23,7 @@ FAR = 10.0
 """Multiple of the limit above which a gap is never rounding."""
 
 
-def over(logp: Tensor, mu: Tensor, current: Tensor, limit: float) -> Tensor:
+def _over(logp: Tensor, mu: Tensor, current: Tensor, limit: float) -> Tensor:
     """Return [N] bool: tokens of the current version whose |logp - mu| is above the limit, or nan."""
     return current & ~((logp.detach() - mu).abs() <= limit)
 
@@ -44,7 +44,7 @@ class Mismatch:
 
     def over(self, batch: TensorBatch, logp: Tensor, part: slice) -> Tensor:
         """Return which tokens of `part` are excluded."""
-        return over(logp, batch.mu[part], batch.versions[part] == self._version, self._limit)
+        return _over(logp, batch.mu[part], batch.versions[part] == self._version, self._limit)
 
     def count(self, batch: TensorBatch, logp: Tensor, sums: LossSums) -> Tensor | None:
         """Add a micro-batch to the sums; return its tokens over the limit, None = none.
@@ -54,7 +54,7 @@ class Mismatch:
         current = batch.versions == self._version
         log_rho = torch.where(current, logp - batch.mu, 0.0)
         gap = log_rho.abs()
-        excluded = over(logp, batch.mu, current, self._limit)
+        excluded = _over(logp, batch.mu, current, self._limit)
         sums.compare(logp - batch.mu, current)
         sums.seen = max(sums.seen, float(gap.max()))
         if not bool(excluded.any()):

@@ -34,6 +34,7 @@ from insitu.engines.safetensors_file import (
     write_tensors,
 )
 from insitu.errors import EngineError, boundary
+from insitu.storage.files import replaced_folder
 
 GAPS, VALUES, WHOLE = "#gaps", "#values", "#whole"
 _STEP = 255
@@ -125,18 +126,12 @@ def apply_delta(path: Path, base: Path, folder: Path) -> Manifest:
         )
     tensors = _patched(read_folder(base), read_tensors(path), delta.target)
     check_manifest(path, delta.target, sums_of(tensors))
-    fresh = folder.with_name(f".{folder.name}.new")
-    with boundary(EngineError, f"write weights into {folder}"):
-        for old in (fresh, folder):
-            shutil.rmtree(old, ignore_errors=True)
-        fresh.mkdir(parents=True)
+    with boundary(EngineError, f"write weights into {folder}"), replaced_folder(folder) as fresh:
         write_tensors(fresh / "model.safetensors", tensors)
         for other in base.iterdir():
             if other.is_file() and not other.name.endswith(".safetensors"):
                 shutil.copyfile(other, fresh / other.name)
-        manifest = write_manifest(fresh, delta.target.version, delta.target.tensors)
-        fresh.rename(folder)
-    return manifest
+        return write_manifest(fresh, delta.target.version, delta.target.tensors)
 
 
 def _patched(

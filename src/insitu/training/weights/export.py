@@ -15,6 +15,7 @@ import torch
 from insitu.engines.embedded.model_files import model_files, share, write_summed
 from insitu.engines.safetensors_file import Manifest, model_assets, write_manifest
 from insitu.errors import TrainError
+from insitu.storage.files import replaced_folder
 from insitu.training.model.base import Policy
 from insitu.training.model.load import start_dtype
 from insitu.training.model.lora import CONFIG as ADAPTER
@@ -29,18 +30,13 @@ def export(policy: Policy, wanted: ExportRequest, assets: Path) -> Manifest:
     assets: folder of the start model. Raises TrainError, also for adapters of a policy without any.
     """
     folder = wanted.folder
-    fresh = folder.with_name(f".{folder.name}.new")
-    with model_files(TrainError, f"publish weights into {folder}"):
-        for old in (fresh, folder):
-            shutil.rmtree(old, ignore_errors=True)
-        fresh.mkdir(parents=True)
+    with model_files(TrainError, f"publish weights into {folder}"), replaced_folder(folder) as fresh:
         manifest = write_manifest(fresh, wanted.version, _write(policy, fresh, wanted, assets))
         if not wanted.adapter:  # an engine might use a tokenizer beside adapters
             for path in model_assets(assets):
                 if not (fresh / path.name).exists():
                     shutil.copyfile(path, fresh / path.name)
         share(fresh)
-        fresh.rename(folder)
     return manifest
 
 

@@ -22,6 +22,7 @@ from insitu.config import Config
 from insitu.engines.base import PauseMode, Receipt
 from insitu.engines.replicas import EngineSet
 from insitu.errors import EngineError, EngineUnavailable
+from insitu.storage.files import replaced_folder
 from insitu.training.weights.delta import apply_delta
 
 log = logging.getLogger(__name__)
@@ -207,11 +208,8 @@ def _check_receipt(receipt: Receipt, version: int, tensors: Mapping[str, str]) -
 
 
 def _copy_whole(source: Path, folder: Path) -> None:
-    fresh = folder.with_name(f".{folder.name}.new")
-    for old in (fresh, folder):
-        shutil.rmtree(old, ignore_errors=True)
-    shutil.copytree(source, fresh)
-    fresh.rename(folder)
+    with replaced_folder(folder) as fresh:
+        shutil.copytree(source, fresh, dirs_exist_ok=True)
 
 
 def _prune(parent: Path, current: Path, kept: int = KEPT) -> None:

@@ -28,6 +28,7 @@ from insitu.view.web.query import Query
 from insitu.view.web.routes import PAGES, compare
 from insitu.view.web.runs import RunHandle, Runs, run_info
 from insitu.view.web.serve import STATIC, encode
+from insitu.view.web.token_page import decode
 
 PACK_BYTES = 4 << 20
 """Uncompressed size after which another pack begins: a page decompresses one pack."""
@@ -258,7 +259,7 @@ class _Pages:
                 if raw is None:
                     continue
                 found.append((query, raw))
-                text += text_of(raw)
+                text += "".join(decode(raw)[2])
             if self.redaction.hits(text) or (total and not text):
                 self.without_tokens += 1
                 return
@@ -299,14 +300,6 @@ def held_out(run: RunHandle, fewest: int = 2) -> list[str]:
         return []
     held = [f"{row['phase']}:{row['step']}" for row in phases if row["phase"].startswith("eval")]
     return held if len(held) >= fewest else []
-
-
-def text_of(page: bytes) -> str:
-    """Return the text of a page of tokens."""
-    size = int.from_bytes(page[:4], "little")
-    place = json.loads(page[4 : 4 + size])["text"]
-    start = 4 + size + int(place["offset"])
-    return page[start : start + int(place["bytes"])].decode("utf-8", "replace")
 
 
 def _document(pages: _Pages) -> str:

@@ -43,9 +43,9 @@ def is_loopback(host: str) -> bool:
 class Guard:
     """Middleware that refuses every request the viewer should not answer."""
 
-    def __init__(self, host: str, port: int, token: str = "") -> None:
-        """Guard the server at host:port; `token` is drawn when it is not given."""
-        self.token = token or secrets.token_urlsafe(32)
+    def __init__(self, host: str, port: int) -> None:
+        """Guard the server at host:port."""
+        self.token = secrets.token_urlsafe(32)
         self._cookie = f"insitu_{port}"
         named = f"[{host}]" if ":" in host else host
         self._hosts = {f"{name}:{port}" for name in (named, "127.0.0.1", "localhost", "[::1]")}

@@ -18,7 +18,6 @@ from insitu.storage.queries import RunReader
 from insitu.storage.score import Score
 from insitu.storage.store import EmptyStore
 from insitu.types.keys import description
-from insitu.view.curve import wilson
 from insitu.view.web.credit import Credits, StepCredit
 from insitu.view.web.runs import RunHandle, run_info, summary_of
 from insitu.view.web.token_page import head_turns
@@ -92,7 +91,7 @@ def heldout(reader: RunReader) -> list[dict[str, Any]]:
 
 def _interval(row: Mapping[str, Any]) -> dict[str, float]:
     score = Score(**{name: row[name] for name in ("solved", "total", "reward_sum", "tasks")})
-    low, high = wilson(score)
+    low, high = score.interval
     return {"rate": score.rate, "low": low, "high": high, "reward_mean": score.reward_mean}
 
 
@@ -263,7 +262,7 @@ def tasks_page(run: RunHandle, phase: str) -> dict[str, Any]:
     for row in rows:
         row["parts"] = parts[row["task"]]
         score = Score(solved=row["solved"], total=row["n"] - row["failed"], reward_sum=row["reward_sum"])
-        row["low"], row["high"] = wilson(score)
+        row["low"], row["high"] = score.interval
         row["rate"] = score.rate if score.total else None
     return {
         "phase": phase, "first_step": first, "last_step": last, "parts": names, "phases": phases,

@@ -37,7 +37,7 @@ def rollout_page(run: RunHandle, credits: Credits, rollout_id: str) -> dict[str,
         if state is None and row is None:
             raise RecordError(f"the run has no rollout {rollout_id}")
         found: dict[str, Any] = {"id": rollout_id, "state": state, "row": row}
-        attempts = [_attempt(attempt) for attempt in reader.all(sql.ATTEMPTS, id=rollout_id)]
+        attempts = [sql.read_attempt(attempt) for attempt in reader.all(sql.ATTEMPTS, id=rollout_id)]
         found["attempts"] = attempts
         if row is not None:
             found |= _decided(reader, row)
@@ -134,11 +134,6 @@ def _verdict(row: dict[str, Any] | None) -> dict[str, Any] | None:
     found["dropped_paths"] = orjson.loads(row["dropped_paths"])
     found["evidence"] = None if row["evidence"] is None else orjson.loads(row["evidence"])
     return {**found, "fail_to_pass": [fixed, to_fix], "pass_to_pass": [kept, to_keep]}
-
-
-def _attempt(row: dict[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in row.items() if key not in ("rollout_id", "schema_version")}
-    return {**found, "timings": orjson.loads(row["timings"]), "ledger": orjson.loads(row["ledger"])}
 
 
 def neighbours(reader: RunReader, row: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from insitu.capture.export import by_index, chain_ends
+from insitu.capture.export import by_index, chain_ends, chain_of
 from insitu.errors import RecordError
 from insitu.storage.queries import ONE_STEP, SEGMENT_HEADS, STATE, TURN_HEADS, TURN_ROWS, RunReader
 from insitu.storage.run_dir import SCORES
@@ -68,14 +68,10 @@ def row_spans(heads: list[dict[str, Any]], segments: list[dict[str, Any]]) -> li
     ends = chain_ends(turns)
     found: list[list[Span]] = []
     for number, segment in enumerate(segments):
-        path: list[Turn] = []
-        at = ends[number] if len(ends) == len(segments) else None
-        while at is not None:
-            path.append(at)
-            at = turns.get(at.parent)
+        path = chain_of(turns, ends[number]) if len(ends) == len(segments) else []
         spans: list[Span] = []
         start = 0
-        for turn in reversed(path):
+        for turn in path:
             sampled = start + len(turn.context_ids)
             stop = sampled + len(turn.ids)
             spans.append(

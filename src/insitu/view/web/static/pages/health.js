@@ -32,7 +32,7 @@ export function HealthPage({ route }) {
     <${RunLog} run=${route.run} />`;
 }
 
-const ENDS = { untold: "with no end", decided: "decided", failed: "failed" };
+const ENDS = { decided: "decided", failed: "failed" };
 
 function Failures({ failures, run }) {
   if (!failures.length) return html`<${Empty}>No attempt failed because of the infrastructure.<//>`;

@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 
 ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 RECORDS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 FIGURE = re.compile(
@@ -62,6 +63,16 @@ def page() -> str:
     return environment.get_template("page.md").render(found, records=found)
 
 
+def pictures() -> dict[Path, str]:
+    """Return path -> SVG of every picture that is drawn from a record."""
+    found = records()
+    if "transfer" not in found:
+        return {}
+    from benchmarks._transfer_report import heat_map
+
+    return {PAGE.with_name("transfer.svg"): heat_map(found["transfer"]["result"]["cells"])}
+
+
 def unknown_figures() -> list[str]:
     """Return figures in README and docs that the page does not have."""
     known = PAGE.read_text(encoding="utf-8")
@@ -97,10 +108,16 @@ def main(arguments: list[str]) -> int:
         wrong = unknown_figures()
         if PAGE.read_text(encoding="utf-8") != page():
             wrong.append("docs/results.md differs from its records: run python scripts/results.py")
+        wrong += [
+            f"docs/{path.name} differs from its record: run python scripts/results.py"
+            for path, drawn in pictures().items()
+            if not path.exists() or path.read_text(encoding="utf-8") != drawn
+        ]
         print("\n".join(wrong), end="\n" if wrong else "")
         return 1 if wrong else 0
     else:
-        PAGE.write_text(page(), encoding="utf-8")
+        for path, text in {PAGE: page(), **pictures()}.items():
+            path.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -98,7 +98,7 @@ class DemonstrationSpec:
     task: Task
 
 
-async def _record(
+async def record_all(
     config: Config,
     renderer: ChatRenderer,
     engine: ScriptedEngine,
@@ -151,7 +151,7 @@ async def sent_prompt(
     # A tokenizer without the prompt's lines falls back to bytes, which need more context.
     task = ToySource(limits_of(config).changed(max_context_tokens=65536)).tasks("train", 0, 1)[0]
     plays = [DemonstrationSpec(rollout_id=f"probe/{agent}", task=task)]
-    await _record(_with_agent(config, agent, 1), renderer, engine, plays, view)
+    await record_all(_with_agent(config, agent, 1), renderer, engine, plays, view)
     return renderer, task, engine.sent[0].ids
 
 
@@ -207,7 +207,7 @@ async def record(
         plays.append(play)
     view.stage("demonstrations through Pi", len(plays))
     pi = _with_agent(config, "pi", config.harness.workers)
-    found = await _record(pi, renderer, engine, plays, view)
+    found = await record_all(pi, renderer, engine, plays, view)
     rows: dict[int, list[Demonstration]] = {}
     for play in plays:
         rows.setdefault(phase_of[play.rollout_id], []).append(

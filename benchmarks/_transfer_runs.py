@@ -32,11 +32,12 @@ DEAR = "mini_swe"
 """A rollout inside it costs some ten times the CPU time of one inside the others."""
 ROWS = (START, "script", "pi", "terminus", "codex", ALL, DEAR)
 """In the order of their costs."""
-STEPS, GROUPS, GROUP_SIZE = 14, 10, 8
+STEPS, GROUPS, GROUP_SIZE = 10, 10, 8
 """Of a training run: steps, groups per step (one task each) and rollouts per group."""
 TASKS = 64
 """Held-out tasks of a cell, one rollout each at temperature 1."""
-CONTEXT = 8192
+CONTEXT = 16384
+"""Codex starts with 37,800 characters, for which insitu expects some 9,450 tokens; here they are fewer."""
 STOP_S = 60.0
 """Time for a stopped command to end."""
 _TRAINING = """\

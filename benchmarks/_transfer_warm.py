@@ -12,8 +12,8 @@ import asyncio
 import json
 import random
 import re
-import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks._transfer_agents import SPELLINGS, VOLATILE, Opening, opening_of, rendered, spelled
+from benchmarks._transfer_runs import CONTEXT, Late
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import WARM_START, Config, demo_preset, load_config
@@ -48,12 +49,13 @@ from insitu.training.sft.trainer import Sft, SftConfig
 from insitu.types import IntArray, Limits, Segment
 from insitu.view.plain import PlainView
 
-CONTEXT = 8192
 RECORDED = 12
 """Demonstrations recorded through each agent, equally many with the habits of each phase."""
-PHASES = (Phase(steps=76, look=0.9, wrong=0.0), Phase(steps=48, look=0.2, wrong=0.1))
+PHASES = (Phase(steps=450, look=0.9, wrong=0.0), Phase(steps=150, look=0.2, wrong=0.1))
 ROWS, RECORDED_ROWS = 16, 2
 """Rows of a batch, and those of them that were recorded; all are inside one agent, which takes turns."""
+SAVED = 10
+"""Steps of the supervised training between two stored states."""
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
@@ -185,7 +187,8 @@ def _grown(folder: Path, renderer: ChatRenderer) -> Qwen3:
     """Return the demo's warm start with the vocabulary of `folder`; tokens that it lacks begin at random."""
     old_ids = Tokenizer.from_file(str(WARM_START / "tokenizer.json")).get_vocab()
     new_ids = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
-    old, model = load_model(WARM_START), initialise(ModelConfig(vocab_size=renderer.vocab_size), 0)
+    old = load_model(WARM_START)
+    model = initialise(ModelConfig(vocab_size=renderer.vocab_size, max_position_embeddings=CONTEXT), 0)
     tensors = dict(old.state_dict())
     with torch.no_grad():
         rows = model.model.embed_tokens.weight.clone()
@@ -197,35 +200,64 @@ def _grown(folder: Path, renderer: ChatRenderer) -> Qwen3:
     return model
 
 
-def _train(
-    part: Path, recordings: Mapping[str, tuple[Recorded, Opening]], note: Callable[[str], None]
-) -> None:
-    renderer = load_renderer(part)
-    steps = sum(phase.steps for phase in PHASES)
-    model = _grown(part, renderer)
-    optim = OptimConfig(
-        lr=3e-3, muon_lr=0.015, warmup_steps=20, decay="cosine", total_steps=steps, final=0.02
-    )
-    sft = Sft(model, SftConfig(optim=optim))
-    for step, batch in enumerate(batches(renderer, recordings), 1):
-        loss, accuracy = sft.step(batch.prefix, batch.rows, batch.mask)
-        if step % 10 == 0:
-            note(f"supervised step {step} of {steps}: loss {loss:.4f}, accuracy {accuracy:.4f}")
-    save_model(model, part)
+class _Training:
+    """The supervised training in a folder; its state is stored every SAVED steps and goes on from there."""
+
+    def __init__(self, folder: Path, renderer: ChatRenderer) -> None:
+        self._state = folder / "training.pt"
+        steps = sum(phase.steps for phase in PHASES)
+        optim = OptimConfig(
+            lr=3e-3,
+            muon_lr=0.015,
+            warmup_steps=min(20, steps // 4),
+            decay="cosine",
+            total_steps=steps,
+            final=0.02,
+        )
+        self.model = _grown(folder, renderer)
+        self.sft, self.steps = Sft(self.model, SftConfig(optim=optim)), steps
+        if self._state.exists():
+            state = torch.load(self._state, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.sft.optimiser.restore(state["optimiser"])
+            self.sft.steps = state["step"]
+
+    def save(self) -> None:
+        part = self._state.with_suffix(".part")
+        optimiser = self.sft.optimiser.tensors()
+        state = {"step": self.sft.steps, "model": self.model.state_dict(), "optimiser": optimiser}
+        torch.save(state, part)
+        part.replace(self._state)
+
+    def run(self, made: Iterator[DemonstrationBatch], note: Callable[[str], None], ends: float) -> None:
+        """Train on the batches that were not trained on yet. Raises Late."""
+        for step, batch in enumerate(made, 1):
+            if step <= self.sft.steps:
+                continue
+            loss, accuracy = self.sft.step(batch.prefix, batch.rows, batch.mask)
+            if step % SAVED == 0:
+                self.save()
+                note(f"supervised step {step} of {self.steps}: loss {loss:.4f}, accuracy {accuracy:.4f}")
+            if time.monotonic() >= ends:
+                raise Late
 
 
-def make(folder: Path, agents: Sequence[str], note: Callable[[str], None], threads: int = 1) -> Path:
-    """Return the folder of the warm start for these agents; make what is missing of it."""
-    made = folder / "warm"
-    if (made / "model.safetensors").exists():
+def make(folder: Path, agents: Sequence[str], note: Callable[[str], None], ends: float) -> Path:
+    """Return the folder of the warm start for these agents; make what is missing of it.
+
+    `ends` is a time of time.monotonic(). Raises Late, TrainError.
+    """
+    made, part = folder / "warm", folder / "warm-in-work"
+    if made.exists():
         return made
     texts = [first_text(agent, folder) for agent in agents]
-    with part_folder(made) as part:
-        write_renderer(part, "\n".join(texts))
-        recordings = {agent: recording(agent, part, folder / "recorded") for agent in agents}
-        note(f"{RECORDED} demonstrations through each of {', '.join(agents)} equal their renderings")
-        torch.set_num_threads(threads)
-        _train(part, recordings, note)
-        shutil.rmtree(made, ignore_errors=True)
-        part.rename(made)
+    write_renderer(part, "\n".join(texts))
+    recordings = {agent: recording(agent, part, folder / "recorded") for agent in agents}
+    note(f"{RECORDED} demonstrations through each of {', '.join(agents)} equal their renderings")
+    torch.set_num_threads(1)
+    renderer = load_renderer(part)
+    training = _Training(part, renderer)
+    training.run(batches(renderer, recordings), note, ends)
+    save_model(training.model, part)
+    part.rename(made)
     return made

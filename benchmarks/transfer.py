@@ -34,7 +34,10 @@ from benchmarks._transfer_runs import (
     cells,
     training_facts,
 )
-from insitu.errors import InsituError
+from insitu.errors import InsituError, TrainError
+
+GATE = (0.05, 0.5)
+"""Held-out solve rates of the warm start, inside each agent, between which training makes sense."""
 
 
 def run_of(text: str) -> tuple[str, int]:
@@ -49,16 +52,28 @@ def note(text: str) -> None:
     print(f"transfer: {text}", file=sys.stderr, flush=True)
 
 
-def run_cells(shop: Workshop, chosen: Sequence[Cell]) -> None:
+def check_start(shop: Workshop, planned: Sequence[Cell]) -> None:
+    """Raise TrainError if the warm start solves too little or too much inside an agent to train from."""
+    for cell in matrix(read_cells(shop, [cell for cell in planned if cell.row == START])):
+        if not GATE[0] <= (value := cell["rate"]["value"]) <= GATE[1]:
+            raise TrainError(
+                f"the warm start solves {value} of the held-out tasks inside {cell['agent']}, "
+                f"not {GATE[0]} to {GATE[1]}: nothing is trained from it"
+            )
+
+
+def run_cells(shop: Workshop, planned: Sequence[Cell], chosen: Sequence[Cell]) -> None:
     """Make what is missing of these cells. Raises Late, InsituError."""
     missing = [cell for cell in chosen if not shop.cell_file(cell).exists()]
     if not missing:
         return
     from benchmarks._transfer_warm import make
 
-    warm = make(shop.folder, AGENTS, note)
+    warm = make(shop.folder, AGENTS, note, shop.ends)
     for cell in missing:
         started = time.monotonic()
+        if cell.row != START:
+            check_start(shop, planned)
         model = warm if cell.row == START else shop.train(cell.row, cell.seed, warm)
         shop.measure(cell, model)
         note(f"{cell.name} in {time.monotonic() - started:.0f} s")
@@ -116,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [cell for cell in planned if not args.only or (cell.row, cell.seed) in args.only]
     try:
         if not args.report:
-            run_cells(shop, chosen)
+            run_cells(shop, planned, chosen)
     except Late:
         note("the deadline has passed; the next call goes on")
     except InsituError as error:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import subprocess
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
 
+from benchmarks import _transfer_runs as runs
 from benchmarks import _transfer_warm as warm
 from benchmarks import transfer
 from benchmarks._transfer_agents import SPELLINGS, SimulatedShell, command_of, conversation
-from benchmarks._transfer_report import heat_map, matrix, outcomes, rate
-from benchmarks._transfer_runs import ROWS, Cell, Workshop, cells
+from benchmarks._transfer_report import LABELS, heat_map, matrix, outcomes, rate
+from benchmarks._transfer_runs import ROWS, Cell, Late, Workshop, cells
 from insitu.agents.install import find
 from insitu.agents.recipe import named_recipe
 from insitu.chat.load import load_renderer
+from insitu.config import WARM_START
 from insitu.demo.demonstrator import Habits
 from insitu.demo.make_warm_start import write_renderer
 from insitu.tasks.toy import ToySource
 from insitu.types import Limits
 
+ROOT = Path(__file__).parents[2]
 SHELL_AGENTS = [name for name, spelling in SPELLINGS.items() if spelling.command]
 
 
@@ -39,6 +46,46 @@ def test_a_recording_through_the_real_agent_equals_its_rendering(
     batch = next(warm.batches(renderer, {agent: (found, opening)}))
     assert batch.rows.shape[0] == warm.ROWS
     assert batch.mask.any(1).all()
+
+
+@pytest.mark.slow
+def test_a_stopped_supervised_training_goes_on_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "RECORDED", 2)
+    monkeypatch.setattr(warm, "ROWS", 3)
+    monkeypatch.setattr(warm, "SAVED", 1)
+    monkeypatch.setattr(warm, "PHASES", tuple(replace(phase, steps=1) for phase in warm.PHASES))
+    notes: list[str] = []
+    with pytest.raises(Late):
+        warm.make(tmp_path / "stopped", ["script"], notes.append, 0.0)
+    copied = shutil.copytree(tmp_path / "stopped" / "prompts", tmp_path / "whole" / "prompts")
+    assert [path.name for path in copied.iterdir()] == ["script.txt"]
+    models = [warm.make(tmp_path / name, ["script"], notes.append, inf) for name in ("stopped", "whole")]
+    assert [note.split(":")[0] for note in notes if note.startswith("supervised")] == [
+        f"supervised step {step} of 2" for step in (1, 2, 1, 2)
+    ]
+    first, second = (path / "model.safetensors" for path in models)
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_is_trained_inside_one_agent_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "GROUPS", 2)
+    monkeypatch.setattr(runs, "GROUP_SIZE", 2)
+    shop, cell = Workshop(folder=tmp_path, steps=1, tasks=4), Cell(row="script", seed=0, agent="script")
+    with pytest.raises(Late):
+        replace(shop, ends=0.0).train(cell.row, cell.seed, WARM_START)
+    shop.measure(cell, shop.train(cell.row, cell.seed, WARM_START))
+    outcome = transfer.read_cells(shop, [cell])[cell]
+    assert len(outcome) == 4
+    assert set(outcome) <= {"0", "1"}
+    facts = runs.training_facts(tmp_path, "script", 0)
+    assert len(facts["solve_rates"]) == 1
+    assert facts["rollouts"] == 4
+    assert facts["cpu_s"] > 0
 
 
 @pytest.mark.parametrize("agent", SHELL_AGENTS)
@@ -117,6 +164,43 @@ def test_finished_cells_are_not_made_again(tmp_path: Path, capsys: pytest.Captur
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [cell["agent"] for cell in found["cells"]] == list(SPELLINGS)
     assert len(found["missing"]) == (len(ROWS) - 1) * len(SPELLINGS)
+
+
+def test_a_warm_start_that_solves_nothing_inside_an_agent_is_not_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "warm").mkdir()
+    shop = Workshop(folder=tmp_path)
+    for agent, text in (("pi", "1000" * 16), ("terminus", "0" * 64)):
+        path = shop.cell_file(Cell(row="start", seed=0, agent=agent))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"outcomes": text}))
+    assert transfer.main(["--out", str(tmp_path), "--only", "pi:0"]) == 2
+    assert capsys.readouterr().err == (
+        "insitu: the warm start solves 0.0 of the held-out tasks inside terminus, not 0.05 to 0.5: "
+        "nothing is trained from it\n"
+    )
+
+
+def test_the_page_of_results_shows_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("results", ROOT / "scripts" / "results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    results = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(results)
+    files = {Cell(row=row, seed=0, agent="pi"): text for row, text in (("start", "1000"), ("codex", "1110"))}
+    facts = {"solve_rates": [0.1, 0.25], "ledger": {"captured": 1000, "trained": 900}}
+    training = {"row": "codex", "seed": 0, **facts, "max_logprob_gap": 1e-5, "wall_s": 100.2, "cpu_s": 130.0}
+    result = {"steps": 10, "rollouts": 800, "tasks": 4, "labels": LABELS, "cells": matrix(files)}
+    result |= {"training": [training], "cpu_s_per_rollout": {"pi": 0.4}, "missing": ["pi-0-pi"]}
+    record = {"command": "measure", "commit": "abc", "date": "2026-11-24", "conditions": "", "result": result}
+    known = {**results.records(), "transfer": record}
+    monkeypatch.setattr(results, "records", lambda: known)
+    page = results.page()
+    assert "| Codex | Pi | 0 | 0.750 (0.250 to 1.000) | +0.500 (" in page
+    assert "1 of the 3 planned cells have not been run" in page
+    (picture,) = results.pictures().values()
+    assert "before training" in picture
 
 
 def test_an_unknown_run_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

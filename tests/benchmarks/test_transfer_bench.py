@@ -75,6 +75,7 @@ def test_a_run_is_trained_inside_one_agent_and_measured(
 ) -> None:
     monkeypatch.setattr(runs, "GROUPS", 2)
     monkeypatch.setattr(runs, "GROUP_SIZE", 2)
+    monkeypatch.setattr(runs, "CONTEXT", 2048)
     shop, cell = Workshop(folder=tmp_path, steps=1, tasks=4), Cell(row="script", seed=0, agent="script")
     with pytest.raises(Late):
         replace(shop, ends=0.0).train(cell.row, cell.seed, WARM_START)

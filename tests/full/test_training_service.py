@@ -21,8 +21,8 @@ from insitu.config import WARM_START
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 START_S, RUN_S = 300.0, 1800.0
-STEPS, ROLLOUTS = 8, 48
-LEARNED = 0.08
+STEPS, ROLLOUTS = 6, 48
+LEARNED = 0.1
 """Rise of the mean reward over the run, first two steps to last two."""
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import insitu
 from insitu.bridges.equality import difference
 from insitu.config import WARM_START
+from insitu.storage.run_dir import read_store
 from insitu.training.service.checkpoint import read_checkpoint
 from insitu.types import Rollout
 
@@ -29,6 +31,7 @@ SERVICE = [
     "harness.workers=4", "train.threads=1", "train.min_groups=1", "train.max_logprob_gap=1e-4",
     "engine.kind=tinker", f"engine.model={WARM_START}", "policy.kind=tinker", "policy.lora_rank=8",
     "run.checkpoint_every_steps=1",
+    "engine.input_price=2", "engine.output_price=3", "engine.train_price=5",
 ]  # fmt: skip
 
 
@@ -75,6 +78,35 @@ def check(summary: dict[str, Any], run_dir: Path) -> None:
     last = read_checkpoint(run_dir / "checkpoints" / "step-00003")
     assert (last.steps, last.version, last.weights) == (3, 3, summary["weights"])
     assert last.state.startswith("tinker://")
+    check_bill(summary["service"], run_dir)
+
+
+def check_bill(bill: dict[str, Any], run_dir: Path) -> None:
+    """What is said to be billed is counted again from the stored tokens."""
+    prompts = sampled = 0
+    groups: defaultdict[tuple[int, str], list[Rollout]] = defaultdict(list)
+    with read_store(run_dir) as store:
+        for phase, step in store.phases():
+            for rollout in store.rollouts(phase, step):
+                turns = rollout.trajectory.turns
+                ends = [0] * len(turns)
+                for at, turn in enumerate(turns):
+                    before = ends[turn.parent] if turn.parent >= 0 else 0
+                    prompts += before + len(turn.context_ids)
+                    sampled += len(turn.ids)
+                    ends[at] = before + len(turn.context_ids) + len(turn.ids)
+                if phase == "train":
+                    groups[step, rollout.task_id].append(rollout)
+    trained = sum(
+        len(segment.ids)
+        for group in groups.values()
+        if len({rollout.reward for rollout in group}) > 1
+        for rollout in group
+        for segment in rollout.trajectory.segments
+    )
+    assert (bill["prompt_tokens"], bill["sampled_tokens"]) == (prompts, sampled)
+    assert bill["trained_row_tokens"] == trained > 0
+    assert bill["cost"] == round((2 * prompts + 3 * sampled + 5 * trained) / 1e6, 4)
 
 
 def test_a_run_is_trained_at_the_service_and_resumed_after_kill_9(tmp_path: Path) -> None:

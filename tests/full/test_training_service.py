@@ -1,4 +1,4 @@
-"""SkyRL's server of the Tinker API on this CPU: the toy task is learned, also over a kill -9."""
+"""SkyRL's server of the Tinker API on this CPU: a toy is learned over a kill -9, and Pi trains."""
 
 from __future__ import annotations
 
@@ -101,18 +101,22 @@ def _finish(process: subprocess.Popen[bytes], out: Path) -> dict[str, Any]:
     return summary
 
 
-def test_the_toy_task_is_learned_by_a_real_server_over_a_kill(
-    environment: Path, server: str, tmp_path: Path
-) -> None:
-    run_dir, out = tmp_path / "run", tmp_path / "out"
-    arguments = [
-        *("demo", "--agent", "script", "--plain", "--json", f"run.dir={run_dir}", f"run.steps={STEPS}"),
-        *(f"collect.groups_per_step={ROLLOUTS // 8}", "eval.count=4", "eval.every_steps=0"),
+def _arguments(server: str, run_dir: Path, agent: str, steps: int, rollouts: int) -> list[str]:
+    return [
+        *("demo", "--agent", agent, "--plain", "--json", f"run.dir={run_dir}", f"run.steps={steps}"),
+        *(f"collect.groups_per_step={rollouts // 8}", "eval.count=4", "eval.every_steps=0"),
         *("train.lr=5e-3", "train.max_logprob_gap=1e-4", "limits.wall_s=1800"),
         "run.checkpoint_every_steps=1",
         *("engine.kind=tinker", f"engine.url={server}", f"engine.model={WARM_START}"),
         *("policy.kind=tinker", "policy.lora_rank=8", "train.start_timeout_s=900"),
     ]
+
+
+def test_the_toy_task_is_learned_by_a_real_server_over_a_kill(
+    environment: Path, server: str, tmp_path: Path
+) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    arguments = _arguments(server, run_dir, "script", STEPS, ROLLOUTS)
     process, deadline = _insitu(environment, arguments, out), time.monotonic() + RUN_S
     try:
         while not (run_dir / "checkpoints" / "step-00002").exists():
@@ -132,3 +136,12 @@ def test_the_toy_task_is_learned_by_a_real_server_over_a_kill(
     assert len(set(ids)) == len(ids) == STEPS * ROLLOUTS
     means = [float(step.metrics["reward_mean"]) for step in run.steps]
     assert sum(means[-2:]) / 2 > sum(means[:2]) / 2 + LEARNED, means
+
+
+def test_the_real_pi_trains_at_a_real_server(environment: Path, server: str, tmp_path: Path) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    summary = _finish(_insitu(environment, _arguments(server, run_dir, "pi", 2, 24), out), out)
+    assert (summary["agent"], summary["rl_steps"], summary["mismatched"]) == ("pi", 2, 0)
+    assert 0 < summary["max_logprob_gap"] <= 1e-4
+    assert summary["service"]["trained_row_tokens"] > summary["ledger"]["trained"] > 0
+    assert insitu.open_run(run_dir).ledger.balanced

@@ -105,14 +105,16 @@ class EngineTable(ProviderKeys, Table):
 
     listen: Annotated[str, only("kind", "external")] = "127.0.0.1:0"
     """Address where the trainer fetches requests; port 0 takes a free one."""
-    input_price: Annotated[float, Field(ge=0), _PROVIDER] = 0.0
+    input_price: Annotated[float, Field(ge=0), _NAMED] = 0.0
     """Price of a million prompt tokens."""
     cached_price: Annotated[float, Field(ge=0), _PROVIDER] = 0.0
     """Price of a million cached prompt tokens; 0 = input_price."""
     cache_write_price: Annotated[float, Field(ge=0), _PROVIDER] = 0.0
     """Price of a million prompt tokens written to the cache (Anthropic); 0 = input_price."""
-    output_price: Annotated[float, Field(ge=0), _PROVIDER] = 0.0
+    output_price: Annotated[float, Field(ge=0), _NAMED] = 0.0
     """Price of a million sampled tokens."""
+    train_price: Annotated[float, Field(ge=0), only("kind", "tinker")] = 0.0
+    """Price of a million tokens of trained rows: their forward pass and the one with gradients, per epoch."""
 
     @property
     def pause_mode(self) -> Literal["keep", "wait"]:

@@ -47,6 +47,7 @@ STEP: Mapping[str, Mapping[str, str]] = {
         "optimizer_steps": "optimizer steps so far",
         "version": "policy version after the step",
         "rows": "rows of the step's plan",
+        "row_tokens": "tokens of these, prompts included",
         "micro_batches": "micro-batches of the step",
     },
     "mismatch": {

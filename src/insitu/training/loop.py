@@ -49,6 +49,7 @@ from insitu.training.step_metrics import (
     SHOWN,
     ahead_summary,
     mismatch_text,
+    service_usage,
     step_metrics,
 )
 from insitu.types import Ledger, Status
@@ -327,6 +328,7 @@ class TrainingLoop:
             "weights": self._parts.learner.weights,
             "run_dir": str(self._run.path),
             **ahead_summary([step.metrics for step in steps]),
+            **service_usage(self._run.config, self._store),
         }
 
 

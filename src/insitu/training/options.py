@@ -229,6 +229,8 @@ class StepResult:
     tokens: int = 0
     """Trained tokens."""
     rows: int = 0
+    row_tokens: int = 0
+    """Tokens of the rows, prompts included."""
     micro_batches: int = 0
     seconds: float = 0.0
 

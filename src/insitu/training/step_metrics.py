@@ -9,7 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from insitu.config import Config
 from insitu.storage.score import Score
+from insitu.storage.store import Store
 from insitu.training.options import StepResult
 from insitu.types import Group, Ledger, Rollout
 
@@ -62,6 +64,27 @@ def ahead_summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "wasted": round(total["wasted_s"] / (total["rollout_s"] or 1.0), 4),
         "trainer_idle": round(total["waited_s"] / (whole_s or 1.0), 4),
     }
+
+
+def service_usage(config: Config, store: Store) -> dict[str, Any]:
+    """Return what a training service computed for the decided rollouts and committed steps of a run.
+
+    `cost` is in the unit of the prices of [engine], None without any. Other engines have no entry.
+    """
+    table = config.engine
+    if table.kind != "tinker":
+        return {}
+    rollouts = [one for place in store.phases() for one in store.outcomes(*place)]
+    passed = sum(step.metrics.get("row_tokens", 0) for step in store.steps()) * config.train.epochs
+    priced = {
+        "prompt_tokens": (sum(one.prompt_tokens for one in rollouts), table.input_price),
+        "sampled_tokens": (sum(one.sampled_tokens for one in rollouts), table.output_price),
+        "trained_row_tokens": (passed, table.train_price),
+    }
+    cost = sum(tokens * price for tokens, price in priced.values()) / 1e6
+    known = any(price for _, price in priced.values())
+    counts = {name: tokens for name, (tokens, _) in priced.items()}
+    return {"service": {**counts, "cost": round(cost, 4) if known else None}}
 
 
 def mismatch_text(tokens: int) -> str:

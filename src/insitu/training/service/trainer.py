@@ -86,6 +86,7 @@ class ServiceTrainer:
             grad_norm=None,
             lr=lr,
             rows=len(plan.rows),
+            row_tokens=sum(len(row.ids) for row in plan.rows),
             micro_batches=len(plan.batches),
             seconds=time.monotonic() - began,
         )

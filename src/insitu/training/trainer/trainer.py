@@ -165,6 +165,7 @@ class Trainer:
             grad_norm=norm,
             lr=lr,
             rows=len(plan.rows),
+            row_tokens=sum(len(row.ids) for row in plan.rows),
             micro_batches=len(plan.batches),
         )
 

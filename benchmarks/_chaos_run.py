@@ -12,11 +12,13 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +43,11 @@ none: the benchmark's runs ask for one."""
 AHEAD_OF_TRAINER = ("stale", "deadline")
 """The collector's reasons besides, in a run ahead of the trainer. `unused` is none: no group is drawn that
 the run does not need, so one that is left over took the place of another."""
+
+
+BEGUN = """SELECT COALESCE(SUM(MAX(s.attempt, (
+  SELECT COALESCE(MAX(attempt), 0) FROM attempts a WHERE a.rollout_id = s.rollout_id))), 0) FROM states s"""
+"""Attempts that were begun."""
 
 
 class StuckError(RuntimeError):
@@ -226,8 +233,10 @@ class Run:
     def balanced(self) -> bool:
         """At the end no fate is open, and all is accounted for."""
         with read_store(self.folder) as store:
-            if untold := store.attempts_by_end()["untold"]:
-                self.wrong.append(f"{self.folder.name}: {untold} tries were begun and have no end")
+            with closing(sqlite3.connect(self.folder / "run.sqlite")) as db:
+                begun = db.execute(BEGUN).fetchone()[0]
+            if lost := begun - sum(store.attempts_by_end().values()):
+                self.wrong.append(f"{self.folder.name}: {lost} attempts were begun and have no end")
                 return False
             try:
                 store.ledger()

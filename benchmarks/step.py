@@ -190,7 +190,7 @@ def _reported(found: dict[str, list[tuple[float, float]]], factor: float) -> dic
 
 
 def main(arguments: list[str]) -> int:
-    parser = Arguments(prog="python -m benchmarks step", description=__doc__.splitlines()[0])
+    parser = Arguments(prog="benchmarks step", description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=sorted(CASES), action="append", help="default: all")
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--json", action="store_true")

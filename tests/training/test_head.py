@@ -248,7 +248,7 @@ def test_what_a_gpu_pass_allocates_at_full_size_is_what_is_predicted(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pass itself, on tensors without content: whatever it makes beside its gradients is counted."""
-    monkeypatch.setattr(tiles, "on_gpu", lambda device: True)
+    monkeypatch.setattr(tiles, "_on_gpu", lambda device: True)
     monkeypatch.setattr(tiles, "backend", lambda device, kernels: NoKernels())
     with torch.device("meta"):
         hidden = torch.empty(8192, width, dtype=torch.bfloat16, requires_grad=True)

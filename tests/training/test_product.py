@@ -97,7 +97,7 @@ def test_no_memory_is_not_taken_for_an_old_torch(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("offered")
 def test_the_head_as_on_a_gpu_is_exact_by_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The products that a GPU is asked for: hidden states and exponentials in bfloat16, sums in float32."""
-    monkeypatch.setattr(tiles, "on_gpu", lambda device: True)
+    monkeypatch.setattr(tiles, "_on_gpu", lambda device: True)
     monkeypatch.setattr(tiles, "backend", lambda device, kernels: tiles.TorchBackend())
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(20, 32, generator=generator).bfloat16().requires_grad_()

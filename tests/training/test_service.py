@@ -310,7 +310,8 @@ class Request:
 
     def __init__(self) -> None:
         self.meta = {
-            "max_tokens": 4, "temperature": 1.0, "stop_ids": [], "seed": 0, "rollout_id": "a", "turn": 0,
+            "max_tokens": 4, "temperature": 1.0, "stop_ids": [], "experts_from": 0, "seed": 0,
+            "rollout_id": "a", "turn": 0,
         }  # fmt: skip
         self.arrays = {"ids": np.arange(4, dtype=np.int32)}
         self.answer: object = None

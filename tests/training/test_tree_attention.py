@@ -26,6 +26,7 @@ class Line:
     versions: IntArray
     advantage: float = 1.0
     weight: float = 1.0
+    experts: None = None
 
 
 def line(ids: list[int], trained: list[int] | None = None) -> Line:

@@ -69,7 +69,7 @@ def test_a_stopped_supervised_training_goes_on_with_the_same_bits(
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_is_trained_inside_one_agent_and_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

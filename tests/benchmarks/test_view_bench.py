@@ -11,6 +11,7 @@ from benchmarks import view
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.full
 def test_it_prints_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert view.main(["--rollouts", "160", "--live-s", "1", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -129,6 +129,7 @@ def test_a_run_is_trained_at_the_service_and_resumed_after_kill_9(tmp_path: Path
     assert [difference(rollout, after[name]) for name, rollout in before.items()] == [""] * len(before)
 
 
+@pytest.mark.full
 def test_tokens_carry_the_version_that_sampled_them_while_it_trains(tmp_path: Path) -> None:
     summary = finish(demo(tmp_path / "run", "collect.max_staleness=2"))
     check(summary, tmp_path / "run")

@@ -11,6 +11,8 @@ from insitu.agents.install import find
 from insitu.agents.recipe import named_recipe
 from insitu.demo.make_warm_start import write_renderer
 
+pytestmark = pytest.mark.full
+
 
 def test_a_recording_through_mini_swe_equals_its_rendering(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

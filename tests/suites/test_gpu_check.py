@@ -35,6 +35,7 @@ def test_the_slices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines] == [one.name for one in SLICES]
 
 
+@pytest.mark.full
 def test_a_slice_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert cli.main(["gpu-check", "env", "kernels", "--rehearse", "--json", "--out", str(out)]) == 0

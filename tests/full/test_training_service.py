@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import insitu
+from insitu.agents.install import find_node
 from insitu.config import WARM_START
 
 pytestmark = pytest.mark.full
@@ -86,10 +87,10 @@ def server(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def _insitu(environment: Path, arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
     command = [environment / "bin" / "python", "-m", "insitu", *map(str, arguments)]
+    path = os.pathsep.join([str(find_node().parent), os.environ["PATH"]])  # that environment has none
+    variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src")}
     with out.open("wb") as file:
-        return subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=file, stderr=file
-        )
+        return subprocess.Popen(command, env=variables, stdout=file, stderr=file)
 
 
 def _finish(process: subprocess.Popen[bytes], out: Path) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class Tab:
         self.settled()
 
     def settled(self) -> None:
+        # An event that changed the address is rendered by the next frame.
+        self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
         self.page.wait_for_selector("html[data-ready]", state="attached")
         self.page.wait_for_selector(
             "main .loading, main [role=status], main [aria-busy=true]", state="detached"

@@ -65,6 +65,7 @@ def test_addresses_round_trip(tab: Tab, runs: Path) -> None:
     tab.open("#/lab/rollouts")
     page.get_by_role("button", name="unresolved").click()
     page.get_by_role("button", name="Time").click()
+    page.wait_for_selector("th[aria-sort=descending]:has-text('Time')")
     tab.settled()
     address = page.evaluate("location.hash")
     assert "outcome=unresolved" in address
@@ -121,8 +122,8 @@ def test_the_keyboard_alone_leads_from_the_runs_to_a_token(tab: Tab) -> None:
 
 
 def test_y_copies_the_command_that_opens_this_place(browser: Any, served: Served, runs: Path) -> None:
-    for tab in open_tab(browser, served, permissions=["clipboard-read", "clipboard-write"]):
-        for name, query in (("lab", "tab=tokens&at=7"), (HOSTILE, "tab=verdict")):
+    for name, query in (("lab", "tab=tokens&at=7"), (HOSTILE, "tab=verdict")):
+        for tab in open_tab(browser, served, permissions=["clipboard-read", "clipboard-write"]):
             place = f"{quote(name, safe=URL_SAFE)}/rollout/{ROLLOUT}?{query}"
             tab.open(f"#/{place}")
             tab.page.bring_to_front()  # only a page with the focus may write to the clipboard

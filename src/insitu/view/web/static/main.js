@@ -1,6 +1,6 @@
 // The shell: header, pages, keys, live events.
 import { h, html, render, useEffect, useErrorBoundary, useRef, useState } from "./vendor/preact-htm.module.js";
-import { isEmbedded } from "./api.js";
+import { get, isEmbedded } from "./api.js";
 import { RunContext, useEvents } from "./live.js";
 import { activeKeys, focusRow, useKeys } from "./keys.js";
 import { go, href, rolloutHref, useRoute } from "./router.js";
@@ -33,7 +33,7 @@ function App() {
   const { data, error } = useData(route.run || route.page === "compare" ? "runs" : "", live.running === null ? 0 : Number(live.running > 0));
   const run = data?.runs.find((info) => info.name === route.run);
   const [said, setSaid] = useState("");
-  const copy = () => void copyPlace(route, data?.runs ?? []).then((text) => (setSaid(text), setTimeout(() => setSaid(""), 3000)));
+  const copy = () => void copyPlace(route).then((text) => (setSaid(text), setTimeout(() => setSaid(""), 3000)));
   useKeys(globalKeys(route, () => setHelp(true), copy));
   useEffect(() => {
     document.title = [pageTitle(route), route.run, "insitu"].filter(Boolean).join(" · ");
@@ -100,7 +100,8 @@ function globalKeys(route, help, copy) {
 }
 
 /** Copy `insitu view … --at …`, or the address of an exported file; return what was done. */
-async function copyPlace(route, runs) {
+async function copyPlace(route) {
+  const { runs } = isEmbedded() ? { runs: [] } : await get("runs");
   const names = route.page === "compare" ? (route.parts[0] ?? "").split(",") : [route.run];
   const paths = runs.filter((run) => names.includes(run.name)).map((run) => run.path);
   const command = ["insitu view", ...paths.map(shellWord), "--at", shellWord(location.hash.replace(/^#\/?/, ""))].join(" ");

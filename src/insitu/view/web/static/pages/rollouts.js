@@ -122,7 +122,9 @@ function useRows(run, filters, sort) {
     if (element && element.scrollTop > 0) return;
     await load("");
   };
-  return useMemo(() => ({ ...state, fresh, more: () => state.next && !busy.current && void load(state.next), refresh: () => void load("") }), [state, fresh]);
+  // Rows of another key count as loading until the first page of this key is there.
+  const loading = state.loading || state.key !== key;
+  return useMemo(() => ({ ...state, loading, fresh, more: () => state.next && !busy.current && void load(state.next), refresh: () => void load("") }), [state, loading, fresh]);
 }
 
 /** The rows that h and l walk through on the rollout page. */

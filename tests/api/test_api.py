@@ -198,6 +198,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ctrl_c_stops_a_blocking_call_inside_asyncio_run(tmp_path: Path) -> None:
     """asyncio.run answers the first Ctrl-C by cancelling its task, which the call itself blocks."""

@@ -93,6 +93,7 @@ def test_served_sessions_are_shown_exported_and_imitated(
     assert insitu.open_run(imitated).steps[0].metrics["rollouts"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_rewarded_sessions_are_a_batch_of_training(tmp_path: Path) -> None:
     served = tmp_path / "served"

@@ -102,6 +102,7 @@ async def test_one_attack_of_each_class(backend: LocalBackend, careless: LocalBa
     assert counts["twins_ok"] == counts["twins"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_every_runner_has_its_column(backend: LocalBackend, careless: LocalBackend) -> None:
     assert runners() == ("json_io", "stdio", "pytest", "command", "swebench_log", "harbor")
@@ -284,6 +285,7 @@ async def test_a_users_task_that_can_be_cheated_is_found(backend: LocalBackend) 
     assert "resolved" in report.failures[0].got
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_on_a_users_task_no_won_cheat_is_excused(
     backend: LocalBackend, capsys: pytest.CaptureFixture[str]

@@ -280,7 +280,9 @@ HOGS = {
 }
 
 
-@pytest.mark.parametrize("name", HOGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if "bomb" in name else ()) for name in HOGS]
+)
 async def test_43_44_hogs_score_zero_and_leave_neighbours_alone(lab: Any, name: str) -> None:
     code, outcome = HOGS[name]
     hog, neighbour = await asyncio.gather(lab(code + FIXED, timeout_s=1.0), lab(FIXED))

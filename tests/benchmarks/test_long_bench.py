@@ -23,6 +23,7 @@ PRINTED = [
 ]
 
 
+@pytest.mark.full
 def test_a_small_case_is_measured_and_predicted(capfd: pytest.CaptureFixture[str]) -> None:
     assert long.main(["--json", "--models", "3m", "--tokens", "256", "--repeats", "1", "--no-peers"]) == 0
     result = json.loads(capfd.readouterr().out.splitlines()[-1])

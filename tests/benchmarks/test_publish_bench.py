@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 SMALL = ["--hidden", "256", "--layers", "2", "--vocab", "4096", "--tokens", "128", "--repeats", "2"]
 
 
+@pytest.mark.full
 def test_every_method_is_told_and_a_delta_is_a_tenth_at_most(capfd: pytest.CaptureFixture[str]) -> None:
     assert publish.main(["--json", *SMALL]) == 0
     said = capfd.readouterr()

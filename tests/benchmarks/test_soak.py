@@ -18,6 +18,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object
     return result
 
 
+@pytest.mark.full
 @pytest.mark.case(41, 42, 43)
 def test_a_few_sessions_for_a_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     result = run(capsys, "--minutes", "0.05", "--sessions", "8", "--seed", "3")

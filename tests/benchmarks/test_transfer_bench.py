@@ -48,6 +48,7 @@ def test_a_recording_through_the_real_agent_equals_its_rendering(
     assert batch.mask.any(1).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_stopped_supervised_training_goes_on_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

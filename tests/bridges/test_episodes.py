@@ -80,6 +80,7 @@ def test_a_task_of_commands_is_graded_by_the_share_that_passes(episodes: Episode
         assert episodes.call(played(episodes, task, work))[1].reward == reward
 
 
+@pytest.mark.full
 def test_tasks_are_found_by_id_and_index() -> None:
     tasks = EpisodeTasks(load_config())
     task = tasks.at("eval", 3)

@@ -60,6 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_pushed_run_is_fetched_bit_by_bit_and_resumed(
     hub: FakeHub, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

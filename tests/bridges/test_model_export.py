@@ -100,6 +100,7 @@ def test_the_best_checkpoint_is_a_model_of_transformers(
     assert logits(tmp_path / "small").isfinite().all()
 
 
+@pytest.mark.full
 def test_adapters_are_merged_or_given_to_peft(adapted: Path, tmp_path: Path) -> None:
     insitu.export_model(adapted, tmp_path / "whole")
     insitu.export_model(adapted, tmp_path / "adapters", to="peft", checkpoint=3)

@@ -74,6 +74,7 @@ def tensors(folder: Path) -> list[tuple[str, Any]]:
     return list(model.named_parameters())
 
 
+@pytest.mark.full
 async def test_groups_runs_and_weights(tmp_path: Path) -> None:
     config = small(tmp_path)
     held_out = task_ids(config, 2, split="eval")
@@ -119,6 +120,7 @@ async def test_a_failed_start_is_raised_in_one_line(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.full
 def test_a_worker_under_a_trainer_until_its_child_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +191,7 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     wait_for(lambda: not any(map(alive, pids)))
 
 
+@pytest.mark.full
 def test_a_closed_source_says_so(tmp_path: Path) -> None:
     source = SourceThread(small(tmp_path))
     source.close()

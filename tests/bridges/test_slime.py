@@ -195,6 +195,7 @@ def test_groups_become_samples_for_a_debug_file() -> None:
     assert converted.account.excluded == {"edited": 2, "infra": 3, "target_unscored": 3}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_slimes_rollout_function_runs_agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = toy_config(

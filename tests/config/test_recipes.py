@@ -75,11 +75,13 @@ def test_a_recipe_is_placed_and_fits(
     assert "does not fit" not in shown
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_said(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = dry(capsys, str(ROOT / "examples/one-24gb.toml"), "policy.memory_gib=4")
     assert re.search(r"with all memory options, of 4.0 GiB: it does not fit", said)
 
 
+@pytest.mark.full
 def test_without_a_limit_it_says_what_memory_options_are_worth(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def test_the_demonstrator_is_often_wrong_and_often_does_not_look(
     assert 0.02 < np.mean(looked) < 0.3
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_shipped_weights_pass_the_gate_in_every_family(
     recorded: Recorded, renderer: TemplateRenderer

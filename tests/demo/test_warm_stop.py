@@ -80,6 +80,7 @@ def gone(pids: list[int], within_s: float) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.full
 def test_a_stopped_warm_start_keeps_what_was_recorded_and_nothing_else(tmp_path: Path) -> None:
     shelf = tmp_path / "cache" / "warm-start"
     with started(tmp_path) as (program, said, children):

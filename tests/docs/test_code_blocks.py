@@ -48,7 +48,9 @@ def blocks(*languages: str) -> list[pytest.param]:
                 block = Block(
                     place=place, language=match["language"], text=match["text"], skip=match["skip"] or ""
                 )
-                found.append(pytest.param(block, id=place))
+                # These train and collect rollouts; the README's do too.
+                long = (page.name, match["language"]) == ("python.md", "python")
+                found.append(pytest.param(block, id=place, marks=pytest.mark.full if long else ()))
     return found
 
 

@@ -36,6 +36,7 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.full
 def test_a_resumed_run_passes_bad_steps(tmp_path: Path) -> None:
     run_dir, bad = tmp_path / "run", tmp_path / "bad"
     (tmp_path / "own.py").write_text(LOSS)
@@ -69,6 +70,7 @@ def test_a_resumed_run_passes_bad_steps(tmp_path: Path) -> None:
     assert account["excluded"]["bad_step"] == summary["ledger"]["excluded"]["bad_step"]
 
 
+@pytest.mark.full
 def test_bad_steps_without_an_update_in_between_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(LOSS)
     (tmp_path / "bad").touch()

@@ -55,6 +55,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return folder / "run", finish(train(folder, folder / "run"))
 
 
+@pytest.mark.full
 def test_each_step_is_drawn_by_the_rewards_before_it(reference: tuple[Path, dict[str, Any]]) -> None:
     run_dir, _ = reference
     mix = open_mix(read_config(run_dir))
@@ -72,6 +73,7 @@ def test_each_step_is_drawn_by_the_rewards_before_it(reference: tuple[Path, dict
     assert len({*found[:GROUPS]}) == GROUPS
 
 
+@pytest.mark.full
 def test_a_killed_run_draws_the_same_tasks(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     arguments = train(tmp_path, run_dir)
@@ -86,6 +88,7 @@ def test_a_killed_run_draws_the_same_tasks(reference: tuple[Path, dict[str, Any]
         assert drawn(resumed) == drawn(undisturbed)
 
 
+@pytest.mark.full
 def test_ahead_of_the_trainer_the_ledger_balances(tmp_path: Path) -> None:
     run_dir = tmp_path / "ahead"
     summary = finish(train(tmp_path, run_dir, "collect.max_staleness=1"))

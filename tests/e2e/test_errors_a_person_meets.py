@@ -83,6 +83,7 @@ def test_everything_that_is_wrong_is_said_at_once_before_anything_starts(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("there", [False, True])
 def test_a_start_that_fails_later_leaves_no_run_directory(tmp_path: Path, there: bool) -> None:
     """The model's folder holds weights that are none: only the learner finds that out."""
@@ -145,6 +146,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.full
 def test_a_full_disk_loses_nothing_and_resumes(small_disk: Path) -> None:
     run_dir = small_disk / "run"
     arguments = ["demo", "--agent", "script", "--plain", f"run.dir={run_dir}", *TINY, "run.steps=4"]

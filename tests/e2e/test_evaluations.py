@@ -68,6 +68,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return train(tmp_path_factory.mktemp("evaluated") / "more", MORE)
 
 
+@pytest.mark.full
 def test_further_evaluations_change_no_bit_of_training(
     evaluated: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -333,7 +333,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 async def test_nodes_without_their_controller_leave_nothing(tmp_path: Path, number: int) -> None:
     program = CONTROLLER.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
     words = [sys.executable, "-c", program]

@@ -41,6 +41,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.full
 def test_the_toy_model_trains_on_python_tasks(tmp_path: Path) -> None:
     small = [
         "run.steps=2",

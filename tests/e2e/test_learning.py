@@ -43,6 +43,7 @@ def test_a_short_run_learns(tmp_path: Path) -> None:
     assert summary["mismatched"] == 0
 
 
+@pytest.mark.full
 def test_a_run_with_the_real_pi_replays_bit_for_bit(tmp_path: Path) -> None:
     if find(RECIPE) is None and not os.environ.get("INSITU_REQUIRE_PI"):
         pytest.skip("Pi is not installed; scripts/setup installs it")

@@ -54,6 +54,7 @@ def test_every_metric_of_a_step_is_there_by_name(reference: tuple[Path, dict[str
         assert graded == pytest.approx(12 * line["solve_rate"])
 
 
+@pytest.mark.full
 def test_a_killed_mix_resumes_to_the_same_bits(
     reference: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def check(run: insitu.Run) -> None:
         assert rollout.turns
 
 
+@pytest.mark.full
 def test_from_one_python_file(tmp_path: Path) -> None:
     command = [sys.executable, "examples/own/own.py", f"run.dir={tmp_path / 'run'}", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)

@@ -111,7 +111,14 @@ def by_object(tmp_path: Path, env: dict[str, str]) -> None:
     insitu.train(tables, overrides={**SMALL, "run.dir": str(tmp_path / "run")})
 
 
-@pytest.mark.parametrize("way", [by_toml, by_entry_point, by_object])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(by_toml, marks=pytest.mark.full),
+        pytest.param(by_entry_point, marks=pytest.mark.full),
+        by_object,
+    ],
+)
 def test_plug_ins_train_the_toy_model(way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = tmp_path / "seen"
     monkeypatch.setenv("PLUGINS_SEEN", str(seen))

@@ -76,6 +76,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return run_dir, finish(demo(run_dir))
 
 
+@pytest.mark.full
 def test_the_summary_says_what_was_asked_for(reference: tuple[Path, dict[str, Any]]) -> None:
     run_dir, summary = reference
     wanted = {
@@ -143,6 +144,7 @@ def test_kill_9_of_the_learner_does_not_show(reference: tuple[Path, dict[str, An
     assert not [r.id for r in held if r.status is Status.INFRA_FAILED], "a slot was burnt by a dead learner"
 
 
+@pytest.mark.full
 def test_a_learner_that_may_not_come_back_ends_the_run_at_once_with_one_line(tmp_path: Path) -> None:
     run_dir = tmp_path / "dead"
     arguments = demo(run_dir, "train.restarts=0")
@@ -172,6 +174,7 @@ def _is_learner(pid: int) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_an_evaluation_that_a_kill_cut_short_is_finished_on_resume(
     reference: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -206,6 +209,7 @@ print(json.dumps(dict(asyncio.run(run_training(config, PlainView(sys.stderr), op
 """
 
 
+@pytest.mark.full
 def test_another_seed_gives_other_bits_and_the_time_counts_from_the_start(
     reference: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -219,6 +223,7 @@ def test_another_seed_gives_other_bits_and_the_time_counts_from_the_start(
     assert summary["warm_start_s"] == 1.5
 
 
+@pytest.mark.full
 def test_another_start_model_is_refused(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     run_dir = tmp_path / "copy"
     shutil.copytree(reference[0], run_dir)
@@ -272,6 +277,7 @@ def test_replay_gives_the_same_weights(reference: tuple[Path, dict[str, Any]]) -
     assert (result["steps"], result["weights"]) == (3, reference[1]["weights"])
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_cleanly_and_resumes(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     run_dir = tmp_path / "stopped"
     # A session of its own, signalled as a terminal does it: the whole foreground group at once.

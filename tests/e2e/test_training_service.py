@@ -109,6 +109,7 @@ def check_bill(bill: dict[str, Any], run_dir: Path) -> None:
     assert bill["cost"] == round((2 * prompts + 3 * sampled + 5 * trained) / 1e6, 4)
 
 
+@pytest.mark.full
 def test_a_run_is_trained_at_the_service_and_resumed_after_kill_9(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with (tmp_path / "out").open("wb") as out:
@@ -139,6 +140,7 @@ def test_tokens_carry_the_version_that_sampled_them_while_it_trains(tmp_path: Pa
     assert any(t.versions[t.mask].max(initial=0) > 0 for t in tokens)
 
 
+@pytest.mark.full
 def test_rollouts_without_training(tmp_path: Path, service: Path) -> None:
     summary = finish(
         command(

@@ -11,6 +11,7 @@ from benchmarks.engine import main
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.full
 def test_the_benchmark_prints_ratios_and_fails_below_the_wanted_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -69,6 +69,7 @@ def reached() -> list[str]:
     return [f"gateway.port={port}", f"gateway.public_url=http://127.0.0.1:{port}"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("agent", ["script", "pi"])
 def test_an_agent_works_in_a_cloud_and_is_graded_there(agent: str, tmp_path: Path) -> None:
     if agent == "pi" and find(PI) is None:

@@ -29,6 +29,7 @@ def rows() -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+@pytest.mark.full
 def test_the_first_solutions_pass_and_their_stubs_do_not() -> None:
     reported = run_bench(load_config(None, SETTINGS), 12)
     assert (reported["solution"], reported["stub"]) == ({"resolved": 12}, {"unresolved": 12})

@@ -103,6 +103,7 @@ def config_file(tmp_path: Path, fake: FakeProvider) -> list[object]:
     return [file, f"run.dir={tmp_path / 'run'}", *SETTINGS]
 
 
+@pytest.mark.full
 async def test_a_provider_is_evaluated_with_an_agent_in_sandboxes(tmp_path: Path) -> None:
     async with provider() as fake:
         fake.busy = [(429, "0.2"), (503, "")]
@@ -180,6 +181,7 @@ async def test_ctrl_c_ends_it_within_five_seconds_without_orphans(tmp_path: Path
         assert await gone(renderer, 2.0)
 
 
+@pytest.mark.full
 async def test_a_refused_key_is_one_line_and_no_zero(tmp_path: Path) -> None:
     async with provider() as fake:
         config = config_file(tmp_path, fake)
@@ -219,6 +221,7 @@ async def test_a_provider_that_is_not_there_is_said_at_once(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 async def test_the_cost_limit_stops_the_run_and_more_money_continues_it(tmp_path: Path) -> None:
     async with provider() as fake:
         limit = 10.5 * CALL_COST

@@ -75,6 +75,7 @@ async def test_a_budget_lets_the_oldest_base_go(watched: Watched) -> None:
     assert watched.made == 3
 
 
+@pytest.mark.full
 async def test_the_diff_is_against_the_setups_tree_and_so_is_the_gold_patch(watched: Watched) -> None:
     grader = Grader(watched, GradeConfig(remember=0))
     task, oracle = make()

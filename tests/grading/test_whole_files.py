@@ -107,6 +107,7 @@ async def graded(grader: Grader, item: Item, solution: str) -> Verdict:
     return await grader.grade(item.task, item.oracle, after)
 
 
+@pytest.mark.full
 async def test_classes_parameters_and_several_files(tmp_path: Path, grader: Grader) -> None:
     item = item_of(tmp_path, row())
     assert item.oracle.tests.fail_to_pass == (

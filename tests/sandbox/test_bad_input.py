@@ -175,6 +175,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.full
 async def test_after_kill_9_of_the_owner_nothing_is_left_at_the_next_start(backend: LocalBackend) -> None:
     mounted = mounts()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

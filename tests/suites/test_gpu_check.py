@@ -48,6 +48,7 @@ def test_a_slice_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {check["name"].rsplit("_", 1)[-1] for check in checks} >= {"out", "gradient", "logp", "weight"}
 
 
+@pytest.mark.full
 def test_without_a_gpu_nothing_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = insitu.tools.gpu_check(["step", "serve"], out=tmp_path)["slices"]

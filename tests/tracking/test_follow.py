@@ -156,6 +156,7 @@ def train(path: Path, *to: str, **more: object) -> tuple[insitu.Run, list[str]]:
     return insitu.train(demo_preset(), overrides=overrides, progress=progress), notes
 
 
+@pytest.mark.full
 def test_trackers_that_hang_fail_and_crash_change_nothing_of_a_run(tmp_path: Path) -> None:
     plain, _ = train(tmp_path / "plain")
     hang = tmp_path / "tracked" / "trackers" / "hang"

@@ -56,6 +56,7 @@ print(hashlib.sha256(b"".join(x.grad.numpy().tobytes() for x in q)).hexdigest())
 """Its parallel kernel calls MKL from OpenMP's threads, which torch.set_num_threads does not reach."""
 
 
+@pytest.mark.full
 def test_threads_within_a_kernel_are_as_many_as_torch_was_told() -> None:
     def bits(**variables: str) -> str:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("MKL_", "OMP_"))}

@@ -58,6 +58,7 @@ def test_a_step_fits_where_only_the_last_technique_lacks_host_memory(tmp_path: P
         fit.plan(plan)
 
 
+@pytest.mark.full
 def test_few_shapes_are_run_dry(tmp_path: Path) -> None:
     policy = opened(a_folder("wide", tmp_path / "model"))
     fit = MemoryPlanner(policy.model.config, policy, limit=1 << 40, host=0)

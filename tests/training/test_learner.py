@@ -208,6 +208,7 @@ async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
             pytest.fail("it started")
 
 
+@pytest.mark.full
 async def test_a_learner_that_hangs_meets_a_deadline_and_is_ended(model_folder: Path) -> None:
     async with Learner.start(spec_of(model_folder, call_deadline_s=0.3)) as learner:
         pid = learner.pid
@@ -257,6 +258,7 @@ async def _cancelled_within(task: asyncio.Task[None], seconds: float) -> None:
     assert asyncio.get_running_loop().time() - began < seconds
 
 
+@pytest.mark.full
 async def test_a_step_that_takes_too_long_names_the_key(model_folder: Path) -> None:
     spec = spec_of(model_folder)
     spec = replace(spec, train=spec.train.changed(step_timeout_s=0.3), start_deadline_s=60.0)
@@ -269,6 +271,7 @@ async def test_a_step_that_takes_too_long_names_the_key(model_folder: Path) -> N
             os.kill(learner.pid, signal.SIGCONT)
 
 
+@pytest.mark.full
 async def test_a_start_that_takes_too_long_names_the_key(model_folder: Path) -> None:
     with pytest.raises(EngineError, match=r"after 0.01 s: .* \(train.start_timeout_s\)$"):
         async with Learner.start(replace(spec_of(model_folder), start_deadline_s=0.01)):
@@ -338,6 +341,7 @@ def test_the_controllers_side_never_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.full
 async def test_a_learner_without_an_engine_trains_and_publishes_nowhere(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_device_that_is_not_there_is_said(folder: Path) -> None:
 # --------------------------------------------------------------------------- to an engine
 
 
+@pytest.mark.full
 async def test_a_lora_policy_brings_its_adapters_to_vllm(folder: Path, tmp_path: Path) -> None:
     """From the learner's process over files to a server's adapters, each version under a name of its own."""
     there = tmp_path / "there"

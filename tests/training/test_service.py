@@ -252,6 +252,7 @@ async def test_the_process_samples_trains_publishes_saves_and_resumes(folder: Pa
         assert await one(learner, "b") == sampled
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("fault", ["optim_step", "kill"])

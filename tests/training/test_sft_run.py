@@ -138,6 +138,7 @@ def test_a_tree_of_shared_tokens_teaches_the_same(
     assert summary["model"] == summary["checkpoint"]
 
 
+@pytest.mark.full
 def test_adapters_of_any_model_end_as_a_model_that_insitu_train_takes(source: Path, tmp_path: Path) -> None:
     """The rollouts were sampled by an embedded engine, which could not sample with this policy."""
     adapters = ("policy.kind=hf", "policy.lora_rank=2", "policy.device=cpu", "sft.epochs=1")

@@ -100,6 +100,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found, list[Fou
 Two = tuple[Path, Found, list[Found]]
 
 
+@pytest.mark.full
 def test_two_shards_train_as_one_process(two: Two) -> None:
     _, alone, ranks = two
     for found in ranks:

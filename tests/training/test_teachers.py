@@ -120,6 +120,7 @@ def test_groups_with_equal_rewards_are_trained_where_they_are_kept() -> None:
     assert use_of(groups[0], PlanConfig(pull=True)) == "degenerate"
 
 
+@pytest.mark.full
 def test_a_student_approaches_its_teacher_without_rewards() -> None:
     torch.manual_seed(0)
     student, teacher = small_model(), small_model()

@@ -14,8 +14,15 @@ from test_pages import task_of
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 320])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        pytest.param(1280, "dark", marks=pytest.mark.full),
+        pytest.param(320, "light", marks=pytest.mark.full),
+        (320, "dark"),
+    ],
+)
 def test_no_page_has_serious_faults(
     browser: Any, served: Served, runs: Path, scheme: str, width: int
 ) -> None:

@@ -55,6 +55,7 @@ def open_page(tab: Tab, address: str) -> None:
     tab.page.wait_for_timeout(100)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tab", ["lab", HOSTILE], indirect=True)
 def test_every_page_opens_from_disk_and_runs_nothing(
     tab: Tab, runs: Path, request: pytest.FixtureRequest
@@ -74,6 +75,7 @@ def test_every_page_opens_from_disk_and_runs_nothing(
     assert tab.problems == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tab", [""], indirect=True)
 def test_runs_of_one_file_are_compared(tab: Tab) -> None:
     tab.settled()

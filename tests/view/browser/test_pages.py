@@ -133,6 +133,7 @@ def test_y_copies_the_command_that_opens_this_place(browser: Any, served: Served
             assert shlex.split(copied) == ["insitu", "view", str(runs / name), "--at", place]
 
 
+@pytest.mark.full
 def test_a_place_of_the_command_line_is_the_first_page(tab: Tab, runs: Path) -> None:
     command = [
         sys.executable,

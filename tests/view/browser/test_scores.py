@@ -90,6 +90,7 @@ def number(text: str) -> float:
     return float(text.split()[0].replace("\u2212", "-").replace(",", ""))
 
 
+@pytest.mark.full
 def test_the_readout_has_the_numbers_of_another_implementation(tab: Tab, expected: Expected) -> None:
     e = expected
     tab.open(f"#/scored/rollout/{e.rollout}?tab=tokens&seg={e.segment}&signal=entropy&at={e.token}")

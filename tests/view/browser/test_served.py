@@ -68,6 +68,7 @@ def look(browser: Any, path: Path) -> dict[str, str]:
     return texts
 
 
+@pytest.mark.full
 def test_sessions_open_in_every_page(browser: Any, serving: tuple[Path, insitu.Server]) -> None:
     path, _ = serving
     texts = look(browser, path)

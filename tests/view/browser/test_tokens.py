@@ -77,6 +77,7 @@ def at_token(tab: Tab, token: int) -> dict[str, str]:
     return readout(tab)
 
 
+@pytest.mark.full
 def test_only_pages_in_view_are_drawn(tab: Tab) -> None:
     tab.open(f"#/long/rollout/{LONG}?tab=tokens")
     tab.page.wait_for_selector(".tokpage")

@@ -47,6 +47,7 @@ def test_a_file_holds_the_pages_and_the_telling_rollouts(lab_run: Path, tmp_path
     assert not any(str(lab_run).encode() in answer for answer in held.values())
 
 
+@pytest.mark.full
 def test_failing_checks_are_left_out_unless_asked_for(lab_run: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     assert "failing checks of" in write(lab_run, file, rollouts="all", tokens=False)

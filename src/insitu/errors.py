@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 MAX_RAISED_CHARS = 300
-"""Length of what a user's code raised in a message."""
+"""Largest length of a user's exception text in a message."""
 
 
 class InsituError(Exception):

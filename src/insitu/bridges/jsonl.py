@@ -15,7 +15,7 @@ from insitu.errors import RecordError, boundary
 
 FILE = "data/rollouts.jsonl"
 _NUMPY = {"ints": ("i", np.int32), "bools": ("b", np.bool_), "floats": ("f", np.float32)}
-"""Kind of a column -> kind of what is read, and type."""
+"""Kind of a column -> kind and type of the value that is read."""
 
 
 class JsonlWriter:

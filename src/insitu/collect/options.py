@@ -1,4 +1,4 @@
-"""Options of the collector, and the protocols of what it works with."""
+"""Options of the collector, and protocols of its collaborators."""
 
 from __future__ import annotations
 

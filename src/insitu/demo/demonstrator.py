@@ -59,7 +59,7 @@ def random_expression(params: Sequence[str], rng: random.Random) -> str:
 
 
 def guess(rng: random.Random) -> tuple[str, str]:
-    """(wrong text, right text) as somebody imagines them who has seen nothing but the issue."""
+    """(wrong text, right text) as guessed from the issue alone."""
     params = rng.sample(VARIABLES, 2)
     old = random_expression(params, rng)
     while (new := random_expression(params, rng)) == old:

@@ -90,7 +90,7 @@ def usage_of(request: bytes, reply: bytes, *, dropped: int = 0) -> Usage:
         events.unreported = _estimate(len(reply))
     prompt = events.prompt or len(request) // BYTES_PER_TOKEN
     if events.complete and not events.unreported:
-        # The last event says it all, also of what was not kept.
+        # The last event holds the totals, including events that were dropped.
         dropped = 0
     sampled = max(events.at_start, events.sampled + events.unreported + _estimate(dropped))
     return Usage(

@@ -64,7 +64,7 @@ class TokenBackend:
     def _open_forest(self, session: Session) -> tuple[Forest, LogFile | None]:
         name, config = session.rollout_id, self._server.config
         side = config.auxiliary == "train"
-        # Not the session's secret: the agent knows that and could sign with it.
+        # Not the session's secret: the agent has that and could sign with it.
         key = secrets.token_bytes(32)
         if config.log_dir is None:
             return Forest(name, key, self._reset_roles, train_auxiliary=side), None

@@ -98,7 +98,7 @@ def cover(db: sqlite3.Connection) -> None:
 
 
 def _missing(db: sqlite3.Connection) -> dict[str, dict[str, str]]:
-    """Return table -> column -> type of what existing tables lack."""
+    """Return table -> column -> type for columns that existing tables lack."""
     found: dict[str, dict[str, str]] = {}
     for table, columns in _wanted().items():
         here = {row[1] for row in db.execute(f"PRAGMA main.table_info({table})")}

@@ -193,7 +193,7 @@ class TrainingLoop:
         return self._summary(before, after)
 
     def _agent(self) -> tuple[str, str]:
-        """Return name and version of what made the rollouts."""
+        """Return name and version of the agents that made the rollouts."""
         agents = self._parts.agents
         if agents is None:
             return f"sessions of {self._run.config.collect.run}", ""

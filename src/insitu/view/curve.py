@@ -21,7 +21,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 56
 _MEAN_OF = 5
 """Window of the centred moving mean, in steps."""
 _TRAIN, _HELDOUT, _REWARD = "train", "heldout", "reward"
-"""Classes of what is drawn; mean rewards of both are `reward`."""
+"""Classes of the drawn points; mean rewards of both are `reward`."""
 STYLE = """<style>
 .paper{fill:#fff}.grid{stroke:#e3e6ea}text{fill:#30363d}
 .each{fill:#9db7d5}.train{fill:#2f6db3;stroke:#2f6db3}.heldout{fill:#c2571a;stroke:#c2571a}

@@ -104,7 +104,7 @@ class _Watcher:
         earlier = self._row == 0
         while found := reader.all(NEW_ROLLOUTS, row=self._row):
             for row in found:
-                # Tokens of what was there before would count as sampled just now.
+                # Tokens of earlier rollouts would count as sampled just now.
                 tokens = 0 if earlier else row["sampled"]
                 self._view.rollout_finished(row["id"], reward=row["reward"], tokens=tokens)
                 self._running.discard(row["id"])

@@ -32,7 +32,7 @@ KEPT = 2
 
 
 class SourceOwner:
-    """Base of what TRL calls: a configuration and its rollout source."""
+    """Base of the objects that TRL calls: a configuration and its rollout source."""
 
     def __init__(self, config: Config | Path | str) -> None:
         """Read the configuration. Raises ConfigError, also for another series of TRL."""

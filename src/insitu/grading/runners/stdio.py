@@ -52,7 +52,7 @@ class _InputResult:
     timed_out: bool = False
     cpu: bool = False
     got: str = ""
-    """End of what was printed."""
+    """End of the printed output."""
 
 
 class StdioRunner(RunnerBase):

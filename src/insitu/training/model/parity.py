@@ -46,7 +46,7 @@ def check_architecture(config: Any) -> None:
 
 
 def opened_config(config: Any) -> Any:
-    """Return the configuration of what AutoModelForCausalLM opens: of some multimodal ones the text part."""
+    """Return the configuration that AutoModelForCausalLM opens: the text part of some multimodal models."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -102,6 +102,16 @@ def test_nonsense_is_refused(data: bytes) -> None:
         list(Decoder().feed(data))
 
 
+def test_a_kept_array_keeps_nothing_that_came_along_with_it() -> None:
+    long = encode({"id": 2}, {"ids": np.arange(10_000, dtype=np.int32)})
+    short, _ = Decoder().feed(encode({"id": 1}, {"ids": np.arange(4, dtype=np.int32)}) + long)
+    kept = short.arrays["ids"]
+    while isinstance(kept.base, np.ndarray):
+        kept = kept.base
+    assert isinstance(kept.base, bytes)
+    assert len(kept.base) == 16
+
+
 def test_arrays_of_objects_are_not_sent() -> None:
     with pytest.raises(EngineError, match="not carried"):
         encode({}, {"a": np.array([object()])})

@@ -82,6 +82,19 @@ def test_a_rollout_comes_back_bit_for_bit() -> None:
     assert same(carried(value), value)
 
 
+def test_arrays_are_joined_by_dtype_however_many_turns_a_rollout_has() -> None:
+    value = rollout()
+    turns = tuple(replace(value.trajectory.turns[0], index=n) for n in range(20))
+    value = replace(value, trajectory=replace(value.trajectory, turns=turns))
+    assert sorted(pack(value).arrays) == ["<f4", "<i4", "value", "|b1", "|u1"]
+    assert same(carried(value), value)
+
+
+@pytest.mark.parametrize("array", [np.zeros((0, 3)), np.array(2.5), np.arange(12).reshape(3, 4)[:, ::2]])
+def test_arrays_of_any_shape_come_back(array: Any) -> None:
+    assert same(carried((array, array)), (array, array))
+
+
 def test_a_task_and_its_oracle_come_back() -> None:
     source = ToySource(Limits())
     (task,) = source.tasks("train", 0, 1)
@@ -99,7 +112,7 @@ def test_hidden_cases_hold_any_python_value() -> None:
 def test_a_damaged_frame_is_refused() -> None:
     frame = pack(rollout())
     broken = {name: array.copy() for name, array in frame.arrays.items()}
-    broken["0"].flat[0] += 1
+    broken["<i4"].flat[0] += 1
     with pytest.raises(EngineError, match="checksum"):
         unpack(Frame(meta=frame.meta, arrays=broken))
 

@@ -97,6 +97,28 @@ def test_a_rollout_passes_through_every_state(tmp_path: Path) -> None:
         assert store.check_balance().tokens == account(store, [name])
 
 
+def test_what_cannot_be_had_again_is_synced_and_the_rest_with_it(tmp_path: Path) -> None:
+    (slot, *_) = slots()
+    modes: dict[str, int] = {}
+    with Store(tmp_path / "s") as store:
+
+        def after(name: str) -> None:
+            modes[name] = store._db.execute("PRAGMA synchronous").fetchone()[0]
+
+        store.plan([slot], "t", 0)
+        after("plan")
+        store.start(slot.rollout_id, 1, 0)
+        after("start")
+        store.put_rollout("train", 1, 0, 0, graded(slot))
+        after("graded")
+        store.close_group("train", 1, 0)
+        after("score")
+        store.discard([slot.rollout_id], "unused")
+        after("discard")
+    normal, full = 1, 2
+    assert modes == {"plan": normal, "start": normal, "graded": full, "score": normal, "discard": full}
+
+
 @pytest.mark.parametrize("query", ["WHERE s.account = 7", "WHERE state = 'assigned' AND account = 7"])
 def test_the_rollouts_of_a_step_are_found_by_an_index(tmp_path: Path, query: str) -> None:
     with Store(tmp_path / "s"), sqlite3.connect(tmp_path / "s") as db:

@@ -330,6 +330,7 @@ class Collector:
         else:
             self._moved()
         member.decide(rollout)
+        pending.update_oldest()
 
     def _give_up(self, member: PendingRollout) -> None:
         """Continue the group without this member."""
@@ -359,6 +360,7 @@ class Collector:
 
         def on_start(clock: Clock = loop_time, /) -> None:
             member.begin(self._clock(), self._state.version)
+            pending.update_oldest()
             self._sink.start(spec.rollout_id, spec.attempt, self._state.version)
             self._watcher.rollout_started(spec.rollout_id)
             self._moved()
@@ -388,27 +390,33 @@ class Collector:
         except (asyncio.CancelledError, TimeoutError):
             # No later batch is delayed by a synchronous one: an attempt that hangs is repeated there.
             if not (deadline.expired() and partial) or o.max_staleness:
-                self._tally.lost(member.end(self._clock()))
+                self._tally.lost(self._end(pending, member))
                 raise
             rollout = timed_out(partial[0], limit)
-        seconds = member.end(self._clock())
+        seconds = self._end(pending, member)
         if rollout.status is Status.INFRA_FAILED:
             self._tally.lost(seconds)
         else:
             member.spent_s = seconds
         return rollout
 
+    def _end(self, pending: PendingGroup, member: PendingRollout) -> float:
+        """End the attempt of a member; return its rollout-seconds."""
+        seconds = member.end(self._clock())
+        pending.update_oldest()
+        return seconds
+
     # ------------------------------------------------------------------ waiting
 
     async def _until_news(self, starving: Starvation) -> None:
-        deadline_s, drafts = self._options.group_deadline_s, self._state.active.values()
-        walls = [pending.wall_s(deadline_s) for pending in drafts if pending.group is None]
-        starving.allow(2 * max(walls, default=0.0))
         self._news.clear()
         try:
             async with asyncio.timeout_at(starving.next_at):
                 await self._news.wait()
         except TimeoutError:
+            deadline_s, drafts = self._options.group_deadline_s, self._state.active.values()
+            walls = [pending.wall_s(deadline_s) for pending in drafts if pending.group is None]
+            starving.allow(2 * max(walls, default=0.0))
             starving.look(self._clock(), self._progress())
 
     def _progress(self) -> str:

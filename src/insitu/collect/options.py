@@ -31,7 +31,7 @@ class Slot:
 
 
 class Sink(Protocol):
-    """Storage for everything that is planned; durable before a call returns."""
+    """Storage for everything that is planned; when a call returns it survives the end of this process."""
 
     def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
         """Record a draw: its rollouts exist from now on. Repeated after a resume by `collect_groups`."""

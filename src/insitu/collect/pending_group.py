@@ -92,16 +92,18 @@ class PendingGroup:
     """Why it is being cancelled."""
     group: Group | None = None
     """Set when ready."""
+    oldest: int | None = None
+    """Oldest possible version of a trained token; None while none was sampled. See `update_oldest`."""
 
     @property
     def id(self) -> str:
         return self.members[0].slot.rollout_id.rsplit("/", 1)[0]
 
-    @property
-    def oldest(self) -> int | None:
-        """Oldest possible version of a trained token; None while none was sampled."""
+    def update_oldest(self) -> None:
+        """Update `oldest` after the version of a member has changed."""
+        # Stored: whenever a group is ready it is compared with all open ones.
         found = [m.version for m in self.members if m.version is not None]
-        return min(found, default=None)
+        self.oldest = min(found, default=None)
 
     @property
     def decided(self) -> Sequence[Rollout]:
@@ -153,7 +155,9 @@ def new_pending_group(
             rollout = resumed.rollouts.get(member.slot.rollout_id)
             if rollout is not None:
                 member.decide(rollout)
-    return PendingGroup(number=number, task=task, members=members, version=version)
+    pending = PendingGroup(number=number, task=task, members=members, version=version)
+    pending.update_oldest()
+    return pending
 
 
 def describe_pending(groups: Collection[PendingGroup]) -> str:

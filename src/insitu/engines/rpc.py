@@ -36,7 +36,7 @@ _PREFIX = struct.Struct("<4sIQ")
 _MAGIC = b"wht1"
 _MAX_HEADER = 16 << 20
 _MAX_BODY = 4 << 30
-_DTYPES = frozenset({"<i2", "<i4", "<i8", "<f4", "<f8", "|b1", "|u1"})
+_DTYPES = {name: np.dtype(name) for name in ("<i2", "<i4", "<i8", "<f4", "<f8", "|b1", "|u1")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,52 +49,70 @@ class Frame:
 
 def encode(meta: Meta, arrays: Mapping[str, Array] | None = None) -> bytes:
     """Return the bytes of one frame; arrays must be int16/32/64, float32/64, bool or uint8."""
-    specs, parts = [], []
+    specs: list[tuple[str, str, tuple[int, ...]]] = []
+    parts: list[Array] = []
     for name, array in (arrays or {}).items():
         little = array
         if array.dtype.str not in _DTYPES:
             little = np.asarray(array, dtype=array.dtype.newbyteorder("<"))
         if little.dtype.str not in _DTYPES:
             raise EngineError(f"channel: array {name!r} has dtype {array.dtype}, which is not carried")
-        specs.append([name, little.dtype.str, list(little.shape)])
-        parts.append(little.tobytes())
+        specs.append((name, little.dtype.str, little.shape))
+        parts.append(np.ascontiguousarray(little))
     header = orjson.dumps({"meta": meta, "arrays": specs})
-    return b"".join([_PREFIX.pack(_MAGIC, len(header), sum(map(len, parts))), header, *parts])
+    prefix = _PREFIX.pack(_MAGIC, len(header), sum(part.nbytes for part in parts))
+    return b"".join([prefix, header, *(part.data for part in parts)])
 
 
 class Decoder:
     """Cuts a byte stream into frames."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._parts: list[bytes] = []
+        """Received bytes that are not part of a complete frame."""
+        self._missing = _PREFIX.size
+        """Bytes without which there is no further frame."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Add received bytes and yield every frame now complete. Raises EngineError on nonsense."""
-        self._buffer += data
-        while len(self._buffer) >= _PREFIX.size:
-            magic, n_header, n_body = _PREFIX.unpack_from(self._buffer)
-            if magic != _MAGIC or n_header > _MAX_HEADER or n_body > _MAX_BODY:
-                raise EngineError("channel: the peer does not speak this protocol")
-            start, end = _PREFIX.size + n_header, _PREFIX.size + n_header + n_body
-            if len(self._buffer) < end:
-                return
-            header, body = bytes(self._buffer[_PREFIX.size : start]), bytes(self._buffer[start:end])
-            del self._buffer[:end]
+        self._parts.append(data)
+        self._missing -= len(data)
+        if self._missing > 0:
+            return
+        # A long frame comes in many parts: they are joined once.
+        whole, at = b"".join(self._parts), 0
+        while (end := _frame_end(whole, at)) <= len(whole):
             with boundary(EngineError, "channel: malformed frame"):
-                frame = _decode(header, body)
+                frame = _decode(whole, at, end)
+            at = end
             yield frame
+        self._parts = [whole[at:]] if at < len(whole) else []
+        self._missing = end - len(whole)
 
 
-def _decode(header: bytes, body: bytes) -> Frame:
-    raw = orjson.loads(header)
+def _frame_end(data: bytes, at: int) -> int:
+    """Return where the frame at `at` ends, or its prefix if that is incomplete. Raises EngineError."""
+    if len(data) - at < _PREFIX.size:
+        return at + _PREFIX.size
+    magic, n_header, n_body = _PREFIX.unpack_from(data, at)
+    if magic != _MAGIC or n_header > _MAX_HEADER or n_body > _MAX_BODY:
+        raise EngineError("channel: the peer does not speak this protocol")
+    return at + _PREFIX.size + int(n_header) + int(n_body)
+
+
+def _decode(data: bytes, at: int, end: int) -> Frame:
+    start = at + _PREFIX.size + int(_PREFIX.unpack_from(data, at)[1])
+    raw = orjson.loads(memoryview(data)[at + _PREFIX.size : start])
+    # A copy: arrays that are kept must not keep what came along with them.
+    body = data[start:end]
     arrays: dict[str, Array] = {}
     offset = 0
     for name, dtype, shape in raw["arrays"]:
         if dtype not in _DTYPES or any(n < 0 for n in shape):
             raise ValueError(f"array {name!r} is described as {dtype} {shape}")
-        count = math.prod(shape)
-        arrays[name] = np.frombuffer(body, np.dtype(dtype), count, offset).reshape(shape)
-        offset += arrays[name].nbytes
+        array = np.frombuffer(body, _DTYPES[dtype], math.prod(shape), offset)
+        arrays[name] = array if len(shape) == 1 else array.reshape(shape)
+        offset += array.nbytes
     if offset != len(body):
         raise ValueError(f"{len(body)} bytes follow a header that describes {offset}")
     return Frame(meta=raw["meta"], arrays=arrays)

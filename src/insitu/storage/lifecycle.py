@@ -120,7 +120,7 @@ class Lifecycle(Database):
 
     def plan(self, places: Sequence[_RolloutPlace], task_id: str, version: int) -> None:
         """Record rollouts of one task as planned; rollouts that are already stored are unchanged."""
-        with self._writing("plan") as db:
+        with self._writing("plan", synced=False) as db:
             for place in places:
                 at = {"phase": place.phase, "step": place.step, "group_no": place.group, "slot": place.slot}
                 if _state(db, place.rollout_id) is None:
@@ -131,7 +131,7 @@ class Lifecycle(Database):
 
         Raises RecordError when the rollout was not planned or is already decided.
         """
-        with self._writing("start") as db:
+        with self._writing("start", synced=False) as db:
             done = db.execute(
                 "UPDATE states SET state = 'running', reason = '', attempt = ?, version = ?"
                 f" WHERE rollout_id = ? AND (state IN ('planned', 'running') OR {_REPLACEABLE})",
@@ -146,10 +146,13 @@ class Lifecycle(Database):
 
     def close_group(self, phase: str, step: int, group: int) -> None:
         """Score the graded rollouts of a group; no-op while any of it is planned or running."""
-        members = self.group_states(phase, step, group)
-        graded = [m.rollout_id for m in members if m.state == "graded"]
-        if graded and not any(m.state in OPEN for m in members):
-            self.score(graded)
+        of_group = "phase = :phase AND step = :step AND group_no = :group"
+        place = {"phase": phase, "step": step, "group": group}
+        with self._reading() as db:
+            if db.execute(f"SELECT 1 FROM states WHERE {of_group} AND state IN {OPEN}", place).fetchone():
+                return
+        with self._writing("score", synced=False) as db:
+            db.execute(f"UPDATE states SET state = 'scored' WHERE {of_group} AND state = 'graded'", place)
 
     def assign(self, step: int, rollout_ids: Collection[str]) -> None:
         """Assign graded rollouts to the current optimizer step."""

@@ -41,6 +41,7 @@ from insitu.types import (
 )
 
 Row = Mapping[str, Any]
+_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
 
 
 def insert(
@@ -84,8 +85,10 @@ def write_rollout(db: sqlite3.Connection, place: Mapping[str, object], rollout: 
         insert(db, "diffs", {"rollout_id": rollout.id, "text": rollout.diff})
     for path, entry in rollout.changed.items():
         insert(db, "files", {"rollout_id": rollout.id, "path": path} | _file_values(entry))
-    for position, turn in enumerate(rollout.trajectory.turns):
-        insert(db, "turns", {"rollout_id": rollout.id, "position": position} | _turn_values(turn))
+    stamp = {"rollout_id": rollout.id, "schema_version": SCHEMA_VERSION}
+    turns = [stamp | {"position": n} | _turn_values(turn) for n, turn in enumerate(rollout.trajectory.turns)]
+    if turns:
+        db.executemany(_statement("INSERT", "turns", tuple(turns[0])), turns)
     for position, segment in enumerate(rollout.trajectory.segments):
         insert(db, "segments", {"rollout_id": rollout.id, "position": position} | _segment_values(segment))
     notes = _notes_values(rollout.trajectory)
@@ -372,11 +375,11 @@ def _evidence(text: str | None) -> tuple[FailingCheck, ...] | None:
 
 
 def _int_blob(array: IntArray) -> bytes:
-    return array.astype("<i4", casting="safe").tobytes()
+    return array.astype(_I4, casting="safe", copy=False).tobytes()
 
 
 def _float_blob(array: FloatArray) -> bytes:
-    return array.astype("<f4", casting="safe").tobytes()
+    return array.astype(_F4, casting="safe", copy=False).tobytes()
 
 
 def _ints(blob: bytes) -> IntArray:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -221,7 +222,7 @@ class Fleet:
         timeout_s = self.config.fleet.start_timeout_s
         node.starts += 1
         try:
-            peer = await node.link.open({"attempt.ready": self._ready}, timeout_s)
+            peer = await node.link.open({"attempt.ready": partial(self._ready, node)}, timeout_s)
             peer.handlers |= self._engine.handlers(peer)
             node.beating = asyncio.create_task(self._beat(node, peer))
             meta, files = await asyncio.to_thread(opening, self.config)
@@ -294,18 +295,15 @@ class Fleet:
         await self._end(node)
         node.late += peer.late
 
-    async def _ready(self, call: Frame) -> Frame:
+    async def _ready(self, node: FleetNode, call: Frame) -> Frame:
         """Let a node begin an attempt when the collector does."""
-        rollout_id, attempt = call.meta["key"]
-        gate = self.gates.get((rollout_id, attempt))
+        rollout_id, attempt = key = tuple(call.meta["key"])
+        gate = self.gates.get(key)
         if gate is None:
             raise EngineError(f"{rollout_id}, attempt {attempt}: the collector has given it up")
         await gate.ready()
-        gate.on_start(lambda: loop_time() - self._lag((rollout_id, attempt)))
+        gate.on_start(lambda: loop_time() - node.lags.get(key, 0.0))
         return NOTHING
-
-    def _lag(self, key: Key) -> float:
-        return max((node.lags.get(key, 0.0) for node in self.nodes), default=0.0)
 
 
 def opening(config: Config) -> tuple[Meta, Mapping[str, Array]]:

@@ -1,7 +1,8 @@
 """Values of insitu as frames: what goes to a node, and the finished attempt that comes back.
 
-Containers become JSON lists whose first item is a tag; arrays and bytes are in the frame's body. Only the
-dataclasses and enums of `insitu.types` and `AttemptSpec` are carried, so reading a frame executes nothing.
+Containers become JSON lists whose first item is a tag; arrays and bytes are joined by dtype, and lists say
+where each one is. Only the dataclasses and enums of `insitu.types` and `AttemptSpec` are carried, so reading
+a frame executes nothing.
 """
 
 from __future__ import annotations
@@ -37,43 +38,65 @@ _SEQUENCES: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "set": set,
     "frozenset": frozenset,
 }
+_VALUE = "value"
+"""Name of the JSON in a frame; the other names are dtypes."""
+
+
+class _Arrays:
+    """Arrays of a frame, joined by dtype: a rollout has four, however many turns it has."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Array]] = {}
+        self._sizes: dict[str, int] = {}
+
+    def add(self, array: Array) -> list[Any]:
+        """Return where the array will be: dtype, first item, shape."""
+        dtype = array.dtype.str
+        start = self._sizes.get(dtype, 0)
+        self._parts.setdefault(dtype, []).append(array.reshape(-1))
+        self._sizes[dtype] = start + array.size
+        return [dtype, start, *array.shape]
+
+    def joined(self) -> dict[str, Array]:
+        """Return one array per dtype, the widest first: every one stays aligned in the body."""
+        names = sorted(self._parts, key=lambda name: -self._parts[name][0].itemsize)
+        return {name: np.concatenate(self._parts[name]) for name in names}
 
 
 def pack(value: object) -> Frame:
     """Return a value as a frame with its checksum. Raises EngineError for a type that is not carried."""
-    arrays: list[Array] = []
+    arrays = _Arrays()
     packed = _pack(value, arrays)
-    # The widest first: every array stays aligned in the body.
-    order = sorted(range(len(arrays)), key=lambda at: -arrays[at].itemsize)
-    named = {str(at): arrays[at] for at in order}
-    return Frame(meta={"value": packed, "crc32": _checksum(packed, named)}, arrays=named)
+    named = arrays.joined() | {_VALUE: np.frombuffer(orjson.dumps(packed), dtype=np.uint8)}
+    return Frame(meta={"crc32": _checksum(named)}, arrays=named)
 
 
 def unpack(frame: Frame) -> Any:
     """Return the value of a frame. Raises EngineError if it is damaged."""
     with boundary(EngineError, "read a frame"):
-        packed = frame.meta["value"]
-        if _checksum(packed, frame.arrays) != frame.meta["crc32"]:
+        if _checksum(frame.arrays) != frame.meta["crc32"]:
             raise ValueError("its checksum is wrong")
-        return _unpack(packed, frame.arrays)
+        return _unpack(orjson.loads(frame.arrays[_VALUE].data), frame.arrays)
 
 
-def _checksum(packed: object, arrays: Mapping[str, Array]) -> int:
-    crc = zlib.crc32(orjson.dumps(packed))
+def _checksum(arrays: Mapping[str, Array]) -> int:
+    crc = 0
     for name in sorted(arrays):
-        crc = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, crc)
+        crc = zlib.crc32(arrays[name].view(np.uint8).data, crc)
     return crc
 
 
-def _pack(value: Any, arrays: list[Array]) -> Any:
+def _pack(value: Any, arrays: _Arrays) -> Any:
     if type(value) is str:  # most values, and the checks below take time
         return value if value.isascii() else _pack_text(value, arrays)
+    if isinstance(value, np.ndarray):
+        return ["array", *arrays.add(value)]
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, enum.Enum):
-        return [type(value).__name__, value.value]
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, enum.Enum):
+        return [type(value).__name__, value.value]
     if isinstance(value, int):
         return value if -_MAX_INT <= value < _MAX_INT else ["int", str(value)]
     if isinstance(value, float):
@@ -81,60 +104,62 @@ def _pack(value: Any, arrays: list[Array]) -> Any:
     if isinstance(value, str):
         return _pack_text(value, arrays)
     if isinstance(value, bytes | bytearray | memoryview):
-        return ["bytes", _add(np.frombuffer(value, dtype=np.uint8), arrays)]
-    if isinstance(value, np.ndarray):
-        return ["array", _add(value, arrays)]
+        return ["bytes", *arrays.add(np.frombuffer(value, dtype=np.uint8))]
     return _pack_container(value, arrays)
 
 
-def _pack_text(text: str, arrays: list[Array]) -> Any:
+def _pack_text(text: str, arrays: _Arrays) -> Any:
     try:
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate, which JSON does not carry
-        return ["text", _add(np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8), arrays)]
+        return ["text", *arrays.add(np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8))]
     return text
 
 
-def _add(array: Array, arrays: list[Array]) -> int:
-    arrays.append(array)
-    return len(arrays) - 1
-
-
-def _pack_container(value: Any, arrays: list[Array]) -> list[Any]:
+def _pack_container(value: Any, arrays: _Arrays) -> list[Any]:
     name = type(value).__name__
     if _KINDS.get(name) is type(value):
         if isinstance(value, Keys):
             return [name, _pack(value.model_dump(), arrays)]
-        return [name, *(_pack(getattr(value, field), arrays) for field in _NAMES[type(value)])]
+        return [name, *[_pack(getattr(value, field), arrays) for field in _NAMES[type(value)]]]
     if isinstance(value, Mapping):
-        return ["map", *(_pack(item, arrays) for pair in value.items() for item in pair)]
+        return ["map", *[_pack(item, arrays) for pair in value.items() for item in pair]]
     if name in _SEQUENCES:
-        return [name, *(_pack(item, arrays) for item in value)]
+        return [name, *[_pack(item, arrays) for item in value]]
     raise EngineError(f"a value of type {name} cannot be sent to another machine")
 
 
 def _unpack(packed: Any, arrays: Mapping[str, Array]) -> Any:
-    if not isinstance(packed, list):
+    if type(packed) is not list:
         return packed
-    tag, *items = packed
-    if tag == "array":
-        return arrays[str(items[0])]
-    if tag in ("bytes", "text"):
-        raw = arrays[str(items[0])].tobytes()
-        return raw if tag == "bytes" else raw.decode("utf-8", "surrogatepass")
+    tag = packed[0]
+    if tag in ("array", "bytes", "text"):
+        found = _array(*packed[1:], arrays=arrays)
+        if tag == "array":
+            return found
+        return found.tobytes() if tag == "bytes" else found.tobytes().decode("utf-8", "surrogatepass")
     if tag in ("int", "float"):
-        return int(items[0]) if tag == "int" else float(items[0])
-    values = [_unpack(item, arrays) for item in items]
-    if tag == "map":
-        return dict(zip(values[::2], values[1::2], strict=True))
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](values)
-    return _instance(_KINDS[tag], values)
+        return int(packed[1]) if tag == "int" else float(packed[1])
+    return _MAKE[tag]([_unpack(item, arrays) if type(item) is list else item for item in packed[1:]])
 
 
-def _instance(kind: Any, values: Sequence[Any]) -> Any:
+def _array(dtype: str, start: int, *shape: int, arrays: Mapping[str, Array]) -> Array:
+    found = arrays[dtype][start : start + math.prod(shape)]
+    return found if len(shape) == 1 else found.reshape(shape)
+
+
+def _maker(kind: Any) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes a value of an enum, an options table or a dataclass."""
     if issubclass(kind, enum.Enum):
-        return kind(values[0])
+        return lambda values: kind(values[0])
     if issubclass(kind, Keys):
-        return kind(**values[0])
-    return kind(**dict(zip(_NAMES[kind], values, strict=True)))
+        return lambda values: kind(**values[0])
+    names = _NAMES[kind]
+    return lambda values: kind(**dict(zip(names, values, strict=True)))
+
+
+_MAKE: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "map": lambda values: dict(zip(values[::2], values[1::2], strict=True)),
+    **_SEQUENCES,
+    **{name: _maker(kind) for name, kind in _KINDS.items()},
+}

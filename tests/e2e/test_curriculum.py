@@ -13,7 +13,7 @@ from insitu.runtime.preflight import open_mix
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
 from insitu.tasks.samplers import GroupOutcome, TaskDraws
-from tests.e2e.test_runs import _wait_for, command, finish, plans
+from tests.e2e.test_runs import command, finish, plans, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def test_a_killed_run_draws_the_same_tasks(reference: tuple[Path, dict[str, Any]
     run_dir = tmp_path / "killed"
     arguments = train(tmp_path, run_dir)
     child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _wait_for(run_dir, child, ("train", 3), 2)
+    wait_for(run_dir, child, ("train", 3), 2)
     child.send_signal(signal.SIGKILL)
     child.wait(10)
     summary = finish(command("train", "--plain", "--json", "--resume", run_dir))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from insitu.shutdown import descendants
 from insitu.storage.metrics import read_metrics
 from insitu.storage.run_dir import read_store
-from tests.e2e.test_runs import command, finish, plans
+from tests.e2e.test_runs import command, finish, is_learner, plans, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +122,45 @@ def test_numbers_have_intervals_and_a_comparison_with_the_start(
     change = swapped["after"]["solve_rate"] - swapped["before"]["solve_rate"]
     assert swapped["gain"]["value"] == pytest.approx(change, abs=1e-3)
     assert swapped["gain"]["low"] <= swapped["gain"]["value"] <= swapped["gain"]["high"]
+
+
+@pytest.mark.full
+def test_beside_training_an_evaluation_finds_the_same_after_two_kills(
+    evaluated: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The learner is killed when the first of its rollouts is there, and the whole run a little later."""
+    run_dir, phase = tmp_path / "run", "eval_during.swapped"
+    beside = MORE.replace("every_steps = 1", "every_steps = 1\nbeside_training = true")
+    (tmp_path / "run.toml").write_text(beside)
+    arguments = command("train", tmp_path / "run.toml", "--plain", f"run.dir={run_dir}", *SMALL)
+    child = subprocess.Popen(
+        [*arguments, "harness.workers=2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_for(run_dir, child, (phase, 1), 1)
+    (learner,) = [pid for pid in descendants(child.pid) if is_learner(pid)]
+    os.kill(learner, signal.SIGKILL)
+    wait_for(run_dir, child, (phase, 1), 3)
+    child.kill()
+    child.wait(10)
+    with read_store(run_dir) as store:
+        assert store.phases()[phase, 1] < 6, "the kill came too late to tell"
+        assert len(store.steps()) == 1, "the step beside it is not committed"
+    done = command("train", "--plain", "--json", "--resume", run_dir)
+    summary = finish(done)
+    assert summary["weights"] == evaluated[1]["weights"]
+    assert plans(run_dir) == plans(evaluated[0])
+    assert summary["evaluations"] == evaluated[1]["evaluations"]
+    with read_store(run_dir) as store, read_store(evaluated[0]) as other:
+        found, same = store.rollouts(phase, 1), other.rollouts(phase, 1)
+        assert [(r.id, r.reward, len(r.turns)) for r in found] == [
+            (r.id, r.reward, len(r.turns)) for r in same
+        ]
+        balance = store.check_balance()
+        assert (balance.pending, balance.discarded["evaluation"]) == (0, 34)
+    (line,) = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["event"] == phase]
+    assert {int(v) for r in found for s in r.trajectory.segments for v in s.versions[s.mask]} == {
+        line["version"]
+    }
 
 
 def test_a_run_without_improvement_ends_early_and_keeps_the_best(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from insitu.storage.metrics import read_metrics
 from insitu.storage.run_dir import read_store
-from tests.e2e.test_runs import _wait_for, command, finish, plans
+from tests.e2e.test_runs import command, finish, plans, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def test_a_killed_mix_resumes_to_the_same_bits(
 ) -> None:
     run_dir = tmp_path / "killed"
     child = subprocess.Popen(train(run_dir), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _wait_for(run_dir, child, ("train", 1), 3)
+    wait_for(run_dir, child, ("train", 1), 3)
     child.send_signal(signal.SIGKILL)
     child.wait(10)
     summary = finish(command("train", "--plain", "--json", "--resume", run_dir))

@@ -127,8 +127,8 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(
 def test_kill_9_of_the_learner_does_not_show(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     run_dir = tmp_path / "dead"
     child = subprocess.Popen(demo(run_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    _wait_for(run_dir, child, ("train", 2), 1)
-    (learner,) = [pid for pid in descendants(child.pid) if _is_learner(pid)]
+    wait_for(run_dir, child, ("train", 2), 1)
+    (learner,) = [pid for pid in descendants(child.pid) if is_learner(pid)]
     os.kill(learner, signal.SIGKILL)
     said, errors = child.communicate(timeout=DEADLINE_S)
     assert child.returncode == 0, errors[-2000:]
@@ -149,8 +149,8 @@ def test_a_learner_that_may_not_come_back_ends_the_run_at_once_with_one_line(tmp
     run_dir = tmp_path / "dead"
     arguments = demo(run_dir, "train.restarts=0")
     child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    _wait_for(run_dir, child, ("eval_before", 0), 1)
-    (learner,) = [pid for pid in descendants(child.pid) if _is_learner(pid)]
+    wait_for(run_dir, child, ("eval_before", 0), 1)
+    (learner,) = [pid for pid in descendants(child.pid) if is_learner(pid)]
     os.kill(learner, signal.SIGKILL)
     began = time.monotonic()
     _, errors = child.communicate(timeout=60)
@@ -167,7 +167,7 @@ def test_a_learner_that_may_not_come_back_ends_the_run_at_once_with_one_line(tmp
     assert wall_s > 0
 
 
-def _is_learner(pid: int) -> bool:
+def is_learner(pid: int) -> bool:
     try:
         return b"insitu.training.learner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -181,7 +181,7 @@ def test_an_evaluation_that_a_kill_cut_short_is_finished_on_resume(
     run_dir = tmp_path / "cut"
     arguments = demo(run_dir, "eval.every_steps=1", "harness.workers=1")
     child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _wait_for(run_dir, child, ("eval_during", 1), 2)
+    wait_for(run_dir, child, ("eval_during", 1), 2)
     child.kill()
     child.wait(10)
     with read_store(run_dir) as store:
@@ -244,7 +244,7 @@ def test_another_start_model_is_refused(reference: tuple[Path, dict[str, Any]], 
         assert "is not the start model of the run" in line
 
 
-def _wait_for(run_dir: Path, child: subprocess.Popen[Any], place: tuple[str, int], count: int) -> None:
+def wait_for(run_dir: Path, child: subprocess.Popen[Any], place: tuple[str, int], count: int) -> None:
     """Until this many rollouts of a phase and step are stored."""
     end = time.monotonic() + 120
     while time.monotonic() < end and child.poll() is None:

@@ -152,10 +152,28 @@ def test_the_first_stage_is_drawn_before_the_run_has_a_name() -> None:
     assert plain.getvalue().splitlines()[1].startswith("[    7.0 s] pi"), "the clock of a run starts once"
 
 
+def test_an_evaluation_beside_a_step_has_its_own_rate() -> None:
+    clock, out = Clock(), io.StringIO()
+    view = PlainView(out, clock)
+    view.stage("step 2 of 4, beside held-out tasks after step 1", 4)
+    for name, reward in (("train/00002/000/00", 1.0), ("eval_during/00001/000/00", 0.0)):
+        view.rollout_started(name)
+        view.rollout_finished(name, reward=reward, tokens=30)
+    clock.now += 20
+    view.rollout_finished("train/00002/000/01", reward=0.0, tokens=30)
+    assert "3/4 done, 0 running eval_during solved=0.00, train solved=0.50 tokens/s" in out.getvalue()
+    live = LiveView(Console(file=io.StringIO(), width=100, force_terminal=True), clock)
+    live.rollout_finished("train/00002/000/01", reward=1.0, tokens=1)
+    live.rollout_finished("eval_during/00001/000/01", reward=0.0, tokens=1)
+    still = io.StringIO()
+    Console(file=still, width=100).print(live.render())
+    assert "solve rate  eval_during 0.00, train 1.00" in still.getvalue()
+
+
 def test_progress_before_anything_is_known() -> None:
     progress = Progress(clock=Clock())
     progress.begin("t", 10)
-    assert progress.score.total == 0
+    assert progress.scores(lambda score: "some") == ""
     assert progress.seconds_left is None
     assert progress.tokens_per_s == 0
 

@@ -47,6 +47,31 @@ def test_a_run_under_way_is_shown_until_it_ends(tmp_path: Path) -> None:
     assert "the run is finished: insitu show" in out.getvalue()
 
 
+def test_a_step_beside_an_evaluation_is_shown_with_it(tmp_path: Path) -> None:
+    settings = ["run.steps=3", "eval.count=2", "eval.every_steps=1", "eval.beside_training=true"]
+    config = load_config(None, [f"run.dir={tmp_path / 'run'}", *settings, "collect.groups_per_step=3"])
+    out = io.StringIO()
+    with RunDir.create(config) as run, run.store():
+        watching = threading.Thread(target=watch, args=(run.path, PlainView(out), 0.02))
+        watching.start()
+        for phase, step, shown in (
+            ("collect", 1, f"rollouts of step 1 of 3 ({3 * config.collect.group_size})"),
+            (
+                "collect",
+                2,
+                "rollouts of step 2 of 3, beside held-out tasks after step 1"
+                f" ({3 * config.collect.group_size + 2})",
+            ),
+            ("train", 2, "training step 2 of 3, beside held-out tasks after step 1\n"),
+            ("evaluate", 1, "] held-out tasks after step 1\n"),
+        ):
+            with run.timeline().phase(phase, step):
+                wait_for(out, shown)
+        run.write_summary({"agent": "script"})
+    watching.join(DEADLINE_S)
+    assert not watching.is_alive()
+
+
 def wait_for(out: io.StringIO, text: str) -> None:
     end = time.monotonic() + DEADLINE_S
     while text not in out.getvalue():

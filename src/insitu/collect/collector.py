@@ -45,7 +45,7 @@ from insitu.collect.pending_group import (
     new_pending_group,
 )
 from insitu.collect.staleness import leaves_room, places, slack, too_old, window
-from insitu.collect.starvation import MARKS_S, Starvation
+from insitu.collect.starvation import MARKS_S, Activity, Starvation
 from insitu.collect.stats import CollectedBatch, CollectStats
 from insitu.collect.timeouts import AttemptDeadline, timed_out
 from insitu.errors import first_error
@@ -84,8 +84,12 @@ class Collector:
         warn: Callable[[str], None] = lambda line: None,
         version: int = 0,
         resume: ResumeState | None = None,
+        activity: Activity | None = None,
     ) -> None:
-        """Create a collector at policy version `version`; `warn` gets lines for the user."""
+        """Create a collector at policy version `version`; `warn` gets lines for the user.
+
+        `activity`: that of all collectors that share the workers.
+        """
         self._attempts, self._sink, self._watcher, self._breaker = attempts, sink, watcher, breaker
         self._options, self._supply, self._reject_reason, self._check, self._warn = (
             options,
@@ -103,7 +107,7 @@ class Collector:
         self._news = asyncio.Event()
         self._scorer = attempts if isinstance(attempts, GroupScorer) and attempts.scores_groups else None
         self._tally = CollectStats()
-        self._starving: Starvation | None = None
+        self._activity = activity or Activity()
         self._last_error = ""
         self._running: asyncio.TaskGroup
 
@@ -130,6 +134,10 @@ class Collector:
 
     # ------------------------------------------------------------------ the trainer's side
 
+    def draw(self) -> None:
+        """Draw groups as `next_batch` does: their rollouts queue for workers before those that come later."""
+        self._admit()
+
     async def next_batch(self) -> CollectedBatch:
         """Return the next P groups, the oldest ready ones, in order of their draws; fewer only at the end.
 
@@ -140,18 +148,17 @@ class Collector:
         self._admit()
         # A synchronous batch has to be waited for: only one that stalls is a fault.
         marks = MARKS_S if o.max_staleness else ()
-        self._starving = Starvation(now, o.stall_timeout_s, self._warn, marks)
+        starving = Starvation(now, o.stall_timeout_s, self._activity, self._warn, marks)
         while len(batch) < o.groups and state.active:
             pending = self._eligible(o.groups - len(batch))
             if pending is None:
                 self._skip_retries()
-                await self._until_news(self._starving)
+                await self._until_news(starving)
                 continue
             del state.active[pending.number]
             state.taken += 1
             state.delivered += 1
             batch.append(pending)
-        self._starving = None
         running = sum(pending.group is None for pending in state.active.values())
         return self._tally.batch(
             sorted(batch, key=lambda pending: pending.number),
@@ -424,8 +431,7 @@ class Collector:
         return f"{line}; last failure: {self._last_error}" if self._last_error else line
 
     def _moved(self) -> None:
-        if self._starving is not None:
-            self._starving.moved(self._clock())
+        self._activity.at_s = self._clock()
 
     def _finished(self, rollout: Rollout) -> None:
         self._moved()

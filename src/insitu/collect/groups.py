@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
@@ -15,6 +16,7 @@ from insitu.collect.options import (
     nothing_to_check,
 )
 from insitu.collect.pending_group import ResumedGroup, ResumeState
+from insitu.collect.starvation import Activity
 from insitu.types import Group, Task
 
 
@@ -35,6 +37,25 @@ async def collect_groups(
     """
     if not tasks:
         return ()
+    running = open_groups(attempts, sink, watcher, breaker, options, tasks, check=check, version=version)
+    async with running as collector:
+        return (await collector.next_batch()).groups
+
+
+@asynccontextmanager
+async def open_groups(
+    attempts: AttemptRunner,
+    sink: ResumableSink,
+    watcher: RolloutObserver,
+    breaker: Breaker,
+    options: CollectOptions,
+    tasks: Sequence[Task],
+    *,
+    check: Check = nothing_to_check,
+    version: int = 0,
+    activity: Activity | None = None,
+) -> AsyncIterator[Collector]:
+    """Run the rollouts of `collect_groups` inside the context; `next_batch` returns all of its groups."""
     o = options.changed(max_staleness=0, groups=len(tasks), total=len(tasks), group_deadline_s=0.0)
     held, tried = sink.held(o.phase, o.first_step), sink.tried(o.phase, o.first_step)
     for number, task in enumerate(tasks):
@@ -45,7 +66,16 @@ async def collect_groups(
     ]
     resume = ResumeState(draws=draws, next_draw=len(tasks))
     collector = Collector(
-        attempts, sink, watcher, breaker, o, tasks.__getitem__, check=check, version=version, resume=resume
+        attempts,
+        sink,
+        watcher,
+        breaker,
+        o,
+        tasks.__getitem__,
+        check=check,
+        version=version,
+        resume=resume,
+        activity=activity,
     )
     async with collector.open():
-        return (await collector.next_batch()).groups
+        yield collector

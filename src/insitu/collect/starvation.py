@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from insitu.errors import TrainError
 
 log = logging.getLogger(__name__)
 
 MARKS_S = (1.0, 10.0, 30.0)
+
+
+@dataclass(slots=True)
+class Activity:
+    """When a rollout last began or was decided; collectors that share workers share it."""
+
+    at_s: float = 0.0
 
 
 class Starvation:
@@ -23,31 +31,29 @@ class Starvation:
         self,
         now: float,
         limit_s: float,
+        activity: Activity,
         warn: Callable[[str], None] = lambda line: None,
         marks: Sequence[float] = MARKS_S,
     ) -> None:
-        self._began = self._moved = now
+        self._began = activity.at_s = now
+        self._activity = activity
         self._limit_s, self._warn = limit_s, warn
         self._marks = list(marks)
 
     @property
     def next_at(self) -> float:
         """When `look` is due if nothing happens before."""
-        ends = self._moved + self._limit_s
+        ends = self._activity.at_s + self._limit_s
         return min(ends, self._began + self._marks[0]) if self._marks else ends
 
     def allow(self, limit_s: float) -> None:
         """Raise the limit to at least `limit_s`: a running task may need that long."""
         self._limit_s = max(self._limit_s, limit_s)
 
-    def moved(self, now: float) -> None:
-        """Record progress."""
-        self._moved = now
-
     def look(self, now: float, cause: str) -> None:
         """Warn when a mark has passed; raise TrainError with the cause at the limit."""
-        if now >= self._moved + self._limit_s:
-            raise TrainError(f"no rollout began and none was decided for {now - self._moved:.0f} s: {cause}")
+        if (idle_s := now - self._activity.at_s) >= self._limit_s:
+            raise TrainError(f"no rollout began and none was decided for {idle_s:.0f} s: {cause}")
         while self._marks and now >= self._began + self._marks[0]:
             mark = self._marks.pop(0)
             log.warning("starved waited_s=%g %s", mark, cause)

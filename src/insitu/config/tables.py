@@ -233,6 +233,11 @@ class Config(Table):
         """Return whether there is an evaluation during training after this step."""
         return any(table.due(step) for table in self.eval)
 
+    @property
+    def samples_while_training(self) -> bool:
+        """Whether rollouts run while the trainer trains."""
+        return self.collect.max_staleness > 0 or any(table.beside_training for table in self.eval)
+
     def saved_after(self, step: int) -> bool:
         """Return whether a checkpoint is written after this step."""
         due = step % self.run.checkpoint_every_steps == 0 or step == self.run.steps

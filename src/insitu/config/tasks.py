@@ -107,6 +107,9 @@ class EvalTable(Table):
     """Sampling temperature; 0 = engine.temperature."""
     every_steps: CountOrZero = 0
     """Steps between evaluations during training; 0 = only before and after."""
+    beside_training: Annotated[bool, unless("every_steps", 0)] = False
+    """Evaluations during training run beside the next step, whose weights are published when they have ended;
+    false = the next step waits for them."""
     harness: Mapping[str, Any] = {}
     """Keys of [harness] for this evaluation, e.g. { agent = "mini_swe" }."""
     limits: Mapping[str, Any] = {}

@@ -71,6 +71,7 @@ STEP: Mapping[str, Mapping[str, str]] = {
         "collect_s": "seconds until the rollouts of the step were there",
         "train_s": "seconds of training and checkpoint",
         "checkpoint_s": "seconds until the checkpoint of the step was begun",
+        "evaluate_s": "seconds that the step waited for evaluations beside it",
         "publish_s": "seconds until the engine had the weights",
         "seconds": "seconds of the update alone",
     },

@@ -15,6 +15,7 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.options import AttemptRunner, Check, CollectOptions, Phase, RolloutObserver, Slot
 from insitu.collect.pending_group import ResumedGroup, ResumeState
+from insitu.collect.starvation import Activity
 from insitu.config import Config
 from insitu.storage.attempts import CANCELLED
 from insitu.storage.lifecycle import Reason, RolloutState
@@ -29,14 +30,8 @@ from insitu.types import Group, Rollout, Status, Task
 class StoreSink:
     """Implements collect.dispatcher.Sink and collect.collector.GroupSink."""
 
-    def __init__(
-        self, store: Store, masks: InfraFailureRate, eval_masks: InfraFailureRate | None = None
-    ) -> None:
-        """Store into `store`.
-
-        eval_masks: failure counts of evaluations, which may run concurrently; None = masks.
-        """
-        self._store, self._masks, self._eval_masks = store, masks, eval_masks or masks
+    def __init__(self, store: Store, masks: InfraFailureRate) -> None:
+        self._store, self._masks = store, masks
 
     def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
         self._store.plan(slots, task_id, version)
@@ -45,7 +40,7 @@ class StoreSink:
         self._store.start(rollout_id, attempt, version)
 
     def put(self, slot: Slot, rollout: Rollout) -> None:
-        self._account(slot).decided(rollout)
+        self._masks.decided(rollout)
         self._store.put_rollout(slot.phase, slot.step, slot.group, slot.slot, rollout)
         if slot.phase == "train":
             self._store.close_group(slot.phase, slot.step, slot.group)
@@ -54,7 +49,7 @@ class StoreSink:
         self._store.put_reward(rollout)
 
     def attempted(self, slot: Slot, rollout: Rollout) -> None:
-        self._account(slot).failed(rollout)
+        self._masks.failed(rollout)
         self._store.put_attempt(rollout)
 
     def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None:
@@ -78,15 +73,15 @@ class StoreSink:
     def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
         return self._store.tried(f"{phase}/{step:05d}/")
 
-    def _account(self, slot: Slot) -> InfraFailureRate:
-        return self._masks if slot.phase == "train" else self._eval_masks
-
 
 class Batches(Protocol):
     """The groups of one step after the other."""
 
     rollouts: int
     """Rollouts decided while a step waits for its groups; 0 = unknown."""
+
+    def draw(self) -> None:
+        """Queue the next step's rollouts for workers, before those of evaluations beside the step."""
 
     async def next(self) -> tuple[Sequence[Group], Mapping[str, Any]]:
         """Return the groups that the next step trains, and metrics of their collection."""
@@ -104,6 +99,10 @@ class _CollectedBatches:
     def __init__(self, collector: Collector, options: CollectOptions) -> None:
         self._collector, self._synchronous = collector, not options.max_staleness
         self.rollouts = options.groups * options.group_size * self._synchronous
+
+    def draw(self) -> None:
+        """See Batches."""
+        self._collector.draw()
 
     async def next(self) -> tuple[Sequence[Group], Mapping[str, Any]]:
         """See Batches."""
@@ -147,6 +146,7 @@ async def open_batches(
     check: Check,
     warn: Callable[[str], None],
     version: int,
+    activity: Activity | None = None,
 ) -> AsyncIterator[_CollectedBatches]:
     """Run the collector inside the context; at its end no rollout is left open."""
     plan, options = PlanConfig.of(config), collect_options(config)
@@ -163,6 +163,7 @@ async def open_batches(
         warn=warn,
         version=version,
         resume=resume_state(store, draws.again, config.collect.groups_per_step),
+        activity=activity,
     )
     async with collector.open():
         yield _CollectedBatches(collector, options)

@@ -2,19 +2,27 @@
 
 Every evaluation is a list of tasks with `samples` rollouts each, collected as one synchronous batch at one
 policy version and stored under a phase of its own, so a resumed run goes on with an interrupted one.
+
+    after step v:  v published -> collect, train v+1 -> wait for the evaluation -> commit, publish v+1
+                        |                                       ^
+    beside_training     +-------------- evaluation of v --------+
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from insitu.collect.breaker import Breaker
-from insitu.collect.groups import collect_groups
+from insitu.collect.collector import Collector
+from insitu.collect.groups import open_groups
 from insitu.collect.options import AttemptRunner, RolloutObserver
+from insitu.collect.starvation import Activity
 from insitu.config import EvalTable
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
@@ -23,6 +31,7 @@ from insitu.storage.pass_at_k import PassAtK, TaskCounts, bootstrap, estimate, r
 from insitu.storage.phases import When, eval_phase
 from insitu.storage.run_dir import RunDir
 from insitu.storage.score import Score
+from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.batch_source import StoreSink, collect_options
@@ -114,69 +123,146 @@ class EvalParts:
     check: Callable[[], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpenEvaluation:
+    """One evaluation whose rollouts run."""
+
+    table: EvalTable
+    when: When
+    step: int
+    version: int
+    collector: Collector
+    masks: InfraFailureRate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEvaluations:
+    """Evaluations that run beside a step; none is empty."""
+
+    shown: str
+    """Text for a view, empty or ", beside ..."."""
+    rollouts: int
+    finish: Callable[[], Awaitable[Mapping[str, float]]]
+    """Waits for their results; returns the step's metric of this wait, nothing without any."""
+
+
 class Evaluations:
     """Runs the evaluations of [[eval]]; none where no agent runs."""
 
     def __init__(
         self,
         run: RunDir,
+        store: Store,
         metrics: MetricsFile,
-        sink: StoreSink,
         view: EvalObserver,
         breaker: Breaker,
-        masks: InfraFailureRate,
+        activity: Activity,
         parts: EvalParts | None,
     ) -> None:
-        """`masks`: the failure counts that `sink` keeps of evaluations."""
-        self._run, self._metrics, self._sink, self._view, self._breaker = run, metrics, sink, view, breaker
-        self._masks, self._parts = masks, parts
+        """`breaker`, `activity`: those of the whole run."""
+        self._run, self._store, self._metrics, self._view = run, store, metrics, view
+        self._breaker, self._activity, self._parts = breaker, activity, parts
         self._timeline = run.timeline()
         tables = run.config.eval if parts else ()
         self._tasks = {one.name: parts.source.evaluated(one) for one in tables if parts and one.count}
 
     def rollouts(self, step: int | None = None) -> int:
         """Return the rollouts of all evaluations, or of those after a step of training."""
-        due = (one for one in self._run.config.eval if step is None or one.due(step))
-        return sum(one.samples * len(self._tasks.get(one.name, ())) for one in due)
+        return self._rollouts([one for one in self._run.config.eval if step is None or one.due(step)])
+
+    def _rollouts(self, tables: Sequence[EvalTable]) -> int:
+        return sum(one.samples * len(self._tasks.get(one.name, ())) for one in tables)
 
     async def run(self, when: When, step: int) -> Mapping[str, EvalResult]:
-        """Run all evaluations, during training those that are due; return their results by name."""
-        tables = self._run.config.eval
-        due = [one for one in tables if when != "during" or one.due(step)]
-        return {one.name: await self._run_one(one, when, step) for one in due if self._tasks.get(one.name)}
+        """Run all evaluations, during training those that are due and block; return their results by name."""
+        found = dict[str, EvalResult]()
+        for one in self._due(when, step):
+            stage = _STAGES[when].format(name=self._shown(one), step=step)
+            self._view.stage(stage, self._rollouts([one]))
+            with self._timeline.phase("evaluate", step):
+                async with self._open(one, when, step) as opened:
+                    found[one.name] = await self._finish(opened)
+        return found
 
-    async def _run_one(self, table: EvalTable, when: When, step: int) -> EvalResult:
-        parts, tasks, first = self._parts, self._tasks[table.name], table is self._run.config.eval[0]
+    def _due(self, when: When, step: int, *, beside: bool = False) -> Sequence[EvalTable]:
+        """Return the evaluations to run; during training those that are due, beside it or blocking."""
+
+        def now(table: EvalTable) -> bool:
+            return when != "during" or (table.due(step) and table.beside_training == beside)
+
+        return [one for one in self._run.config.eval if self._tasks.get(one.name) and now(one)]
+
+    @asynccontextmanager
+    async def beside(self, step: int) -> AsyncIterator[OpenEvaluations]:
+        """Run the evaluations after a step that do not block inside the context, which awaits `finish`.
+
+        What ends one of them cancels the body, and the other way round.
+        """
+        due = self._due("during", step, beside=True)
+        names = ", ".join(map(self._shown, due))
+        stage = _STAGES["during"].format(name=names, step=step)
+        async with AsyncExitStack() as stack:
+            opened = [await stack.enter_async_context(self._open(one, "during", step)) for one in due]
+
+            async def finish() -> Mapping[str, float]:
+                if not opened:
+                    return {}
+                began = time.monotonic()
+                with self._timeline.phase("evaluate", step):
+                    for one in opened:
+                        await self._finish(one)
+                return {"evaluate_s": time.monotonic() - began}
+
+            yield OpenEvaluations(
+                shown=f", beside {stage}" if due else "", rollouts=self._rollouts(due), finish=finish
+            )
+
+    @asynccontextmanager
+    async def _open(self, table: EvalTable, when: When, step: int) -> AsyncIterator[_OpenEvaluation]:
+        """Run the rollouts of one evaluation inside the context."""
+        parts, masks = self._parts, InfraFailureRate(self._run.config.collect.infra_failure_alarm)
         if parts is None:
             raise ConfigError("no agent runs: nothing can be evaluated")
-        phase, shown = eval_phase(when, "" if first else table.name), HELDOUT if first else table.name
-        self._view.stage(_STAGES[when].format(name=shown, step=step), len(tasks) * table.samples)
         version = parts.engine.receipt.version
         options = collect_options(self._run.config)
-        options = options.changed(
-            phase=phase,
-            first_step=step,
-            group_size=table.samples,
-            temperature=table.temperature or options.temperature,
-            whole=False,
+        running = open_groups(
+            parts.attempts,
+            StoreSink(self._store, masks),
+            self._view,
+            self._breaker,
+            options.changed(
+                phase=self._phase(table, when),
+                first_step=step,
+                group_size=table.samples,
+                temperature=table.temperature or options.temperature,
+                whole=False,
+            ),
+            self._tasks[table.name],
+            check=parts.check,
+            version=version,
+            activity=self._activity,
         )
-        with self._timeline.phase("evaluate", step):
-            groups = await collect_groups(
-                parts.attempts,
-                self._sink,
-                self._view,
-                self._breaker,
-                options,
-                tasks,
-                check=parts.check,
-                version=version,
+        async with running as collector:
+            yield _OpenEvaluation(
+                table=table, when=when, step=step, version=version, collector=collector, masks=masks
             )
-        result = EvalResult.of(groups, table.samples)
-        self._report(result, phase, _SCORES[when].format(name=shown, step=step), step, version)
+
+    async def _finish(self, one: _OpenEvaluation) -> EvalResult:
+        """Wait for the rollouts of an evaluation and report its result."""
+        result = EvalResult.of((await one.collector.next_batch()).groups, one.table.samples)
+        self._report(one, result)
         return result
 
-    def _report(self, result: EvalResult, phase: str, shown: str, step: int, version: int) -> None:
-        score, masked = result.score, self._masks.close_step()
+    def _shown(self, table: EvalTable) -> str:
+        return HELDOUT if table is self._run.config.eval[0] else table.name
+
+    def _phase(self, table: EvalTable, when: When) -> str:
+        return eval_phase(when, "" if table is self._run.config.eval[0] else table.name)
+
+    def _report(self, one: _OpenEvaluation, result: EvalResult) -> None:
+        phase = self._phase(one.table, one.when)
+        shown = _SCORES[one.when].format(name=self._shown(one.table), step=one.step)
+        score, masked = result.score, one.masks.close_step()
         self._view.eval_done(shown, score)
         if masked.line:
             self._view.note(f"{phase}: {masked.line}")
@@ -190,10 +276,10 @@ class Evaluations:
             "reward_mean": score.reward_mean if score.total else None,
             "tries": masked.tries,
             "masked": masked.masked,
-            "version": version,
+            "version": one.version,
             **result.metrics(self._run.config.run.seed),
         }
-        self._metrics.write({"event": phase, "step": step, **counts})
+        self._metrics.write({"event": phase, "step": one.step, **counts})
 
     def summary(
         self, before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]

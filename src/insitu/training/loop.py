@@ -2,6 +2,8 @@
 
     Batches -> groups -> plan_step -> Learner.step -> Store.commit_step -> Publisher -> checkpoint
 
+An evaluation beside a step has ended before the step is committed: a learner that dies meanwhile comes back
+with the committed weights, which are those being evaluated.
 Rollouts stored before a crash are used after it, and committed steps without a checkpoint are trained again
 (recovery.py), so a resumed synchronous run of a scripted agent ends with the same bits.
 The start model is outside the run directory, so the run stores its checksum: otherwise a resumed run would
@@ -22,6 +24,7 @@ from insitu import failpoint
 from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
 from insitu.collect.options import AttemptRunner
+from insitu.collect.starvation import Activity
 from insitu.engines.base import Engine
 from insitu.errors import RecordError, TrainError
 from insitu.storage.metrics import Metrics, MetricsFile
@@ -37,10 +40,11 @@ from insitu.training.evaluations import (
     EvalParts,
     EvalResult,
     Evaluations,
+    OpenEvaluations,
     heldout_summary,
 )
 from insitu.training.learner.client import Learner
-from insitu.training.learner.supervisor import LearnerSupervisor
+from insitu.training.learner.supervisor import LearnerSupervisor, Trained
 from insitu.training.options import StepResult, gaps
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.recovery import best_step, heldout_scores
@@ -48,6 +52,7 @@ from insitu.training.served_batches import ServedBatches
 from insitu.training.step_metrics import (
     SHOWN,
     ahead_summary,
+    evaluation_waits,
     mismatch_text,
     service_usage,
     step_metrics,
@@ -157,15 +162,16 @@ class TrainingLoop:
         self._closed: float | None = None
         """Reading of time.monotonic() at the last commit in this process."""
         c = run.config
-        masks, eval_masks = (InfraFailureRate(c.collect.infra_failure_alarm) for _ in range(2))
+        masks = InfraFailureRate(c.collect.infra_failure_alarm)
         committed = store.steps()
         self._alarms = StepAlarms(c.collect, masks, committed)
         self._collapse = CollapseAlarm(c.train.collapse_alarm, (step.metrics for step in committed))
-        self._sink = StoreSink(store, masks, eval_masks)
+        self._sink = StoreSink(store, masks)
         self._checkpoints = Checkpoints(run, store, parts.supervisor, view.note)
         self._breaker = Breaker(c.collect.max_consecutive_failures)
+        self._activity = Activity()
         self._evaluations = Evaluations(
-            run, metrics, self._sink, view, self._breaker, eval_masks, _eval_parts(parts)
+            run, store, metrics, view, self._breaker, self._activity, _eval_parts(parts)
         )
 
     async def run(self) -> Mapping[str, Any]:
@@ -184,7 +190,7 @@ class TrainingLoop:
             for step in range(first, c.run.steps + 1):
                 # before the next step, so that a resumed run finishes an interrupted evaluation first
                 await evals.run("during", step - 1)
-                if self._stops(step - 1):
+                if self._stops(step - 1 - c.eval[0].beside_training):
                     break
                 await self._step(step, batches)
         last = self._store.last_step()
@@ -215,14 +221,16 @@ class TrainingLoop:
             check=parts.supervisor.check,
             warn=self._view.note,
             version=parts.learner.version,
+            activity=self._activity,
         )
 
     def _stops(self, step: int) -> bool:
-        """Return whether the run ends after this step: its held-out result has not improved for too long."""
+        """Return whether the result after this step ends the run: it has not improved for too long."""
         limit = self._run.config.run.stop_after_evals
         if not limit or not self._run.config.eval[0].due(step):
             return False
-        scores = heldout_scores(self._store)
+        # without the evaluation after training, which may have begun before a resume
+        scores = {at: score for at, score in heldout_scores(self._store).items() if at <= step}
         best = max(scores, key=lambda at: (scores[at], -at), default=step)
         since = sum(at > best for at in scores)
         if since < limit:
@@ -234,9 +242,19 @@ class TrainingLoop:
         return True
 
     async def _step(self, step: int, batches: Batches) -> None:
+        batches.draw()
+        async with self._evaluations.beside(step - 1) as beside:
+            trained, metrics = await self._train(step, batches, beside)
+        await self._publish(step, batches, trained, metrics)
+
+    async def _train(
+        self, step: int, batches: Batches, beside: OpenEvaluations
+    ) -> tuple[Trained, dict[str, Any]]:
+        """Collect, train and commit a step; return it with its metrics."""
         c = self._run.config
         began = time.monotonic()
-        self._view.stage(f"step {step} of {c.run.steps}", batches.rollouts)
+        rollouts = batches.rollouts and batches.rollouts + beside.rollouts
+        self._view.stage(f"step {step} of {c.run.steps}{beside.shown}", rollouts)
         with self._timeline.phase("collect", step):
             groups, collected_metrics = await batches.next()
         collected = time.monotonic()
@@ -261,6 +279,7 @@ class TrainingLoop:
         alarms += self._collapse.look(metrics)
         for alarm in filter(None, (untrained, *alarms, result.alarm, mismatch_text(result.mismatched))):
             self._view.note(f"step {step}: {alarm}")
+        metrics |= await beside.finish()
         metrics["step_s"] = (now := time.monotonic()) - began
         # includes publication and evaluation since the previous step
         metrics["cycle_s"] = now - (began if self._closed is None else self._closed)
@@ -278,6 +297,11 @@ class TrainingLoop:
         )
         failpoint.hit("loop.committed")
         self._check_bad_steps(result)
+        return trained, metrics
+
+    async def _publish(self, step: int, batches: Batches, trained: Trained, metrics: dict[str, Any]) -> None:
+        """Publish a committed step, save it if a checkpoint is due, and report it."""
+        c, result = self._run.config, trained.result
         if not result.skipped:
             batches.pending(result.version)
         publishing = time.monotonic()
@@ -328,6 +352,7 @@ class TrainingLoop:
             "weights": self._parts.learner.weights,
             "run_dir": str(self._run.path),
             **ahead_summary([step.metrics for step in steps]),
+            **evaluation_waits([step.metrics for step in steps]),
             **service_usage(self._run.config, self._store),
         }
 

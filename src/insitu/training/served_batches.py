@@ -99,6 +99,9 @@ class ServedBatches:
             rollouts.append(copy)
         return replace(group, id=rollouts[0].id.rpartition("/")[0], rollouts=tuple(rollouts))
 
+    def draw(self) -> None:
+        """Do nothing: no rollout waits for a worker."""
+
     def pending(self, version: int) -> None:
         """Do nothing: the sessions are stored."""
 

@@ -26,6 +26,7 @@ SHOWN = (
     "staleness_max",
     "waited_s",
     "wasted",
+    "evaluate_s",
 )
 """Metrics of a step for the view, where present; metrics.jsonl has all."""
 
@@ -64,6 +65,12 @@ def ahead_summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "wasted": round(total["wasted_s"] / (total["rollout_s"] or 1.0), 4),
         "trainer_idle": round(total["waited_s"] / (whole_s or 1.0), 4),
     }
+
+
+def evaluation_waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds that steps waited for evaluations beside them; empty without any."""
+    waits = [metrics["evaluate_s"] for metrics in steps if "evaluate_s" in metrics]
+    return {"evaluate_s": round(sum(waits), 1)} if waits else {}
 
 
 def service_usage(config: Config, store: Store) -> dict[str, Any]:

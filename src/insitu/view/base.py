@@ -69,7 +69,8 @@ class Progress:
     running: set[str] = field(default_factory=set)
     evals: dict[str, Score] = field(default_factory=dict)
     started_s: float = 0.0
-    _graded: deque[float] = field(default_factory=lambda: deque(maxlen=SCORE_WINDOW))
+    _graded: dict[str, deque[float]] = field(default_factory=dict)
+    """Newest rewards of this stage by phase: an evaluation may run beside training."""
     _tokens: deque[tuple[float, int]] = field(default_factory=deque)
     _pace: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_WINDOW))
 
@@ -97,16 +98,19 @@ class Progress:
         self._pace.append(now)
         self._tokens.append((now, tokens))
         if reward is not None:
-            self._graded.append(reward)
+            phase = rollout_id.partition("/")[0] if "/" in rollout_id else ""
+            self._graded.setdefault(phase, deque(maxlen=SCORE_WINDOW)).append(reward)
 
     @property
     def elapsed_s(self) -> float:
         return self.clock() - self.started_s
 
-    @property
-    def score(self) -> Score:
-        """Score of the last graded rollouts of this stage."""
-        return Score.of(self._graded)
+    def scores(self, text: Callable[[Score], str]) -> str:
+        """Return the score of this stage's last graded rollouts as text, by phase if of several."""
+        found = {phase: text(Score.of(rewards)) for phase, rewards in sorted(self._graded.items())}
+        if len(found) < 2:
+            return "".join(found.values())
+        return ", ".join(f"{phase} {score}" for phase, score in found.items())
 
     @property
     def tokens_per_s(self) -> float:

@@ -117,7 +117,7 @@ class LiveView:
         if not (p.planned or p.finished or p.running):
             grid.add_row("  time left", duration(p.seconds_left))
             return grid
-        rate = rate_text(p.score) if p.score.total else "—"
+        rate = p.scores(rate_text) or "—"
         grid.add_row("  rollouts", f"{len(p.running)} running, {p.finished} done", "solve rate", rate)
         grid.add_row("  sampled", f"{p.tokens_per_s:.0f} tokens/s", "time left", duration(p.seconds_left))
         return grid

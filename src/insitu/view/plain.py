@@ -61,10 +61,9 @@ class PlainView:
         if p.clock() - self._written_s < _EVERY_S:
             return
         total = f"/{p.stage_total}" if p.stage_total else ""
-        rate = f" solved={rounded(p.score.rate)}" if p.score.total else ""
-        rate += f" reward={p.score.reward_mean:.2f}" if p.score.partial else ""
+        rate = p.scores(_rate_text)
         if p.finished or p.running:
-            rate = f", {len(p.running)} running{rate} tokens/s={p.tokens_per_s:.0f}"
+            rate = f", {len(p.running)} running{rate and ' ' + rate} tokens/s={p.tokens_per_s:.0f}"
         self._write(f"{p.stage_name}: {p.stage_done}{total} done{rate} left={duration(p.seconds_left)}")
 
     def _write(self, text: str) -> None:
@@ -81,3 +80,7 @@ def step_text(step: int, steps: int, metrics: Metrics) -> str:
 def eval_text(name: str, score: Score) -> str:
     mean = f", mean reward {score.reward_mean:.3f}" if score.partial else ""
     return f"{name}: {score.rate:.3f} ({score.solved}/{score.total} solved){mean}"
+
+
+def _rate_text(score: Score) -> str:
+    return f"solved={rounded(score.rate)}" + (f" reward={score.reward_mean:.2f}" if score.partial else "")

@@ -85,13 +85,20 @@ class _Watcher:
             self._rollouts(reader)
 
     def _begin(self, line: Mapping[str, Any]) -> None:
-        c = self._config
-        name = _STAGES.get(line["phase"], line["phase"]).format(step=line["step"], steps=c.run.steps)
-        due = [one for one in c.eval if line["step"] in (0, c.run.steps) or one.due(line["step"])]
+        c, phase, step = self._config, line["phase"], line["step"]
+        name = _STAGES.get(phase, phase).format(step=step, steps=c.run.steps)
+        whole = step in (0, c.run.steps)
+        due = [one for one in c.eval if whole or (one.due(step) and not one.beside_training)]
+        beside = [one for one in c.eval if phase in ("collect", "train") and one.due(step - 1)]
+        beside = [one for one in beside if one.beside_training]
+        if beside:
+            name += f", beside {_STAGES['evaluate'].format(step=step - 1)}"
+        collected = c.collect.groups_per_step * c.collect.group_size
+        collected += sum(one.count * one.samples for one in beside)
         # the number is unknown where several evaluations follow each other
         evaluated = due[0].count * due[0].samples if len(due) == 1 else 0
-        sizes = {"collect": c.collect.groups_per_step * c.collect.group_size, "evaluate": evaluated}
-        self._view.stage(printable(name), sizes.get(line["phase"], 0))
+        sizes = {"collect": collected, "evaluate": evaluated}
+        self._view.stage(printable(name), sizes.get(phase, 0))
 
     def _line(self, line: Mapping[str, Any]) -> None:
         event, step = line.get("event", ""), line.get("step", 0)

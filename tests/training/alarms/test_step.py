@@ -64,6 +64,8 @@ class Given:
         self.store, self.solved, self.tampered, self.lost = store, 1, 0, 0
         self.step = 0
 
+    def draw(self) -> None: ...
+
     async def next(self) -> tuple[Sequence[Group], Mapping[str, Any]]:
         made, step = [], self.step
         for g in range(GROUPS):

@@ -141,8 +141,8 @@ class LearnerSpec:
     def of(cls, config: Config, *, model: Path, log: Path | None = None) -> LearnerSpec:
         """Return the learner of a run's configuration."""
         table = config.train
-        # asynchronous rollouts wait for the training step to end
-        waits_s = table.step_timeout_s if config.collect.max_staleness else 0.0
+        # calls that come meanwhile wait for the training step to end
+        waits_s = table.step_timeout_s if config.samples_while_training else 0.0
         service = ServiceOptions.of(config) if config.engine.kind == "tinker" else None
         return cls(
             model=model,

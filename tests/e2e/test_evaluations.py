@@ -163,13 +163,15 @@ def test_beside_training_an_evaluation_finds_the_same_after_two_kills(
     }
 
 
-def test_a_run_without_improvement_ends_early_and_keeps_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_run_without_improvement_ends_early_and_keeps_the_best(tmp_path: Path, beside: bool) -> None:
     stalled = [
         "run.steps=6",
         "eval.every_steps=1",
         "run.stop_after_evals=2",
         "train.lr=1e-12",
         "run.keep_checkpoints=1",
+        f"eval.beside_training={str(beside).lower()}",
     ]
     run_dir, summary = train(tmp_path / "stalled", PLAIN, *stalled)
     assert summary["stopped_early"]
@@ -182,9 +184,10 @@ def test_a_run_without_improvement_ends_early_and_keeps_the_best(tmp_path: Path)
             if phase == "eval_during"
         }
         before = store.scores("eval_before", 0)[""].reward_mean
-        assert ("eval_after", last) in store.phases()
-    best = max(scores.values())
-    assert scores[summary["best_step"]] == summary["best_heldout_reward"] == best
+        assert last == max(scores) + beside
+        found = {last: store.scores("eval_after", last)[""].reward_mean, **scores}
+    best = max(found.values())
+    assert found[summary["best_step"]] == summary["best_heldout_reward"] == best
     seen = [before, *scores.values()]
     assert len(seen) - 1 - seen.index(max(seen)) == 2
     kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -13,7 +14,9 @@ pytestmark = pytest.mark.slow
 
 def test_scale_measures_the_controller(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--json", "--sessions", "64", "--machines", "4", "--rollouts", "32"]
+    threshold = gc.get_threshold()
     assert scale.main(words) == 0
+    assert gc.get_threshold() == threshold
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"sessions", "cores", "gib", "rollouts_per_s", "commit_s"}
     assert found["sessions"] == 64

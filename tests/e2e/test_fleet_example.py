@@ -1,22 +1,24 @@
-"""examples/fleet.toml by `ray start --head` and one command, with a real Ray."""
+"""examples/fleet.toml by `ray start --head` and one command, with a real Ray, and with its head killed."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from insitu.shutdown import descendants
-from insitu.storage.run_dir import read_store
+from insitu.storage.run_dir import has_rollouts, read_store
 from insitu.types import Status
 from tests.e2e.test_fleet import alive
 
@@ -52,25 +54,37 @@ def start_ray(variables: dict[str, str]) -> subprocess.Popen[Any]:
         return subprocess.Popen([program, "start", "--head", *options], env=variables, stdout=log, stderr=log)
 
 
-def test_the_example_runs_by_ray_start_and_one_command(variables: dict[str, str], tmp_path: Path) -> None:
-    example = ROOT / "examples" / "fleet.toml"
-    log, run = Path(variables["RAY_TMPDIR"], "log"), tmp_path / "run"
+@contextmanager
+def cluster(variables: dict[str, str]) -> Iterator[subprocess.Popen[Any]]:
+    """A started cluster of this machine; yields `ray start`."""
+    log = Path(variables["RAY_TMPDIR"], "log")
     head = start_ray(variables)
     try:
-        ends = time.monotonic() + WAIT_S
-        while "Ray runtime started" not in log.read_text():
-            assert head.poll() is None, log.read_text()
-            assert time.monotonic() < ends, log.read_text()
-            time.sleep(0.1)
+        until(lambda: head.poll() is not None or "Ray runtime started" in log.read_text())
+        assert head.poll() is None, log.read_text()
+        yield head
+    finally:
+        head.send_signal(signal.SIGTERM)
+        head.wait(60)
+
+
+def until(true: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    """Wait for a condition."""
+    ends = time.monotonic() + wait_s
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+
+
+def test_the_example_runs_by_ray_start_and_one_command(variables: dict[str, str], tmp_path: Path) -> None:
+    example, run = ROOT / "examples" / "fleet.toml", tmp_path / "run"
+    with cluster(variables) as head:
         doctor = insitu(variables, "doctor", "--fleet", str(example))
         assert doctor.returncode == 0, doctor.stdout + doctor.stderr
         assert "started script" in doctor.stdout
         done = insitu(variables, "train", str(example), *FEW, f"run.dir={run}", "run.plain=true")
         assert done.returncode == 0, done.stdout + done.stderr
         below = descendants(head.pid)
-    finally:
-        head.send_signal(signal.SIGTERM)
-        head.wait(60)
     with read_store(run) as store:
         rollouts = [one for phase, step in store.phases() for one in store.rollouts(phase, step)]
         assert store.check_balance().tokens.balanced
@@ -78,7 +92,29 @@ def test_the_example_runs_by_ray_start_and_one_command(variables: dict[str, str]
     assert {one.status for one in rollouts} == {Status.OK}
     assert len(rollouts) == 4 + 2 * 2
     assert json.loads((run / "summary.json").read_text())["rl_steps"] == 1
-    ends = time.monotonic() + WAIT_S
-    while left := alive(below):
-        assert time.monotonic() < ends, left
-        time.sleep(0.1)
+    until(lambda: not alive(below))
+
+
+def test_a_run_whose_ray_head_is_killed_ends_in_one_line_and_leaves_nothing(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    """Ray itself ends a process whose head has not answered for a minute."""
+    run, output = tmp_path / "run", tmp_path / "output"
+    words = ["train", str(ROOT / "examples" / "fleet.toml"), *FEW, "run.steps=1000", f"run.dir={run}"]
+    command = [sys.executable, "-m", "insitu", *words, "run.plain=true"]
+    with cluster(variables) as head:
+        with output.open("wb") as log:
+            training = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+        until(lambda: training.poll() is not None or (run.exists() and has_rollouts(run)))
+        assert training.poll() is None, output.read_text()
+        below = [*descendants(head.pid), *descendants(training.pid)]
+        (server,) = [pid for pid in below if b"/gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(server, signal.SIGKILL)
+        assert training.wait(WAIT_S)
+    said = output.read_text()
+    lines = [line for line in said.strip().splitlines() if not re.match(r"\[ +[\d.]+ s\]", line)]
+    assert len(lines) == 1, said
+    assert "GCS may have been killed" in lines[0] or "the Ray cluster does not answer" in lines[0]
+    until(lambda: not alive(below))
+    with read_store(run) as store:
+        assert store.check_balance().tokens.balanced

@@ -108,7 +108,7 @@ def _decode(data: bytes, at: int, end: int) -> Frame:
     arrays: dict[str, Array] = {}
     offset = 0
     for name, dtype, shape in raw["arrays"]:
-        if dtype not in _DTYPES or any(n < 0 for n in shape):
+        if dtype not in _DTYPES or min(shape, default=0) < 0:
             raise ValueError(f"array {name!r} is described as {dtype} {shape}")
         array = np.frombuffer(body, _DTYPES[dtype], math.prod(shape), offset)
         arrays[name] = array if len(shape) == 1 else array.reshape(shape)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -42,6 +43,9 @@ STARTS = 5
 PAUSE_S = 1.0
 """Before the second start."""
 WEIGHTS = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+GARBAGE = 50_000
+"""New objects after which Python looks for cycles. A finished rollout is read through some hundred lists
+without any; with Python's 700 the objects of open sessions would be searched for each."""
 Key = tuple[str, int]
 """Rollout id and attempt."""
 
@@ -118,6 +122,7 @@ class Fleet:
         self._queue: deque[asyncio.Future[FleetNode]] = deque()
         """Attempts that wait for a node, in order."""
         self._keeping: list[asyncio.Task[None]] = []
+        self._threshold = gc.get_threshold()
 
     def attempts(self, run: RunDir) -> FleetAttempts:
         """Return the runner of attempts, which keeps logs, artifacts and host calls in the run."""
@@ -180,6 +185,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Start all nodes. Raises SetupError with the first one that cannot start."""
+        gc.set_threshold(GARBAGE)
         starting = [asyncio.create_task(self._start(node)) for node in self.nodes]
         try:
             await asyncio.gather(*starting)
@@ -211,6 +217,7 @@ class Fleet:
 
     async def close(self) -> None:
         """End all nodes: their agents and sandboxes end first."""
+        gc.set_threshold(*self._threshold)
         tasks = [*self._keeping, *(node.beating for node in self.nodes if node.beating is not None)]
         for task in tasks:
             task.cancel()

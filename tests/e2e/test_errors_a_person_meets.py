@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -86,15 +87,17 @@ def test_everything_that_is_wrong_is_said_at_once_before_anything_starts(tmp_pat
 @pytest.mark.full
 @pytest.mark.parametrize("there", [False, True])
 def test_a_start_that_fails_later_leaves_no_run_directory(tmp_path: Path, there: bool) -> None:
-    """The model's folder holds weights that are none: only the learner finds that out."""
+    """The weights are those of another config.json: only the learner finds that out."""
     model, run_dir = tmp_path / "model", tmp_path / "runs" / "r"
     shutil.copytree(WARM_START, model)
-    (model / "model.safetensors").write_bytes(b"no weights")
+    config = json.loads((model / "config.json").read_text())
+    config["intermediate_size"] *= 2
+    (model / "config.json").write_text(json.dumps(config))
     if there:
         run_dir.mkdir(parents=True)
         (run_dir / "notes.txt").write_text("mine")
     done = insitu("demo", "--agent", "script", "--plain", f"run.dir={run_dir}", f"model.path={model}", *TINY)
-    assert "the learner died" in line_of(done, 1)
+    assert "does not fit its config.json" in line_of(done, 1)
     if there:
         assert (run_dir / "notes.txt").read_text() == "mine"
     else:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 from aiohttp import web
+from tokenizers import Tokenizer
 
 from insitu.engines.safetensors_file import StoredTensor, read_folder, sums_of, total
 from insitu.engines.weight_mapping import EMPTY as _EMPTY
@@ -45,11 +46,17 @@ class FakeVllm:
         token_delay_s: float = 0.0,
         corrupt: Corrupt | None = None,
         experts: bool = False,
+        tokenizer: Path | None = None,
+        lora: bool = True,
     ) -> None:
         self.processed, self.scale_out, self.dev_mode = processed, scale_out, dev_mode
         self.release, self.extension = release, extension
         """Version of vLLM, where 0.26 has no routes for its weights, and insitu's methods in its workers."""
         self.max_model_len, self.corrupt = max_model_len, corrupt
+        self.words = None if tokenizer is None else Tokenizer.from_file(str(tokenizer))
+        """Of /detokenize; None = it has no such route."""
+        self.lora = lora
+        """VLLM_ALLOW_RUNTIME_LORA_UPDATING=True: it has the routes of adapters."""
         self.experts = experts
         """--enable-return-routed-experts: replies have `chosen_experts`."""
         self.sampler = FakeSampler(vocab_size, label="default", token_delay_s=token_delay_s)
@@ -111,6 +118,8 @@ class FakeVllm:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/inference/v1/abort_requests", self._abort)
+        if self.words is not None:
+            app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/version", self._version)
         app.router.add_get("/health", self._health)
         if self.dev_mode and not self._old:
@@ -123,8 +132,9 @@ class FakeVllm:
             app.router.add_get("/is_paused", self._is_paused)
             app.router.add_post("/reset_prefix_cache", self._reset)
             app.router.add_post("/collective_rpc", self._rpc)
-            app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
-            app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
+            if self.lora:
+                app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
+                app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
             app.router.add_post("/sleep", self._sleep)
             app.router.add_get("/get_world_size", self._world_size)
             app.router.add_post("/init_weight_transfer_engine", self._transfer_init)
@@ -156,8 +166,16 @@ class FakeVllm:
         cards = [{"id": name, "max_model_len": self.max_model_len} for name in ("policy", *self.adapters)]
         return _json({"object": "list", "data": cards})
 
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        ids = (await http.json())["tokens"]
+        if self.words is None or max(ids) >= self.sampler.model.vocab_size:
+            return _error(400, "Token id is out of range")
+        return _json({"prompt": self.words.decode(ids, skip_special_tokens=False)})
+
     async def _load_adapter(self, http: web.Request) -> web.Response:
         body = await http.json()
+        if not body.keys() >= {"lora_name", "lora_path"}:
+            return _error(400, "2 validation errors: field required")
         if body["lora_name"] in self.adapters:
             return _error(400, "already been loaded")
         folder = Path(body["lora_path"])

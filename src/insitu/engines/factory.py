@@ -18,7 +18,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from insitu.concurrency import run_all
-from insitu.config import Config
+from insitu.config import Config, model_folder
 from insitu.engines.base import Engine, LoadingEngine
 from insitu.engines.external import ExternalEngine, serve_external, split_address
 from insitu.engines.guarded import GuardedEngine
@@ -26,6 +26,7 @@ from insitu.engines.http import HttpOptions, checked_url
 from insitu.engines.launch import launched
 from insitu.engines.probe import probe_engine
 from insitu.engines.replicas import EngineSet
+from insitu.engines.served_model import check_served
 from insitu.engines.server_command import SERVERS
 from insitu.errors import ConfigError, EngineError, EngineUnavailable, user_code
 from insitu.registry import find
@@ -127,7 +128,7 @@ async def open_server(
     table = config.engine
     async with AsyncExitStack() as stack:
         servers = await _attach_servers(stack, config, announce)
-        await run_all(*(_check_engine(one, config, renderer, probe=probe) for one in servers.values()))
+        await run_all(*(_check_server(*one, config, renderer, probe=probe) for one in servers.items()))
         _check_alike(servers)
         engines = EngineSet(
             servers,
@@ -137,6 +138,20 @@ async def open_server(
             say=announce,
         )
         yield await stack.enter_async_context(engines)
+
+
+async def _check_server(
+    url: str, engine: LoadingEngine, config: Config, renderer: ProbeRenderer, *, probe: bool
+) -> None:
+    """Raise EngineError, naming the server, if it is not the model's or the probe fails."""
+    try:
+        if config.engine.kind in SERVERS:
+            (options,) = http_options(config, [url])
+            folder, adapters = model_folder(config), config.publishes_adapters
+            await check_served(options, config.engine.kind, folder, adapters=adapters)
+        await _check_engine(engine, config, renderer, probe=probe)
+    except EngineError as error:
+        raise (error if url in str(error) else type(error)(f"{url}: {error}")) from error
 
 
 def _check_alike(servers: Mapping[str, LoadingEngine]) -> None:
@@ -234,7 +249,8 @@ async def _attach_in_time(
         except EngineUnavailable as error:
             if time.monotonic() >= ends:
                 late = f"; waited {most_s:g} s for it (engine.start_timeout_s)" if most_s else ""
-                raise EngineUnavailable(f"{error}{late}") from error
+                todo = "start it, or leave it out of engine.urls" if url else "start it"
+                raise EngineUnavailable(f"{error}{late}: {todo}") from error
             if not announced:
                 announce(f"waiting for {kind} at {url or config.engine.url} ({most_s:g} s): {error}")
                 announced = True

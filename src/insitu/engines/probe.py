@@ -199,7 +199,9 @@ def _check_one(reply: Generation, params: SamplingParams, vocab_size: int, versi
     if not 0 < count <= params.max_tokens:
         raise _refusal(f"{count} tokens where 1 to {params.max_tokens} were asked for")
     if int(reply.ids.min()) < 0 or int(reply.ids.max()) >= vocab_size:
-        raise _refusal(f"an id outside the vocabulary of {vocab_size}")
+        raise _refusal(
+            f"an id outside the vocabulary of {vocab_size}: is model.path the model that it serves?"
+        )
     probs = _logprobs(reply)
     if len(probs) != count or not bool(np.isfinite(probs).all()) or bool((probs > 0).any()):
         raise _refusal(f"{len(probs)} logprobs for {count} ids, or some that no probability has")

@@ -94,6 +94,33 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], body: Bytes) -> Stor
     return StoredTensor(dtype=dtype, shape=shape, data=body[start:end])
 
 
+def check_complete(folder: Path) -> None:
+    """Raise EngineError, naming the file, for a shard that the index names and is missing, or a cut one.
+
+    Reads headers only.
+    """
+    index = folder / "model.safetensors.index.json"
+    with boundary(EngineError, f"read {index}"):
+        named = orjson.loads(index.read_bytes())["weight_map"] if index.exists() else {}
+    files = sorted(folder.glob("*.safetensors"))
+    present = {file.name for file in files}
+    if missing := sorted({*named.values()} - present):
+        raise EngineError(
+            f"{folder / missing[0]} is missing, which {index.name} names"
+            f" ({len(missing)} of {len({*named.values()})} files): download it again"
+        )
+    for file in files:
+        try:
+            raw, start = _header(file)
+            end = max((entry["data_offsets"][1] for name, entry in raw.items() if name != _NOTES), default=0)
+        except (EngineError, KeyError, TypeError) as error:
+            raise EngineError(f"{file} is damaged or cut off: download it again") from error
+        if (size := file.stat().st_size) != start + end:
+            raise EngineError(
+                f"{file} has {size:,} bytes where its header needs {start + end:,}: download it again"
+            )
+
+
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of every safetensors file of a model folder; raise EngineError."""
     with boundary(EngineError, f"read weights in {folder}"):

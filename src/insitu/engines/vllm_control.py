@@ -23,6 +23,7 @@ from insitu.engines.http import EngineHttp, NotOffered, RequestGate
 from insitu.engines.kept_context import KeptContext
 from insitu.engines.response_checks import version_number
 from insitu.engines.safetensors_file import total
+from insitu.engines.served_model import no_adapters
 from insitu.engines.vllm_weights import FRESH, ServedWeights, TensorSums
 from insitu.engines.weight_mapping import (
     ParamChecksums,
@@ -184,7 +185,7 @@ class VllmControl:
             return await self._load_adapter(held, version)
         self._need_control("reload_weights")
         before = await self.weights.sums()
-        fed = map_weights(before.by_name, {name: tensor.shape for name, tensor in held.tensors.items()})
+        fed = self._mapped(before, held)
         if not before.complete:
             _check_packed(fed, ties=await asyncio.to_thread(ties_embeddings, folder))
         proof = Proof(
@@ -197,6 +198,16 @@ class VllmControl:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await self._http.post("/collective_rpc", body, deadline_s=self._http.options.call_deadline_s)
             return await self.settle(proof, version, before, mode)
+
+    def _mapped(self, before: TensorSums, held: PublishedFolder) -> WeightMapping:
+        """Map the published tensors to the server's parameters; raise EngineError for another model's."""
+        try:
+            return map_weights(before.by_name, {name: one.shape for name, one in held.tensors.items()})
+        except EngineError as error:
+            raise EngineError(
+                f"{self._http.name} serves another model than this run trains ({error}): start it on"
+                " model.path"
+            ) from error
 
     async def _load_adapter(self, held: PublishedFolder, version: int) -> Receipt:
         """Load a version's adapter under its own name.
@@ -212,8 +223,7 @@ class VllmControl:
             try:
                 await self._http.post("/v1/load_lora_adapter", body, deadline_s=limit)
             except NotOffered as error:
-                needs = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-                raise EngineError(f"vllm takes no adapters: {needs}") from error
+                raise EngineError(no_adapters(self._http.name)) from error
             if name not in await self._models():
                 raise EngineError(f"vllm did not take adapter {name}")
         await asyncio.to_thread(held.check_unchanged)

@@ -25,8 +25,9 @@ from insitu.config.tasks import OF_EVAL
 from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
+from insitu.engines.safetensors_file import check_complete
 from insitu.engines.server_command import SERVERS, interpreter, place, present_gpus
-from insitu.errors import ConfigError, InsituError, TaskError
+from insitu.errors import ConfigError, EngineError, InsituError, TaskError
 from insitu.gateway.listeners import check_port
 from insitu.grading.grader import runner_for
 from insitu.grading.reward import reward_function
@@ -254,6 +255,10 @@ def _check_model(folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: {folder} is not a model folder: it has no config.json")
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
         raise ConfigError(f"{key}: {folder} has no weights: no *.safetensors")
+    try:
+        check_complete(folder)
+    except EngineError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _check_writable(folder: Path, key: str) -> None:

@@ -10,10 +10,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.engines.base import Engine
 from insitu.engines.factory import open_server
+from insitu.engines.replicas import EngineSet
 from insitu.errors import ConfigError, RecordError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.registry import BUILT_IN
@@ -64,27 +64,17 @@ WEIGHTS = "weights"
 """Folder of a run directory with published weights."""
 
 
-@asynccontextmanager
-async def _sampled_by(
-    run: RunDir, learner: Learner, renderer: ChatRenderer, note: Callable[[str], None]
-) -> AsyncIterator[tuple[Engine, Publisher]]:
-    """Open the engine of a run and the publisher of its weights; nothing is published yet."""
-    table = run.config.engine
-    if table.in_learner:
-        yield learner.engine, learner
-        return
+def _publisher(run: RunDir, learner: Learner, engines: EngineSet) -> Publisher:
+    """Return what brings the learner's weights to the run's servers; nothing is published yet."""
     spool = run.path / WEIGHTS
     options = PublishOptions.of(run.config, spool)
-    async with open_server(run.config, renderer, note) as engines:
-        publisher: Publisher
-        if table.publish in ("ipc", "nccl"):
-            transport: Transport = "ipc" if table.publish == "ipc" else "nccl"
-            publisher = TransferPublisher(learner, engines, options, transport)
-        elif table.publish == "delta":
-            publisher = DeltaPublisher(learner, engines, options, spool)
-        else:
-            publisher = DiskPublisher(learner, engines, options)
-        yield engines, publisher
+    publish = run.config.engine.publish
+    if publish in ("ipc", "nccl"):
+        transport: Transport = "ipc" if publish == "ipc" else "nccl"
+        return TransferPublisher(learner, engines, options, transport)
+    if publish == "delta":
+        return DeltaPublisher(learner, engines, options, spool)
+    return DiskPublisher(learner, engines, options)
 
 
 def check_trained(config: Config) -> None:
@@ -149,11 +139,19 @@ async def assemble(
     """
     config, source, renderer = run.config, prepared.source, prepared.rules
     async with AsyncExitStack() as stack:
+        servers: EngineSet | None = None
+        if not (config.engine.in_learner or config.engine.launch):
+            # a wrong server is refused before a learner has opened the model
+            stage("checking the engine")
+            servers = await stack.enter_async_context(open_server(config, renderer, note))
         stage("starting the learner")
         spec = LearnerSpec.of(config, model=model_folder(config), log=run.logs / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))
         keep_start_model(store, learner)
-        engine, publisher = await stack.enter_async_context(_sampled_by(run, learner, renderer, note))
+        if config.engine.launch:
+            servers = await stack.enter_async_context(open_server(config, renderer, note))
+        engine: Engine = servers or learner.engine
+        publisher = _publisher(run, learner, servers) if servers else learner
         plan_config = PlanConfig.of(config)
         supervisor = LearnerSupervisor(
             learner,

@@ -297,7 +297,14 @@ def load_model(folder: Path) -> Qwen3:
     if model.config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    missing = model.load_state_dict(tensors, strict=False)
-    if missing.missing_keys or missing.unexpected_keys:
-        raise EngineError(f"model {folder} does not fit: {missing}")
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if wrong:
+        first = wrong[0]
+        raise EngineError(
+            f"model {folder} does not fit its config.json in {len(wrong)} tensors, first {first}:"
+            f" {found.get(first, 'missing')} where {wanted.get(first, 'nothing')} is expected"
+        )
+    model.load_state_dict(tensors)
     return model

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from insitu.backoff import backoff_s
 from insitu.engines.http import checked_url
+from insitu.engines.served_model import VocabularySample
 from insitu.errors import ConfigError, TrainError, boundary
 from insitu.training.model.base import PLAIN, MemoryOptions, Policy
 from insitu.training.plan.step import PlanRow
@@ -32,8 +32,6 @@ from insitu.training.trainer.batch import TensorBatch
 _AT_ONCE = 8
 """Rows that are scored at the same time."""
 _ATTEMPTS = 5
-_SAMPLES = 256
-"""Ids whose texts are compared."""
 
 
 class ServedReference:
@@ -92,11 +90,8 @@ class ServedReference:
         return logprobs
 
     def _check_tokens(self, model: Path) -> None:
-        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        size = tokenizer.get_vocab_size()
-        ids = sorted({*range(0, size, max(1, size // _SAMPLES)), size - 1})
-        theirs = self._call("/detokenize", {"model": self._name, "tokens": ids})["prompt"]
-        if theirs != tokenizer.decode(ids, skip_special_tokens=False):
+        sample = VocabularySample(model)
+        if not sample.is_text(self._call("/detokenize", {"model": self._name, "tokens": sample.ids})):
             raise ConfigError(f"train.reference: {self._url} has another vocabulary than model.path")
 
     def _call(self, route: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -17,9 +17,12 @@ import torch
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
+from insitu.training.model import shard as sharding
 from insitu.training.model.base import Policy
 from insitu.training.model.hf import HfPolicy, open_hf
-from insitu.training.model.shard import gathered, shard
+from insitu.training.model.parity import logprobs
+from insitu.training.model.parts import PartFiles
+from insitu.training.model.shard import gathered, open_sharded
 from insitu.training.options import Lora, OptimConfig, TrainConfig
 from insitu.training.plan.step import StepPlan
 from insitu.training.trainer import checkpoint
@@ -27,6 +30,7 @@ from insitu.training.trainer.distributed import Ranks, Sharded, join, leave
 from insitu.training.trainer.trainer import Trainer
 
 DEADLINE_S = 200.0
+CPU = torch.device("cpu")
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 CONFIG = TrainConfig(
     loss=LossConfig(loss="ppo_clip"), optim=OptimConfig(lr=1e-3), max_logprob_gap=100.0, max_staleness=9
@@ -34,14 +38,20 @@ CONFIG = TrainConfig(
 Found = dict[str, Any]
 
 
-def opened(folder: Path, lora: Lora | None = None, dtype: torch.dtype = torch.float32) -> HfPolicy:
-    return open_hf(folder, device=torch.device("cpu"), dtype=dtype, lora=lora)
+def opened(
+    folder: Path,
+    lora: Lora | None = None,
+    dtype: torch.dtype = torch.float32,
+    ranks: Ranks | None = None,
+) -> HfPolicy:
+    """Whole for None."""
+    if isinstance(ranks, Sharded):
+        return open_sharded(folder, ranks.mesh(), device=CPU, dtype=dtype, lora=lora)
+    return open_hf(folder, device=CPU, dtype=dtype, lora=lora)
 
 
 def trainer_on(model: HfPolicy, config: TrainConfig, ranks: Ranks | None, techniques: Any = None) -> Trainer:
     """Alone for None. With `techniques` memory is not asked."""
-    if isinstance(ranks, Sharded):
-        shard(model, ranks.mesh())
     trainer = Trainer(model, config, ranks=ranks)
     if techniques is not None:
         trainer.fit = None
@@ -104,7 +114,7 @@ def steps(
     """The gradient of a plan, a refused step, two steps with a checkpoint between them, and these again."""
     found: Found = {}
     for at in range(2):
-        trainer = trainer_on(opened(folder / "model"), config, ranks, techniques)
+        trainer = trainer_on(opened(folder / "model", ranks=ranks), config, ranks, techniques)
         if not at:
             found["gradients"] = gradients(trainer, plan)
             trainer.config = config.changed(max_logprob_gap=1e-9)
@@ -130,14 +140,14 @@ def resumed(
     config: TrainConfig = CONFIG,
 ) -> Found:
     """The second step, from a checkpoint that another number of ranks made after the first."""
-    trainer = trainer_on(opened(folder / "model", lora), config, ranks)
+    trainer = trainer_on(opened(folder / "model", lora, ranks=ranks), config, ranks)
     checkpoint.load(trainer, folder / source)
     result = trainer.step(plan)
     return {"weights": weights(trainer.model), "loss": result.loss, "version": result.version}
 
 
 def adapted(ranks: Ranks | None, folder: Path, plan: StepPlan, dtype: torch.dtype) -> Found:
-    trainer = trainer_on(opened(folder / "model", LORA, dtype), CONFIG, ranks)
+    trainer = trainer_on(opened(folder / "model", LORA, dtype, ranks), CONFIG, ranks)
     found = {"gradients": gradients(trainer, plan)}
     name = f"adapted-{trainer.ranks.world}-{str(dtype).removeprefix('torch.')}"
     found["steps"] = two_steps(trainer, plan, folder / name)
@@ -147,7 +157,50 @@ def adapted(ranks: Ranks | None, folder: Path, plan: StepPlan, dtype: torch.dtyp
     return found
 
 
-JOBS: dict[str, Callable[..., Any]] = {"steps": steps, "resumed": resumed, "adapted": adapted}
+def in_parts(ranks: Ranks | None, folder: Path, name: str, lora: Lora | None = None) -> Found:
+    """Open a model over the ranks and whole; return how they differ and how much of it this rank has read."""
+    files: list[PartFiles] = []
+
+    class Counted(PartFiles):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            files.append(self)
+
+    sharding.PartFiles = Counted  # type: ignore[misc]
+    dtype = torch.bfloat16 if lora else torch.float32
+    mine, whole = (opened(folder / name, lora, dtype, r) for r in (ranks, None))
+    held = sum(p.to_local().nbytes for _, p in mine.named_parameters())  # type: ignore[attr-defined]
+    expected = dict(whole.named_parameters())
+    stored = [(n, b) for n, b in whole.model.named_buffers() if n in whole.model.state_dict()]
+    found, buffers = weights(mine), dict(mine.model.named_buffers())
+    tensors = [(n, found.get(n), t) for n, t in expected.items()]
+    tensors += [(n, buffers.get(n), b) for n, b in whole.model.named_buffers()]
+    with torch.no_grad():
+        pairs = zip(logprobs(mine, mine.model), logprobs(whole, whole.model), strict=True)
+        gap = max(float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None)
+    mine.rest()
+    return {
+        "differ": [
+            n for n, a, b in tensors if a is None or a.dtype != b.dtype or not torch.equal(a, b.detach())
+        ],
+        "names": list(found) == list(expected),
+        "gap": gap,
+        "by_rows": (mine.by_rows, whole.by_rows),
+        "configs": mine._configs() == whole._configs(),
+        "notices": [notice for notice in mine.notices if notice not in whole.notices],
+        "held": held / sum(p.nbytes for p in expected.values()),
+        "bytes": files[0].bytes,
+        "of": 4 * sum(p.numel() for n, p in expected.items() if "lora_" not in n),
+        "buffers": sum(b.nbytes for _, b in stored),
+    }
+
+
+JOBS: dict[str, Callable[..., Any]] = {
+    "steps": steps,
+    "resumed": resumed,
+    "adapted": adapted,
+    "in_parts": in_parts,
+}
 
 
 def main(rank: int, world: int, turn: Path) -> None:

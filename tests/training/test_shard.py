@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import shard_lab
 import torch
-from safetensors.torch import load_file
+from model_zoo import BASE, DELTA, FEW, GEMMA4, HEAD, MLA, MOE, TWO, saved
+from model_zoo import SHARED as WITH_SHARED
+from safetensors.torch import load_file, save_file
 from shard_lab import CONFIG, LORA, Found, adapted, on_processes, opened, resumed, steps, trainer_on
 from test_dist import made_plan
 from train_lab import small_model
+from transformers import CONFIG_MAPPING
 
 from insitu.config import load_config
 from insitu.config.training import LossConfig
@@ -23,9 +26,10 @@ from insitu.errors import ConfigError, TrainError
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.memory.plan import LADDER
-from insitu.training.model.hf import HfPolicy
+from insitu.training.model.hf import HfPolicy, decoder_layers, empty_model
 from insitu.training.model.load import device_of
-from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
+from insitu.training.model.parts import enough, kinds
+from insitu.training.options import Lora, OptimConfig, PolicyConfig, TrainConfig
 from insitu.training.plan.step import StepPlan
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.distributed import Sharded
@@ -192,6 +196,86 @@ async def test_a_learner_of_two_shards_trains_exports_and_goes_on_alone(tmp_path
         await learner.export(ExportRequest(folder=tmp_path / "v1-alone", version=1))
     for path in (tmp_path / "v1").iterdir():
         assert path.read_bytes() == (tmp_path / "v1-alone" / path.name).read_bytes(), path.name
+
+
+# --------------------------------------------------------------------------- opening in parts
+
+
+SIX: dict[str, Any] = {"num_hidden_layers": 6}
+MIXED = {**SIX, "sliding_window": 16, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4}
+IN_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen2", SIX),
+    "one matrix for embedding and head": ("qwen3", {**HEAD, **SIX, "tie_word_embeddings": True}),
+    "experts": ("qwen3_moe", {**HEAD, **MOE, **SIX}),
+    "experts in one tensor": ("gpt_oss", {**HEAD, **FEW, **MIXED}),
+    "a dense layer first, and stored buffers": ("deepseek_v3", {**MLA, **SIX}),
+    "windows": ("gemma3_text", {**HEAD, **MIXED}),
+    "fewer rows than ranks": ("qwen3_next", {**HEAD, **WITH_SHARED, **DELTA}),
+}
+"""Name -> architecture."""
+
+
+def check_in_parts(found: Found, world: int) -> None:
+    assert found["differ"] == []
+    assert found["names"]
+    assert found["configs"]
+    assert found["gap"] < 1e-6
+    assert found["by_rows"][0] == found["by_rows"][1]
+    assert found["notices"] == []
+    # rows that do not divide evenly are the first ranks'
+    assert found["held"] == pytest.approx(1 / world, rel=0.1)
+    assert found["bytes"] - found["buffers"] == pytest.approx(found["of"] / world, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[str, Found]]]:
+    folder = tmp_path_factory.mktemp("parts")
+    jobs: dict[str, tuple[str, Found]] = {}
+    for name, (kind, changed) in IN_PARTS.items():
+        place = saved(folder / name.replace(" ", "-"), kind, **{**TWO, **changed})
+        jobs[name] = ("in_parts", {"name": str(place.relative_to(folder))})
+    jobs["adapters"] = ("in_parts", {**jobs["experts"][1], "lora": Lora(rank=2, alpha=4.0)})
+    return folder, jobs
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_each_rank_reads_its_part_and_has_the_weights_of_a_whole_opening(
+    made: tuple[Path, dict[str, tuple[str, Found]]], world: int
+) -> None:
+    folder, jobs = made
+    for found in on_processes(world, folder, jobs):
+        for name in jobs:
+            try:
+                check_in_parts(found[name], world)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+def test_a_folder_that_is_laid_out_otherwise_is_opened_whole_and_a_notice_says_so(tmp_path: Path) -> None:
+    """Gemma 4 has a matrix whose width depends on the number of layers, so its first layers are no check."""
+    saved(tmp_path, "gemma4_text", **{**HEAD, **GEMMA4, **MIXED})
+    save_model(small_model(1), tmp_path / "old")
+    tensors = load_file(tmp_path / "old" / "model.safetensors")
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "old" / "model.safetensors", {"format": "pt"})
+    jobs: dict[str, tuple[str, Found]] = {
+        name: ("in_parts", {"name": name}) for name in ("gemma4_text", "old")
+    }
+    for found in on_processes(2, tmp_path, jobs):
+        for name in jobs:
+            assert (found[name]["differ"], found[name]["configs"]) == ([], True)
+            assert found[name]["gap"] < 1e-6
+            (notice,) = found[name]["notices"]
+            assert notice.startswith(f"{tmp_path / name} cannot be opened in parts")
+
+
+def test_the_first_layers_with_every_kind_are_checked() -> None:
+    assert enough(["a", "a", "a", "a"]) == 2
+    assert enough(["a", "b", "b", "c", "a"]) == 4
+    assert enough(["a"]) == 1
+    config = CONFIG_MAPPING["smollm3"](**{**BASE, **SIX})
+    found = kinds(config, decoder_layers(empty_model(config, "eager")))
+    assert enough(found) == 4, "its fourth layer has no positions"
 
 
 # --------------------------------------------------------------------------- without processes

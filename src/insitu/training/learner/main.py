@@ -37,7 +37,6 @@ from insitu.training.learner.serialization import decode_plan
 from insitu.training.learner.transfer import Transfers
 from insitu.training.model.base import Policy
 from insitu.training.model.hf import HfPolicy
-from insitu.training.model.load import device_of, open_policy
 from insitu.training.options import TrainConfig, parse_config
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.checkpoint import CheckpointWriter
@@ -243,9 +242,9 @@ def _sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineServic
 def run(args: argparse.Namespace) -> None:
     follow_parent(args.parent)
     config = parse_config(args.train)
-    model = open_policy(args.model, config.policy, device_of(config.policy, 0, config.ranks))
-    service, gap = _sampler(model, args.engine, config)
     with peers.started(args.model, config) as others:
+        model = peers.open_model(args.model, config, others.ranks)
+        service, gap = _sampler(model, args.engine, config)
         trainer = peers.make_trainer(model, args.model, config, others.ranks)
         serve(args.socket, Commands(trainer, service, args.model, gap, others), service)
 

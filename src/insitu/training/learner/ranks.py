@@ -27,9 +27,7 @@ from insitu.errors import TrainError, boundary
 from insitu.training.learner.parent_watch import follow_parent, main_of_child
 from insitu.training.learner.serialization import decode_plan
 from insitu.training.model.base import Policy
-from insitu.training.model.hf import HfPolicy
 from insitu.training.model.load import device_of, open_policy
-from insitu.training.model.shard import shard
 from insitu.training.options import TrainConfig, dump_config, parse_config
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.distributed import RankLostError, Ranks, Sharded, join, leave
@@ -83,14 +81,19 @@ def _join(rank: int, store: Path, config: TrainConfig) -> Ranks:
     return join(rank, config.ranks, store, deadline_s=limit, device=device, sharded=config.shard)
 
 
+def open_model(folder: Path, config: TrainConfig, ranks: Ranks) -> Policy:
+    """Open the model of one rank; a sharded rank reads only its part."""
+    device = device_of(config.policy, ranks.rank, config.ranks)
+    if not isinstance(ranks, Sharded):
+        return open_policy(folder, config.policy, device)
+    if config.policy.kind != "hf":
+        raise TrainError("train.shard: needs policy.kind hf")
+    return open_policy(folder, config.policy, device, ranks.mesh())
+
+
 def make_trainer(model: Policy, folder: Path, config: TrainConfig, ranks: Ranks) -> Trainer:
-    """Return the trainer of one rank; a sharded rank keeps only its part of the model."""
-    reference = read_reference(config, folder)
-    if isinstance(ranks, Sharded):
-        if not isinstance(model, HfPolicy):
-            raise TrainError("train.shard: needs policy.kind hf")
-        shard(model, ranks.mesh())
-    return Trainer(model, config, reference=reference, ranks=ranks)
+    """Return the trainer of one rank."""
+    return Trainer(model, config, reference=read_reference(config, folder), ranks=ranks)
 
 
 def _spawn(rank: int, store: Path, model: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
@@ -131,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
     follow_parent(args.parent)
     config = parse_config(args.train)
     ranks = _join(args.rank, args.store, config)
-    model = open_policy(args.model, config.policy, device_of(config.policy, args.rank, args.world))
+    model = open_model(args.model, config, ranks)
     trainer = make_trainer(model, args.model, config, ranks)
     for frame in _frames(sys.stdin.buffer):
         if frame.meta["op"] == "load":

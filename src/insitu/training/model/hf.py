@@ -88,10 +88,15 @@ def attention_function(
 class HfPolicy:
     """A causal language model of transformers (`training.model.base.Policy`); use `open_hf`."""
 
-    def __init__(self, model: Any, *, dtype: torch.dtype, lora: Lora | None = None) -> None:
-        """Wrap a `PreTrainedModel` with an output head, attention `NAME`, and its adapters."""
+    def __init__(
+        self, model: Any, *, dtype: torch.dtype, lora: Lora | None = None, device: torch.device | None = None
+    ) -> None:
+        """Wrap a `PreTrainedModel` with an output head, attention `NAME`, and its adapters.
+
+        device: where it will be, if it is on the meta device.
+        """
         self.model, self.lora = model, lora
-        self.mode = Mode(dtype, Offload(model.device))
+        self.mode = Mode(dtype, Offload(device or model.device))
         self.around: Callable[[Callable[[], Tensor]], Tensor] = lambda run: run()
         """Runs a forward; sharded ranks (shard.py) gather weights around it."""
         self.rest: Callable[[], None] = lambda: None
@@ -262,7 +267,7 @@ class HfPolicy:
             held = read_adapter(self.lora, folder)
         else:
             with model_files(TrainError, f"load model {folder}"):
-                held = dict(_read(folder, torch.float32).named_parameters())
+                held = dict(read_model(folder).named_parameters())
         trained = {n: p.shape for n, p in self.named_parameters() if p.requires_grad}
         if {n: p.shape for n, p in held.items()} != trained:
             raise TrainError(f"{folder} holds a different model from the one being trained")
@@ -296,7 +301,7 @@ def open_hf(
     through insitu's head differ from its own by more than `limit`.
     """
     with model_files(TrainError, f"load model {folder}"):
-        model = _read(folder, torch.float32)
+        model = read_model(folder)
     return adopt(model, device=device, dtype=dtype, lora=lora, limit=limit, rows=rows, replay=replay)
 
 
@@ -389,29 +394,47 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, mask_function)
 
 
-def _read(folder: Path, dtype: torch.dtype) -> Any:
+def read_config(folder: Path) -> Any:
+    """Return the configuration of a model folder. Raises TrainError for one that insitu cannot train."""
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
         from transformers.utils import logging
 
         _register()
     except ImportError as error:
         raise TrainError(f"policy.kind hf needs transformers: {install_extra('hf')}") from error
     logging.disable_progress_bar()
+    with _causal(folder):
+        config = opened_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    check_architecture(config)
+    return config
+
+
+def read_model(folder: Path, short: Any = None) -> Any:
+    """Return the model of a folder in fp32, with its own attention. Raises TrainError.
+
+    short: a configuration with the first layers only; the others are not read.
+    """
+    read_config(folder)
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    if short is not None:
+        logging.set_verbosity_error()  # the tensors of other layers are left over
     try:
-        check_architecture(opened_config(AutoConfig.from_pretrained(folder, local_files_only=True)))
-        model: Any
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-    except (ValueError, KeyError) as error:
-        # the rest of the message lists some two hundred classes
-        line = str(error).partition("Model type should be one of")[0].strip()
-        raise TrainError(f"{folder} is not a causal language model of transformers: {line}") from error
+        with _causal(folder):
+            model: Any
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=short,
+                dtype=torch.float32,
+                local_files_only=True,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+    finally:
+        logging.set_verbosity(level)
     if missing := sorted(loaded["missing_keys"]):
         # transformers would begin with random ones
         raise TrainError(
@@ -422,6 +445,17 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
     if head is None or head.bias is not None:
         raise TrainError(f"{type(model).__name__} has no plain output head")
     return model
+
+
+@contextmanager
+def _causal(folder: Path) -> Iterator[None]:
+    """Turn transformers' errors about a folder into one line."""
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        # the rest of the message lists some two hundred classes
+        line = str(error).partition("Model type should be one of")[0].strip()
+        raise TrainError(f"{folder} is not a causal language model of transformers: {line}") from error
 
 
 def empty_model(config: Any, attention: str = "") -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -12,13 +13,17 @@ from insitu.engines.embedded.model import Qwen3, load_model
 from insitu.engines.embedded.model_files import model_files
 from insitu.errors import ConfigError, TrainError
 from insitu.training.model.hf import HfPolicy, open_hf
+from insitu.training.model.shard import open_sharded
 from insitu.training.options import PolicyConfig
 
 
-def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None = None) -> Qwen3 | HfPolicy:
+def open_policy(
+    folder: Path, config: PolicyConfig, device: torch.device | None = None, mesh: Any = None
+) -> Qwen3 | HfPolicy:
     """Open the model. device: one from `device_of`; None = the first of the configured kind.
 
-    Raises InsituError when the folder does not hold such a model or the device is missing.
+    mesh: of ranks that keep a part each. Raises InsituError when the folder does not hold such a model or the
+    device is missing.
     """
     if config.kind == "builtin":
         if config.replay:
@@ -29,7 +34,8 @@ def open_policy(folder: Path, config: PolicyConfig, device: torch.device | None 
     if lora is not None and lora.merged == "auto":
         with model_files(TrainError, f"load model {folder}"):
             lora = lora.changed(merged=start_dtype(folder))
-    return open_hf(
+    opened = open_hf if mesh is None else partial(open_sharded, mesh=mesh)
+    return opened(
         folder,
         device=device,
         dtype=_dtype(config.dtype, device),

@@ -63,11 +63,26 @@ def add_lora(model: nn.Module, layers: Sequence[nn.Module], lora: Lora, dtype: t
     lora = lora.changed(targets=_targets(model, layers, lora))
     model.requires_grad_(False)
     keep_in(model, dtype)
+    for name, start in starts(model, lora).items():
+        place, _, key = name.rpartition(".")
+        module = model.get_submodule(place)
+        module.register_parameter(key, nn.Parameter(start.to(module.get_parameter("weight").device)))
+        # weak: a reference cycle would keep the module until the garbage collector runs
+        module.forward = partial(_forward, weakref.ref(module), lora)  # type: ignore[arg-type]
+    return lora
+
+
+def starts(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
+    """Return the initial adapters by parameter name, the same ones each time, on the host."""
     generator = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in lora.targets and isinstance(module, nn.Linear):
-            _adapt(module, lora, generator)
-    return lora
+            bound = module.in_features**-0.5
+            down = torch.empty(lora.rank, module.in_features).uniform_(-bound, bound, generator=generator)
+            found[f"{name}.{A}"] = down
+            found[f"{name}.{B}"] = torch.zeros(module.out_features, lora.rank)
+    return found
 
 
 def _targets(model: nn.Module, layers: Sequence[nn.Module], lora: Lora) -> tuple[str, ...]:
@@ -113,16 +128,6 @@ def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert every weight but no buffer: rotary frequencies must keep their precision."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-def _adapt(module: nn.Linear, lora: Lora, generator: torch.Generator) -> None:
-    device = module.weight.device
-    bound = module.in_features**-0.5
-    down = torch.empty(lora.rank, module.in_features).uniform_(-bound, bound, generator=generator)
-    module.register_parameter(A, nn.Parameter(down.to(device)))
-    module.register_parameter(B, nn.Parameter(torch.zeros(module.out_features, lora.rank, device=device)))
-    # weak: a reference cycle would keep the module until the garbage collector runs
-    module.forward = partial(_forward, weakref.ref(module), lora)  # type: ignore[method-assign]
 
 
 def _forward(held: weakref.ref[nn.Linear], lora: Lora, x: Tensor) -> Tensor:

@@ -10,12 +10,27 @@ by NCCL.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from insitu.training.model.hf import HfPolicy, decoder_layers
+from insitu.engines.embedded.model_files import model_files
+from insitu.errors import TrainError
+from insitu.training.model.hf import (
+    HfPolicy,
+    adopt,
+    decoder_layers,
+    empty_model,
+    open_hf,
+    read_config,
+    read_model,
+)
+from insitu.training.model.lora import add_lora, starts
+from insitu.training.model.parts import PartFiles, enough, fill, first_layers, kinds, readers
+from insitu.training.options import Lora
 
 
 class _Root(nn.Module):
@@ -27,6 +42,102 @@ class _Root(nn.Module):
 
     def forward(self, run: Callable[[], Tensor]) -> Tensor:
         return run()
+
+
+def open_sharded(
+    folder: Path,
+    mesh: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    lora: Lora | None = None,
+    rows: bool = False,
+    replay: bool = False,
+) -> HfPolicy:
+    """Like `open_hf`, and keep only this rank's part; nothing else of the weights is read or held.
+
+    All ranks call it. Where that is not possible, each reads the whole model first, and a notice says so.
+    Raises TrainError.
+    """
+    options = {"device": device, "dtype": dtype, "rows": rows, "replay": replay}
+    with model_files(TrainError, f"load model {folder}"):
+        policy = _open_parts(folder, mesh, lora, **options)
+    if policy is None:
+        policy = open_hf(folder, lora=lora, **options)  # type: ignore[arg-type]
+        policy.notices.append(
+            f"{folder} cannot be opened in parts (tensors under other names than transformers saves, or a"
+            " model that fewer layers change): each rank opens the whole model before it keeps its part"
+        )
+        shard(policy, mesh)
+    return policy
+
+
+def _open_parts(folder: Path, mesh: Any, lora: Lora | None, **options: Any) -> HfPolicy | None:
+    """Return the policy, its weights read in parts; None where the files or the architecture forbid it."""
+    config, device, dtype = read_config(folder), options["device"], options["dtype"]
+    model = empty_model(config, "eager")
+    with PartFiles(folder) as files:
+        sources = readers(model, files)
+        if sources is None or (checked := _checked(folder, config, model, options)) is None:
+            return None
+        buffers = {name: buffer.cpu() for name, buffer in checked.model.named_buffers()}
+        if any(n not in sources and n not in buffers for n, _ in model.named_buffers()):
+            return None
+        model.set_attn_implementation(checked.model.config._attn_implementation)
+        model.generation_config = checked.model.generation_config
+        notices = checked.notices
+        del checked
+        policy = HfPolicy(model.eval(), dtype=dtype, device=device)
+        policy.notices += notices
+        if lora is not None:
+            policy.lora = add_lora(model, policy.layers, lora, dtype)
+            for name, start in starts(model, policy.lora).items():
+                sources[name] = partial(_part, start)
+        shard(policy, mesh)
+        _leave_meta(policy, device)
+        fill(policy, sources, buffers, int(mesh.get_local_rank()))
+    return policy
+
+
+def _part(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor[start:stop]
+
+
+def _checked(folder: Path, config: Any, model: Any, options: Mapping[str, Any]) -> HfPolicy | None:
+    """Return the first layers as a policy that has passed the checks of `adopt`, or None.
+
+    They have a layer of every kind. None where a configuration with fewer layers makes other weights, or
+    where layers have buffers that no file has: those of one layer need not be another's.
+    """
+    layers, stored = decoder_layers(model), model.state_dict(keep_vars=True).keys()
+    inside = {id(buffer) for layer in layers for buffer in layer.buffers()}
+    if any(id(buffer) in inside and name not in stored for name, buffer in model.named_buffers()):
+        return None
+    found = kinds(config, layers)
+    count = enough(found)
+    short = first_layers(config, count)
+    empty = empty_model(short, "eager")
+    if kinds(short, decoder_layers(empty)) != found[:count] or not _shapes(empty) <= _shapes(model):
+        return None
+    return adopt(read_model(folder, short), **options)
+
+
+def _shapes(model: nn.Module) -> set[tuple[str, torch.Size]]:
+    return {(name, tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _leave_meta(policy: HfPolicy, device: torch.device) -> None:
+    """Give the parts memory on `device`, without content; parameters that were one stay one."""
+    model: Any = policy.model
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    root: Any = policy.around
+    root.to_empty(device=device)
+    for first, *others in shared.values():
+        for name in others:
+            place, _, key = name.rpartition(".")
+            model.get_submodule(place)._parameters[key] = model.get_parameter(first)
 
 
 def shard(policy: HfPolicy, mesh: Any) -> None:

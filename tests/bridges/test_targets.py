@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import orjson
 import pytest
@@ -20,6 +21,7 @@ from insitu.bridges.calls import row_calls
 from insitu.bridges.equality import difference
 from insitu.bridges.records import StoredRollout, read_rollout, rollout_record, row_records
 from insitu.bridges.rows import GroupRows, rows_of
+from insitu.bridges.slime import to_samples
 from insitu.bridges.targets import TARGETS, check_payload, read_payload
 from insitu.bridges.to_areal import to_areal
 from insitu.bridges.to_nemo import to_nemo
@@ -165,6 +167,59 @@ def test_prime(groups: Groups) -> None:
         assert batch[13] == sample[9] == np.where(row.mask, row.weight, 0.0).tolist()
         assert batch[2] == sample[12] == np.where(row.mask, row.advantage, 0.0).tolist()
         assert sample[3] == [0.7] * len(row.ids)
+
+
+def with_experts(groups: Groups, unknown: int = -1) -> Groups:
+    """Every row with the experts of all tokens but the last, and but `unknown` of the first row."""
+
+    def chosen(row: Any, first: bool) -> Any:
+        count = len(row.ids)
+        experts = (np.arange(count * 6).reshape(count, 3, 2) % 100).astype(np.int16)
+        experts[-1] = -1
+        if first and unknown >= 0:
+            experts[unknown] = -1
+        return replace(row, experts=experts)
+
+    def changed(group: GroupRows) -> GroupRows:
+        items = []
+        for item in group.rollouts:
+            segments = tuple(chosen(segment, segment.index == 0) for segment in item.segments)
+            rows = tuple(chosen(row, row.segment == 0) for row in item.rows)
+            items.append(replace(item, segments=segments, rows=rows))
+        return replace(group, rollouts=tuple(items))
+
+    return tuple(changed(group) for group in groups)
+
+
+def test_chosen_experts_reach_trainers_that_replay_them(all_groups: dict[str, Groups]) -> None:
+    groups = with_experts(all_groups["mini_swe"])
+    for (_, segment), [output] in zip(
+        scored(groups), [[o] for r in to_verl(groups).payload for o in r], strict=True
+    ):
+        assert np.array_equal(output["routed_experts"], segment.experts[:-1])
+    batches, samples = to_prime(groups).payload, to_prime_samples(groups).payload
+    for row, batch, sample in zip(trained(groups), batches, samples, strict=True):
+        data, shape, dtype = batch[10]
+        assert sample[7] == batch[10]
+        found = np.frombuffer(msgpack.unpackb(msgpack.packb(data)), dtype).reshape(shape)
+        assert shape == [len(row.ids), 3, 2], "prime-rl wants as many as tokens"
+        assert np.array_equal(found[:-1], row.experts[:-1])
+        assert not found[-1].any()
+    payload = to_samples(groups).payload
+    assert {row["status"] for row in payload} >= {"aborted", "completed"}
+    for row in payload:
+        experts = row["rollout_routed_experts"]
+        assert experts.dtype == np.int32
+        assert experts.shape == (len(row["tokens"]) - 1, 3, 2)
+        assert experts.any()
+
+
+def test_a_row_with_an_unknown_expert_has_none(all_groups: dict[str, Groups]) -> None:
+    groups = with_experts(all_groups["mini_swe"], unknown=2)
+    outputs = [output for one in to_verl(groups).payload for output in one]
+    assert outputs[0]["routed_experts"] is None
+    assert to_prime(groups).payload[0][10] is None
+    assert all("rollout_routed_experts" not in row for row in to_samples(groups).payload)
 
 
 def branches(nodes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -32,6 +32,7 @@ from insitu.bridges.rows import (
     rows_of,
     unscored,
 )
+from insitu.bridges.target_rows import replayed_experts
 from insitu.bridges.thread import SourceThread
 from insitu.config import Config
 from insitu.errors import ConfigError
@@ -229,18 +230,39 @@ def to_samples(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
     """Return Samples as dictionaries (`Sample.to_dict`), for slime's `--load-debug-rollout-data`.
 
     That file is `torch.save({"rollout_id": 0, "samples": payload}, path)`. Every rollout has a Sample, which
-    is aborted where it cannot be compared with others of its group.
+    is aborted where it cannot be compared with others of its group. `rollout_routed_experts` is set where a
+    sampler returned the experts of every row.
     """
     payload: list[dict[str, Any]] = []
+    segments: list[Segment | None] = []
     taken: list[RowKey] = []
     index = 0
     for number, group in enumerate(groups):
         for item, (whole, rows) in zip(group.rollouts, _group_rows(group), strict=True):
             place = {"group_index": number, "index": index, "rollout_id": index, "prompt": group.task_id}
             payload += [{**place, **row} for row in rows]
+            segments += item.segments if whole else [None]
             taken += [(item.rollout.id, segment.index) for segment in item.segments if whole]
             index += 1
+    _add_experts(payload, segments)
     return convert(payload, groups, taken, unscored(groups), lost=("weights", "token_versions", "text"))
+
+
+def _add_experts(payload: list[dict[str, Any]], segments: Sequence[Segment | None]) -> None:
+    """Set the experts [tokens - 1, layers, k] of all rows, or of none, as slime reads them.
+
+    An aborted row, None among `segments`, is not trained and gets the first ones.
+    """
+    rows = [
+        None if segment is None else replayed_experts(segment.experts, len(row["tokens"]))
+        for row, segment in zip(payload, segments, strict=True)
+    ]
+    known = [experts for experts in rows if experts is not None]
+    if not known or len(known) != sum(segment is not None for segment in segments):
+        return
+    first = np.broadcast_to(np.arange(known[0].shape[2]), (1, *known[0].shape[1:]))
+    for row, experts in zip(payload, rows, strict=True):
+        row["rollout_routed_experts"] = (first if experts is None else experts).astype(np.int32)
 
 
 def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:

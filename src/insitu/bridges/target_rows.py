@@ -10,7 +10,7 @@ import numpy as np
 
 from insitu.bridges.rows import GroupRows, RolloutRows
 from insitu.errors import RecordError
-from insitu.types import BoolArray, FloatArray, IntArray, Segment
+from insitu.types import BoolArray, ExpertArray, FloatArray, IntArray, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,16 @@ def calls_row(calls: Sequence[tuple[Any, Any, Any]], **more: Any) -> TargetRow:
             raise RecordError(f"lists of a row differ in length: ids {len(sampled)}, {len(values)}")
         mask[start:stop], logprobs[start:stop] = True, values
     return target_row(ids, mask, logprobs, **more)
+
+
+def replayed_experts(experts: ExpertArray | None, count: int) -> ExpertArray | None:
+    """Return the chosen experts [count - 1, layers, k] of a row's first tokens, for a router's replay.
+
+    No call knows those of the last token, and no loss needs them. None where another's are not known.
+    """
+    if experts is None or (experts[: count - 1] < 0).any():
+        return None
+    return experts[: count - 1]
 
 
 def first_trained(values: Any, mask: Any) -> float | None:

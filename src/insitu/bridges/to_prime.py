@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, convert
-from insitu.bridges.target_rows import TargetRow, first_trained, target_row
+from insitu.bridges.target_rows import TargetRow, first_trained, replayed_experts, target_row
 from insitu.training.plan.step import PlanRow
 from insitu.types import BoolArray
 
@@ -41,13 +41,22 @@ def _stream(mask: BoolArray, value: float) -> list[float]:
     return np.where(mask, value, 0.0).tolist()  # type: ignore[no-any-return]
 
 
+def _experts(row: PlanRow) -> list[Any] | None:
+    """Return `RoutedExperts`: bytes, shape and type; prime-rl has zeros for the last token too."""
+    known = replayed_experts(row.experts, len(row.ids))
+    if known is None:
+        return None
+    whole = np.concatenate([known, np.zeros_like(known[:1])])
+    return [whole.tobytes(), list(whole.shape), str(whole.dtype)]
+
+
 def _sample(row: PlanRow, env_name: str, temperature: float) -> list[Any]:
     temperatures = [temperature] * len(row.ids)
     logprobs = row.logprobs.astype(np.float64).tolist()
     head = [row.ids.tolist(), row.mask.tolist(), logprobs, temperatures, env_name]
     # ref_logprobs, mm_refs, routed_experts, mm_token_type_ids, rl, ce and ref_kl weights, advantages
     weights = _stream(row.mask, row.weight)
-    return [*head, None, None, None, None, weights, None, None, _stream(row.mask, row.advantage)]
+    return [*head, None, None, _experts(row), None, weights, None, None, _stream(row.mask, row.advantage)]
 
 
 def _micro_batch(row: PlanRow, env_name: str, temperature: float) -> list[Any]:
@@ -63,7 +72,7 @@ def _micro_batch(row: PlanRow, env_name: str, temperature: float) -> list[Any]:
         [env_name],
         [length],
         None,  # ref_logprobs
-        None,  # routed_experts
+        _experts(row),
         None,  # mm_refs
         None,  # mm_token_type_ids
         _stream(row.mask, row.weight),

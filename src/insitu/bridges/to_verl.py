@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, Refusal, RolloutRows, RowKey, convert, unscored
-from insitu.bridges.target_rows import TargetRow, responses
+from insitu.bridges.target_rows import TargetRow, replayed_experts, responses
 from insitu.types import Segment
 
 
@@ -56,6 +56,8 @@ def output_of(item: RolloutRows, segment: Segment) -> dict[str, Any]:
         "response_ids": segment.ids[first:].tolist(),
         "response_mask": segment.mask[first:].astype(np.int32).tolist(),
         "response_logprobs": segment.logprobs[first:].astype(np.float64).tolist(),
+        # verl pads what is missing at the end, and takes an array only
+        "routed_experts": replayed_experts(segment.experts, len(segment.ids)),
         "reward_score": item.rollout.reward,
         "num_turns": len(item.rollout.turns),
         "metrics": _metrics(item),

@@ -59,9 +59,9 @@ SAVED = 10
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
-def configuration(agent: str, folder: Path, context: int = CONTEXT) -> Config:
+def configuration(agent: str, folder: Path) -> Config:
     """Return the demo's configuration with another agent and the model of a folder."""
-    keys = [f"harness.agent={agent}", "harness.workers=4", f"model.max_context_tokens={context}"]
+    keys = [f"harness.agent={agent}", "harness.workers=4", f"model.max_context_tokens={CONTEXT}"]
     return load_config(None, [*keys, f"model.path={folder}"], demo_preset())
 
 
@@ -82,10 +82,11 @@ class _Played:
 
 
 def _play(agent: str, folder: Path, context: int, plays: Mapping[str, Habits], seed: int) -> _Played:
-    """Run one demonstration per habits through the real agent and gateway."""
-    config, renderer = configuration(agent, folder, context), load_renderer(folder)
+    """Run one demonstration per habits through the real agent and a gateway that accepts `context` tokens."""
+    config, renderer = configuration(agent, folder), load_renderer(folder)
     demonstrator = _SpelledDemonstrator(renderer)
-    source = ToySource(limits_of(config), seed=3000 + seed)
+    limits = limits_of(config).changed(max_context_tokens=context)
+    source = ToySource(limits, seed=3000 + seed)
     tasks = source.tasks("train", 0, len(plays))
     specs = []
     for (name, habits), task in zip(plays.items(), tasks, strict=True):

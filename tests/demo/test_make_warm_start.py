@@ -7,17 +7,19 @@ import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from insitu.agents.base import ModelAccess
 from insitu.agents.install import find
 from insitu.agents.pi import RECIPE
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import WARM_START, demo_preset, load_config
 from insitu.demo.demonstrator import Habits
-from insitu.demo.make_warm_start import RECORDED, constant_ids, record
+from insitu.demo.make_warm_start import RECORDED, constant_ids, record, sent_prompt
 from insitu.demo.rendered_demonstrations import Demonstration, render
 from insitu.demo.sft_data import Phase, Recorded, SftJob, read_job, read_recorded, write_job, write_recorded
 from insitu.demo.sft_job import GATE, gate
@@ -112,3 +114,17 @@ def test_job_and_recordings_round_trip(tmp_path: Path, recorded: Recorded) -> No
     assert {k: [d.ids.tolist() for d in v] for k, v in again.rows.items()} == {
         k: [d.ids.tolist() for d in v] for k, v in recorded.rows.items()
     }
+
+
+async def test_the_recorded_agent_gets_the_window_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent's prompt may depend on it: Codex shortens its list of skills."""
+    started: list[ModelAccess] = []
+
+    def access(**values: Any) -> ModelAccess:
+        started.append(ModelAccess(**values))
+        return started[-1]
+
+    monkeypatch.setattr("insitu.demo.make_warm_start.ModelAccess", access)
+    config = load_config(None, ["model.max_context_tokens=16384"], demo_preset())
+    await sent_prompt(config, "script", WARM_START, PlainView(io.StringIO()))
+    assert [one.max_context_tokens for one in started] == [16384]

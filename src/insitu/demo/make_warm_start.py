@@ -125,6 +125,8 @@ async def record_all(
                     public_id=session.public_id,
                     secret=session.secret,
                     max_call_tokens=limits.max_call_tokens,
+                    # An agent's prompt may depend on its window, which is a run's, not that of a longer task.
+                    max_context_tokens=config.model.max_context_tokens,
                 )
                 try:
                     await worker.run(play.task, access)

@@ -438,7 +438,7 @@ def test_a_failed_rollout_is_made_again_whatever_was_trained_of_its_place_step(t
 def test_a_group_is_scored_when_the_last_of_it_is_decided(tmp_path: Path) -> None:
     masks, evals = InfraFailureRate(0.0), InfraFailureRate(0.0)
     with Store(tmp_path / "s") as store:
-        sink = StoreSink(store, masks, evals)
+        sink, beside = StoreSink(store, masks), StoreSink(store, evals)
         first, second, third = slots(count=3)
         sink.plan([first, second, third], "t", 0)
         for place in (first, second):
@@ -448,7 +448,7 @@ def test_a_group_is_scored_when_the_last_of_it_is_decided(tmp_path: Path) -> Non
         sink.discard([third.rollout_id], "deadline")
         assert store.states()["scored"] == 1
         shown = dataclasses.replace(first, phase="eval_during")
-        sink.plan([shown], "t", 0)
-        sink.put(shown, graded(shown))
-        sink.attempted(shown, graded(shown, reward=None))
+        beside.plan([shown], "t", 0)
+        beside.put(shown, graded(shown))
+        beside.attempted(shown, graded(shown, reward=None))
         assert [(m.tries, m.masked) for m in (evals.close_step(), masks.close_step())] == [(2, 1), (1, 0)]

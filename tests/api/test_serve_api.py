@@ -64,6 +64,7 @@ async def test_sessions_are_sealed_with_a_reward_and_give_rows(tmp_path: Path) -
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("insitu")]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_served_sessions_are_shown_exported_and_imitated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

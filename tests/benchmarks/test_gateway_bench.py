@@ -17,7 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _corpus.write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_round_measures_steady_calls_of_the_size(model: Path, stream: bool) -> None:
     shape = Shape(size="50KB", concurrency=2, sessions=3, turns=2, stream=stream)
     cell = measure(model, shape)

@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 SHELL_AGENTS = [name for name, spelling in SPELLINGS.items() if spelling.command]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", [name for name in SPELLINGS if name != "mini_swe"])
 def test_a_recording_through_the_real_agent_equals_its_rendering(

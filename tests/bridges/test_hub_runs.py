@@ -79,6 +79,7 @@ def test_a_pushed_run_is_fetched_bit_by_bit_and_resumed(
         assert [record.step for record in store.steps()] == [1, 2]
 
 
+@pytest.mark.full
 def test_nothing_half_is_resumed(hub: FakeHub, trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "fetched"
     assert not hub_runs.fetch_run("hub:me/nothing", run)

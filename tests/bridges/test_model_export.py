@@ -79,6 +79,7 @@ def logits(folder: Path) -> torch.Tensor:
     return found
 
 
+@pytest.mark.full
 def test_the_best_checkpoint_is_a_model_of_transformers(
     full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

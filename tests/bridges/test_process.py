@@ -169,6 +169,7 @@ def _tuples(groups: Any, first_group: int = 0) -> Any:
     return convert(list(groups), groups, [(row.rollout_id, row.segment) for g in groups for row in g.rows])
 
 
+@pytest.mark.full
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     """A parent that is killed leaves no process of the source behind."""
     code = (

@@ -79,6 +79,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Config]
     monkeypatch.delenv(verl.KEY, raising=False)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_rollouts_are_sampled_by_verls_servers(
     started: Config, monkeypatch: pytest.MonkeyPatch

@@ -344,7 +344,15 @@ SUMMARY = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:surrogateescape", "utf-8"])
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        pytest.param("ascii", marks=pytest.mark.full),
+        "latin-1",
+        "ascii:surrogateescape",
+        pytest.param("utf-8", marks=pytest.mark.full),
+    ],
+)
 def test_no_character_is_too_much_for_the_terminal(tmp_path: Path, encoding: str) -> None:
     folder = tmp_path / "läufe-→"
     with RunDir.create(load_config(None, [f"run.dir={folder}"])) as run, run.store():

@@ -114,7 +114,7 @@ def wait_for(path: Path) -> int:
     return int(path.read_text())
 
 
-@pytest.mark.parametrize("code", ["0", "3"])
+@pytest.mark.parametrize("code", ["3", pytest.param("0", marks=pytest.mark.full)])
 def test_the_exit_code_is_insitus_and_the_engine_ends(folder: Path, code: str) -> None:
     (folder / "code").write_text(code)
     process = start(folder, "start.sh")
@@ -139,7 +139,7 @@ def test_an_engine_that_does_not_start_ends_it(folder: Path) -> None:
     assert not (folder / "calls").exists()
 
 
-@pytest.mark.parametrize("script", ["start.sh", "job.sbatch"])
+@pytest.mark.parametrize("script", ["start.sh", pytest.param("job.sbatch", marks=pytest.mark.full)])
 def test_everything_ends_with_the_engine(folder: Path, script: str) -> None:
     (folder / "stay").write_text("")
     process = start(folder, script)
@@ -150,7 +150,7 @@ def test_everything_ends_with_the_engine(folder: Path, script: str) -> None:
     gone(folder)
 
 
-@pytest.mark.parametrize("script", ["start.sh", "job.sbatch"])
+@pytest.mark.parametrize("script", [pytest.param("start.sh", marks=pytest.mark.full), "job.sbatch"])
 def test_everything_ends_when_it_is_stopped(folder: Path, script: str) -> None:
     (folder / "stay").write_text("")
     process = start(folder, script)

@@ -163,6 +163,7 @@ def test_beside_training_an_evaluation_finds_the_same_after_two_kills(
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_run_without_improvement_ends_early_and_keeps_the_best(tmp_path: Path, beside: bool) -> None:
     stalled = [

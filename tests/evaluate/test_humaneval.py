@@ -42,6 +42,7 @@ def test_every_solution_passes_and_no_stub_does() -> None:
     assert (reported["solution_wrong"], reported["stub_wrong"]) == ({}, {})
 
 
+@pytest.mark.full
 async def test_replies_of_a_model_are_graded_without_an_agent(tmp_path: Path) -> None:
     """The model knows every other answer; it talks around the code and shows a first try before."""
     held = {row["prompt"].strip(): (number, row) for number, row in enumerate(rows()[:8])}

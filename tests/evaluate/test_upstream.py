@@ -129,6 +129,7 @@ async def test_a_provider_is_evaluated_with_an_agent_in_sandboxes(tmp_path: Path
     assert "  pass@3    0.750" in show_run(tmp_path / "run")
 
 
+@pytest.mark.full
 async def test_kill_9_loses_and_repeats_nothing_that_was_graded(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     async with provider() as fake:

@@ -113,7 +113,9 @@ def _likely(drawn: MutantRound, test: str, answer: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(3, marks=pytest.mark.full), pytest.param(5, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_what_remembers_all_runs_that_ever_were_finds_no_form_likelier(kind: str, count: int) -> None:
     rounds, won, answer = 40, 0, ANSWERS[kind]

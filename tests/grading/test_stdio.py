@@ -101,6 +101,7 @@ async def test_time_is_the_candidates(grader: Grader) -> None:
     assert re.search(r"input 0: out of (CPU )?time", verdict.reason)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_all_inputs_together_may_wait_as_long_as_one(
     grader: Grader, monkeypatch: pytest.MonkeyPatch

@@ -129,6 +129,7 @@ def test_the_kernel_s_account_of_stalls_is_read(monkeypatch: pytest.MonkeyPatch,
     assert clean.stalled_s() == 3.0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_time_that_the_host_may_have_lost_gives_no_reward(backend: LocalBackend) -> None:
     verdict = await grade(Grader(Watched(backend, well=1)), "import time\ntime.sleep(60)\n")

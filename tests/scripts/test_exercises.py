@@ -59,6 +59,7 @@ def package(folder: Path) -> list[str]:
     return ["--package", "kit"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "name"), [pytest.param(track, "double", marks=pytest.mark.full), (package, "math-double")]
 )

@@ -77,6 +77,7 @@ async def test_it_trains_exports_what_engines_load_and_resumes(
     assert float((theirs - ours).detach().abs().max()) < 1e-4
 
 
+@pytest.mark.full
 async def test_too_little_memory_is_said_and_the_learner_lives(folder: Path) -> None:
     async with Learner.start(spec(folder, memory_gib=1e-5)) as learner:
         with pytest.raises(TrainError, match=r"needs .* GiB on cpu .* GiB are available"):

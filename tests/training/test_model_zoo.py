@@ -103,7 +103,7 @@ def test_loss_and_gradients_are_those_of_transformers(made: tuple[Architecture, 
     assert worst < 1e-4
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.full), LORA], ids=["full", "lora"])
 def test_it_trains_and_transformers_reads_what_it_wrote(
     made: tuple[Architecture, Path], lora: Lora | None, tmp_path: Path
 ) -> None:

@@ -75,9 +75,9 @@ def test_loss_and_gradients_are_the_embedded_models(pair: tuple[Qwen3, HfPolicy]
 @pytest.mark.parametrize(
     "techniques",
     [
-        MemoryOptions(checkpoint=True),
-        MemoryOptions(checkpoint=True, save_attention=True),
-        MemoryOptions(tile_mlp=7),
+        pytest.param(MemoryOptions(checkpoint=True), marks=pytest.mark.full),
+        pytest.param(MemoryOptions(checkpoint=True, save_attention=True), marks=pytest.mark.full),
+        pytest.param(MemoryOptions(tile_mlp=7), marks=pytest.mark.full),
         MemoryOptions(checkpoint=True, save_attention=True, tile_mlp=16, offload_activations=True),
     ],
     ids=str,

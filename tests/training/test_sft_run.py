@@ -127,6 +127,7 @@ def test_a_run_cut_short_ends_with_the_bits_of_one_that_was_not(
     assert checksum(whole) == finished[0]["weights"] == checksum(trainer.model)
 
 
+@pytest.mark.full
 def test_a_tree_of_shared_tokens_teaches_the_same(
     source: Path, finished: tuple[Mapping[str, object], Watcher], tmp_path: Path
 ) -> None:

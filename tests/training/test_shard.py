@@ -123,6 +123,7 @@ def test_four_shards_with_all_techniques_two_epochs_and_a_first_look(tmp_path: P
         check_steps(found["steps"], alone, 4)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_two_shards_is_one_of_one_process_and_goes_on_there(two: Two, tmp_path: Path) -> None:
     folder, alone, _ = two
     found = resumed(None, folder, uneven(2), "checkpoint-2-0")
@@ -138,6 +139,7 @@ def test_a_checkpoint_of_two_shards_is_one_of_one_process_and_goes_on_there(two:
         assert path.read_bytes() == (tmp_path / "again" / path.relative_to(ours)).read_bytes(), path.name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("job", "steps"), [("resumed", "steps"), ("resumed adapters", "float32")])
 def test_a_checkpoint_of_one_process_goes_on_in_two_shards(two: Two, job: str, steps: str) -> None:
     _, alone, ranks = two
@@ -147,6 +149,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_two_shards(two: Two, job: str, s
         assert found[job]["loss"] == pytest.approx(expected["results"][1]["loss"], rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_adapters_of_two_shards_are_those_of_one_process(two: Two, dtype: str, near: float) -> None:
     """In bfloat16 single products are added up in another order, so only the size of errors is known."""
@@ -251,6 +254,7 @@ def test_each_rank_reads_its_part_and_has_the_weights_of_a_whole_opening(
                 raise AssertionError(f"{name}: {error}") from error
 
 
+@pytest.mark.full
 def test_a_folder_that_is_laid_out_otherwise_is_opened_whole_and_a_notice_says_so(tmp_path: Path) -> None:
     """Gemma 4 has a matrix whose width depends on the number of layers, so its first layers are no check."""
     saved(tmp_path, "gemma4_text", **{**HEAD, **GEMMA4, **MIXED})

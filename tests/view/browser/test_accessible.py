@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 @pytest.mark.parametrize(
     ("width", "scheme"),
     [
-        (1280, "light"),
+        pytest.param(1280, "light", marks=pytest.mark.full),
         pytest.param(1280, "dark", marks=pytest.mark.full),
         pytest.param(320, "light", marks=pytest.mark.full),
         (320, "dark"),

@@ -104,6 +104,7 @@ VALUES: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tab", ["lab"], indirect=True)
 def test_filters_and_sorts_of_a_file_are_those_of_the_server(tab: Tab, runs: Path) -> None:
     """The file cannot run SQL: static/embedded.js repeats the rules of storage/queries.py."""

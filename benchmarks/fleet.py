@@ -46,7 +46,7 @@ from insitu.tasks.toy import ToySource
 from insitu.types import GradingPlan, Limits, Message, Status, Task
 
 SMALL = (
-    "harness.agent=script", "harness.mode=warm", "harness.workers=2", "run.steps=20", "eval.count=4",
+    "harness.agent=script", "harness.mode=warm", "harness.workers=2", "run.steps=60", "eval.count=4",
     "collect.groups_per_step=2", "collect.group_size=4", "collect.attempts=30", "train.threads=1",
     "train.min_groups=1", "collect.max_consecutive_failures=60",
 )  # fmt: skip

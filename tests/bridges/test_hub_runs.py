@@ -107,6 +107,7 @@ def test_nothing_half_is_resumed(hub: FakeHub, trained: Path, tmp_path: Path) ->
         hub_runs.fetch_run("hub:me/run", run)
 
 
+@pytest.mark.full
 async def test_checkpoints_are_pushed_in_the_background_and_failures_are_said(
     hub: FakeHub, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -524,8 +524,12 @@ sys.exit(main(sys.argv[1:]))
     ("argv", "line"),
     [
         (["demo"], f"torch is not installed: {install_extra('train')}"),
-        (["demo", "--from-scratch"], f"torch is not installed: {install_extra('train')}"),
-        (["serve"], f"torch is not installed: {install_extra('train')}"),
+        pytest.param(
+            ["demo", "--from-scratch"],
+            f"torch is not installed: {install_extra('train')}",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(["serve"], f"torch is not installed: {install_extra('train')}", marks=pytest.mark.full),
         (["train", "policy.kind=hf"], f"torch and transformers are not installed: {install_extra('hf')}"),
     ],
 )

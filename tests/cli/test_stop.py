@@ -57,7 +57,9 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("mode", ["clean", "error", "hang", "block", "twice"])
 def test_a_signal_stops_everything_in_time(mode: str, number: int) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}

@@ -48,8 +48,8 @@ def blocks(*languages: str) -> list[pytest.param]:
                 block = Block(
                     place=place, language=match["language"], text=match["text"], skip=match["skip"] or ""
                 )
-                # These train and collect rollouts; the README's do too.
-                long = (page.name, match["language"]) == ("python.md", "python")
+                # These train and collect rollouts.
+                long = page.name in ("python.md", "README.md") and match["language"] == "python"
                 found.append(pytest.param(block, id=place, marks=pytest.mark.full if long else ()))
     return found
 

@@ -111,11 +111,12 @@ def by_object(tmp_path: Path, env: dict[str, str]) -> None:
     insitu.train(tables, overrides={**SMALL, "run.dir": str(tmp_path / "run")})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(by_toml, marks=pytest.mark.full),
-        pytest.param(by_entry_point, marks=pytest.mark.full),
+        by_toml,
+        by_entry_point,
         by_object,
     ],
 )

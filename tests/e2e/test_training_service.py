@@ -156,9 +156,13 @@ def test_rollouts_without_training(tmp_path: Path, service: Path) -> None:
     ("overrides", "line"),
     [
         (["policy.kind=builtin", "policy.lora_rank=0"], "needs policy.kind = 'tinker' too"),
-        (["policy.lora_rank=0"], "needs policy.lora_rank"),
-        (["engine.temperature=0.7"], "at engine.temperature = 1 only"),
-        (["train.kl=k2", "train.kl_weight=0.1"], "train.kl needs a reference policy"),
+        pytest.param(["policy.lora_rank=0"], "needs policy.lora_rank", marks=pytest.mark.full),
+        pytest.param(["engine.temperature=0.7"], "at engine.temperature = 1 only", marks=pytest.mark.full),
+        pytest.param(
+            ["train.kl=k2", "train.kl_weight=0.1"],
+            "train.kl needs a reference policy",
+            marks=pytest.mark.full,
+        ),
         (["engine.key_env=NO_SUCH_KEY"], "the environment variable NO_SUCH_KEY is not set"),
         (["engine.url=http://127.0.0.1:1"], "training service: connect to http://127.0.0.1:1 with SDK"),
         (["engine.model=tinker://x/y"], "is not a base model"),

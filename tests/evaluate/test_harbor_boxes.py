@@ -98,7 +98,15 @@ echo $((1 - $?)) > /logs/verifier/reward.txt
 """
 
 
-@pytest.mark.parametrize("runner", ["json_io", "command", "swebench_log", "harbor"])
+@pytest.mark.parametrize(
+    "runner",
+    [
+        "json_io",
+        pytest.param("command", marks=pytest.mark.full),
+        pytest.param("swebench_log", marks=pytest.mark.full),
+        "harbor",
+    ],
+)
 async def test_every_runner_that_shows_no_folder_judges_there(runner: str) -> None:
     judged = target_for(runner)
     oracle = judged.oracle

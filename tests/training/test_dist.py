@@ -75,8 +75,16 @@ def gap(a: Named, b: Named) -> float:
     return max(float((a[n] - b[n]).abs().max()) for n in a)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("reducer", ["rollout", "token", "constant", "group"])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        "rollout",
+        "token",
+        pytest.param("constant", marks=pytest.mark.full),
+        pytest.param("group", marks=pytest.mark.full),
+    ],
+)
 def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(
     world: int, reducer: str, tmp_path: Path
 ) -> None:

@@ -241,7 +241,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tupl
     return folder, jobs
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
 def test_each_rank_reads_its_part_and_has_the_weights_of_a_whole_opening(
     made: tuple[Path, dict[str, tuple[str, Found]]], world: int
 ) -> None:

@@ -36,7 +36,7 @@ from benchmarks._transfer_runs import (
 )
 from insitu.errors import InsituError, TrainError
 
-GATE = (0.05, 0.5)
+GATE = (0.03, 0.5)
 """Held-out solve rates of the warm start, inside each agent, between which training makes sense."""
 
 

@@ -2,7 +2,9 @@
 
     warm start -> train -> model -> held-out tasks inside each agent -> one JSON file per cell
 
-What is finished is not run twice. A command that is stopped at the deadline goes on where it was.
+The folders `warm`, `trained`, `cells` and `costs` are what a report and a later call need of what is
+finished; `runs`, `models` and the rest may be removed. What is finished is not run twice. A command that is
+stopped at the deadline goes on where it was.
 """
 
 from __future__ import annotations
@@ -158,6 +160,7 @@ class Workshop:
         shutil.rmtree(part, ignore_errors=True)
         model.parent.mkdir(parents=True, exist_ok=True)
         self.run(["export", str(run), "--checkpoint", "last", "--to", "hf", "--out", str(part)])
+        _write(self.folder / "trained" / f"{name}.json", _facts(self.folder, name))
         part.rename(model)
         return model
 
@@ -211,7 +214,11 @@ def cells(seeds: Sequence[int]) -> Iterator[Cell]:
 
 def training_facts(folder: Path, row: str, seed: int) -> dict[str, Any]:
     """Return what a finished training run was: its solve rate by step, ledger, and what it cost."""
-    name = f"{row}-{seed}"
+    found: dict[str, Any] = json.loads((folder / "trained" / f"{row}-{seed}.json").read_text())
+    return found
+
+
+def _facts(folder: Path, name: str) -> dict[str, Any]:
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     steps = [made for made in map(json.loads, lines) if made["event"] == "step"]
     summary = json.loads((folder / "runs" / name / "summary.json").read_text())

@@ -29,7 +29,7 @@ from insitu.training.trainer import checkpoint
 from insitu.training.trainer.distributed import Ranks, Sharded, join, leave
 from insitu.training.trainer.trainer import Trainer
 
-DEADLINE_S = 200.0
+DEADLINE_S = 600.0
 CPU = torch.device("cpu")
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
 CONFIG = TrainConfig(

@@ -101,6 +101,8 @@ SESSIONS: Mapping[str, Session] = {
     "qwen_code": Session(context_tokens=26_624, summary_behind=[" produce the <state_snapshot> XML."]),
     "gemini_cli": Session(
         context_tokens=24_576,
+        # The last output passes the limit whatever was sampled: a failed check is some 50 tokens longer.
+        lines=285,
         long=5,
         summary_behind=[" generate the updated <state_snapshot>.", " evaluate the <state_snapshot>."],
     ),

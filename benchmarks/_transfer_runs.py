@@ -2,9 +2,9 @@
 
     warm start -> train -> model -> held-out tasks inside each agent -> one JSON file per cell
 
-The folders `warm`, `trained`, `cells` and `costs` are what a report and a later call need of what is
-finished; `runs`, `models` and the rest may be removed. What is finished is not run twice. A command that is
-stopped at the deadline goes on where it was.
+The folders `trained`, `cells` and `costs` are what a report and a later call need of what is finished; the
+rest may be removed, `warm` is made again. What is finished is not run twice. A command that is stopped at the
+deadline goes on where it was.
 """
 
 from __future__ import annotations

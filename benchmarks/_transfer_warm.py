@@ -230,6 +230,10 @@ class _Training:
         torch.save(state, part)
         part.replace(self._state)
 
+    def forget(self) -> None:
+        """Remove the stored state."""
+        self._state.unlink(missing_ok=True)
+
     def run(self, made: Iterator[DemonstrationBatch], note: Callable[[str], None], ends: float) -> None:
         """Train on the batches that were not trained on yet. Raises Late."""
         for step, batch in enumerate(made, 1):
@@ -260,5 +264,6 @@ def make(folder: Path, agents: Sequence[str], note: Callable[[str], None], ends:
     training = _Training(part, renderer)
     training.run(batches(renderer, recordings), note, ends)
     save_model(training.model, part)
+    training.forget()
     part.rename(made)
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -124,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--deadline-s", type=amount, help="stop after this time; a later call goes on")
     parser.add_argument("--report", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args(argv)
+    # The command that runs would go on alone.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + args.deadline_s if args.deadline_s else float("inf")

@@ -91,6 +91,7 @@ def test_a_run_is_trained_inside_one_agent_and_measured(
     assert facts["cpu_s"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", SHELL_AGENTS)
 def test_a_demonstrated_command_does_what_the_simulation_says(agent: str, tmp_path: Path) -> None:
     source = ToySource(Limits())

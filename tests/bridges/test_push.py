@@ -71,6 +71,7 @@ def test_a_checkpoint_is_a_private_model_with_a_card(
     assert TOKEN not in out + err + caplog.text
 
 
+@pytest.mark.slow
 def test_retries_end(hub: FakeHub, run: Path) -> None:
     hub.fail = [503] * 20
     with pytest.raises(SetupError, match="cannot push to me/model: .*503") as raised:
@@ -83,6 +84,7 @@ def test_retries_end(hub: FakeHub, run: Path) -> None:
     assert len(hub.fail) == 8, "a refusal is not retried"
 
 
+@pytest.mark.slow
 def test_rollouts_with_a_secret_are_left_out(
     hub: FakeHub, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

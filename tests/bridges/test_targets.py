@@ -79,6 +79,7 @@ def test_every_captured_token_is_in_the_payload_or_excluded_by_name(name: str, g
     assert unscored == ledgers[3].trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_payloads_are_read_back_bit_for_bit(name: str, groups: Groups) -> None:
     made = TARGETS[name].convert(groups)

@@ -222,6 +222,7 @@ async def test_a_cancellation_during_the_seal_loses_no_token() -> None:
     assert under.trajectory is sealed
 
 
+@pytest.mark.slow
 async def test_time_without_an_engine_is_not_the_agents(tmp_path: Path) -> None:
     async with world(tmp_path, warm=False) as w:
 
@@ -242,6 +243,7 @@ async def test_time_without_an_engine_is_not_the_agents(tmp_path: Path) -> None:
         assert [loop_time() - clock() for clock in heard] == [pytest.approx(2.5, abs=0.4)]
 
 
+@pytest.mark.slow
 async def test_an_agent_that_is_stopped_while_there_is_no_engine_has_not_failed(tmp_path: Path) -> None:
     async with world(tmp_path, warm=False) as w:
 

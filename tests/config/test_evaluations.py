@@ -56,6 +56,7 @@ def test_stopping_early_needs_evaluations_during_training() -> None:
     assert load_config(None, (), tables({"every_steps": 5}, stop_after_evals=2)).run.stop_after_evals == 2
 
 
+@pytest.mark.slow
 def test_an_agent_that_the_context_cannot_hold_is_refused_by_name() -> None:
     other = {"name": "other", "count": 1, "harness": {"agent": "claude_code"}}
     config = load_config(None, (), tables({}, other))

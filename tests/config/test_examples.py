@@ -18,6 +18,7 @@ def verb_of(example: Path) -> str:
     return "rollout" if "rollout" in tomllib.loads(example.read_text()) else "train"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_dry(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

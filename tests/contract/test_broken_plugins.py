@@ -170,6 +170,7 @@ async def test_a_sound_engine_passes() -> None:
     assert await failed_tests(SoundEngine) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "caught"),
     [

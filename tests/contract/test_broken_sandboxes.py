@@ -283,7 +283,9 @@ async def failure(backend: SoundBackend, name: str, given: Mapping[str, object],
     return ""
 
 
-@pytest.mark.parametrize("sound", [False, True], ids=["broken", "sound"])
+@pytest.mark.parametrize(
+    "sound", [False, pytest.param(True, marks=pytest.mark.full)], ids=["broken", "sound"]
+)
 @pytest.mark.parametrize(
     ("backend", "name", "given"), CASES, ids=[f"{case[0].__name__}-{case[1]}" for case in CASES]
 )

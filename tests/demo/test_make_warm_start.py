@@ -116,6 +116,7 @@ def test_job_and_recordings_round_trip(tmp_path: Path, recorded: Recorded) -> No
     }
 
 
+@pytest.mark.slow
 async def test_the_recorded_agent_gets_the_window_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent's prompt may depend on it: Codex shortens its list of skills."""
     started: list[ModelAccess] = []

@@ -44,6 +44,7 @@ def made(target: Target, config: Path, nodes: int = 1, gpus: int = 0) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_a_folder_is_complete_and_holds_no_secret(

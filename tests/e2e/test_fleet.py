@@ -176,6 +176,7 @@ async def test_a_fleet_gives_the_rollouts_of_a_local_run(tmp_path: Path) -> None
     assert all(same(here[name], there[name]) for name in here)
 
 
+@pytest.mark.full
 async def test_killed_and_frozen_nodes_cost_one_failure_each_and_no_rollout(tmp_path: Path) -> None:
     bed = Bed(tmp_path, 2, hold=asyncio.Event())
     assert bed.hold is not None

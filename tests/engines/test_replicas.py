@@ -257,6 +257,7 @@ async def test_what_ended_a_step_is_told_even_when_the_server_is_gone_too(tmp_pa
         fake.away = False
 
 
+@pytest.mark.slow
 async def test_all_who_wait_share_one_patience(tmp_path: Path) -> None:
     """Also who asks once it is over: it is asked once more, and answers again as soon as it is back."""
     async with servers(tmp_path, max_wait_s=1.0) as run:
@@ -368,6 +369,7 @@ async def test_a_server_that_dies_loses_only_its_sessions_and_returns_with_the_n
         assert first.sums == second.sums
 
 
+@pytest.mark.slow
 async def test_a_version_exists_only_when_all_that_serve_have_it(tmp_path: Path) -> None:
     """A call at the server that is first to have it returns when the other one has it too."""
     async with servers(tmp_path, 2) as run:

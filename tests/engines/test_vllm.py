@@ -77,6 +77,7 @@ async def test_the_route_follows_what_the_server_offers(scale_out: bool) -> None
 # --------------------------------------------------------------------------- the probe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.4])
 @pytest.mark.parametrize("scale_out", [True, False])
 async def test_the_probe_tells_raw_from_processed_logprobs(temperature: float, scale_out: bool) -> None:

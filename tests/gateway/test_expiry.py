@@ -18,6 +18,7 @@ from insitu.storage.run_dir import RunDir
 from insitu.types import Limits
 
 
+@pytest.mark.slow
 async def test_sessions_are_sealed_after_their_time(
     renderer: TemplateRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

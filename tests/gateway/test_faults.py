@@ -189,6 +189,7 @@ async def test_parallel_calls_beyond_the_cap_wait_their_turn(renderer: TemplateR
         assert len(trajectory.turns) == count
 
 
+@pytest.mark.slow
 async def test_a_call_does_not_wait_for_ever_and_gives_its_place_back(renderer: TemplateRenderer) -> None:
     """With one place and an engine that never answers: the first call fails at its deadline, the one that
     left takes no place after it, so the next one gets it, and the last one has waited too long by then."""

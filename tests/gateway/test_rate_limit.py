@@ -166,6 +166,7 @@ async def test_who_runs_out_of_patience_leaves_the_queue_to_the_others() -> None
         await waiting
 
 
+@pytest.mark.slow
 async def test_a_provider_that_is_gone_is_waited_for_to_the_end_of_patience_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -590,7 +590,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if i % 2 else ()) for i, name in enumerate(SOURCES)]
+)
 async def test_a_row_as_its_set_has_it_is_judged_by_its_runner(
     name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def gateway() -> Gateway:
     return Gateway(TokenBackend(ScriptedEngine(renderer, lambda ids, key: None), renderer))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_the_url_must_lead_to_this_gateway() -> None:
     async with gateway() as one, gateway() as other, one.listen_tcp() as here, other.listen_tcp() as there:
         lines: list[str] = []

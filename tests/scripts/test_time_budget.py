@@ -13,6 +13,7 @@ from time_budget import ROOT, distance, order
 TESTS = sorted(ROOT.glob("tests/full/test_*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("test", "changed", "away"),
     [

@@ -105,6 +105,7 @@ def test_weights_that_sum_to_nothing_are_refused(tmp_path: Path) -> None:
         load_config(None, ["tasks.weight=0"], mixed(rows(tmp_path, 1)))
 
 
+@pytest.mark.slow
 def test_a_set_without_its_sandbox_or_rows_is_refused_by_name(tmp_path: Path) -> None:
     def choose(config: Any, mix: Any) -> Any:
         return mix.examples()

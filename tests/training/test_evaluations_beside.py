@@ -258,6 +258,7 @@ def test_some_evaluations_block_and_some_do_not(tmp_path: Path) -> None:
     assert [lines(tmp_path / "r", "eval_during.often")[step]["tries"] for step in (1, 2, 3)] == [4, 4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("share", [0.3, 0.45, 0.6, 0.75])
 def test_a_run_that_is_cut_off_evaluates_once(tmp_path: Path, share: float, staleness: int) -> None:

@@ -50,6 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.full)], ids=["full", "lora"])
 async def test_it_trains_exports_what_engines_load_and_resumes(
     folder: Path, tmp_path: Path, lora: Lora | None

@@ -173,6 +173,7 @@ class Slow(FakeLearner):
         await super()._asked(name, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", ["step", "save", "publish"])
 @pytest.mark.parametrize("dies_at", [(), [("step", 1)]])
 async def test_what_the_learner_does_beside_sampling_is_not_the_agents_time(

@@ -98,6 +98,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["sum", "skyrl"])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.loss)

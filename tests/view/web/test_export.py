@@ -33,6 +33,7 @@ def answers(file: Path) -> dict[str, bytes]:
     return {key: rest[n][at : at + size] for key, (n, at, size) in json.loads(index).items()}
 
 
+@pytest.mark.slow
 def test_a_file_holds_the_pages_and_the_telling_rollouts(lab_run: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     said = write(lab_run, file)
@@ -126,6 +127,7 @@ def test_ids_name_rollouts_of_one_run(lab_run: Path, hostile_run: Path, tmp_path
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_text_ends_the_script(hostile_run: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     write(hostile_run, file)

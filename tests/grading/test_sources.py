@@ -590,6 +590,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+# Every second one in make test-full: they take a second each.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if i % 2 else ()) for i, name in enumerate(SOURCES)]
 )

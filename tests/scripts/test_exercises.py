@@ -60,9 +60,7 @@ def package(folder: Path) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("make", "name"), [pytest.param(track, "double", marks=pytest.mark.full), (package, "math-double")]
-)
+@pytest.mark.parametrize(("make", "name"), [(track, "double"), (package, "math-double")])
 async def test_a_collection_becomes_tasks_in_three_formats(
     make: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.full)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 async def test_it_trains_exports_what_engines_load_and_resumes(
     folder: Path, tmp_path: Path, lora: Lora | None
 ) -> None:

@@ -157,6 +157,7 @@ def take(model: Qwen3, weights: Qwen3) -> None:
             p.copy_(q)
 
 
+# Every second one in make test-full: they take a second each.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if i % 2 else ()) for i, name in enumerate(CONFIGS)]
 )

@@ -75,9 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from time_budget import TimeBudget
 
         config.pluginmanager.register(TimeBudget(float(seconds)))
-    if os.environ.get("INSITU_FAST", "") == "1":
-        from fast import FastTests
+    from fast import FastTests, ProcessRule
 
+    config.pluginmanager.register(ProcessRule())
+    if os.environ.get("INSITU_FAST", "") == "1":
         config.pluginmanager.register(FastTests())
 
 

@@ -1,8 +1,4 @@
-"""Rules of `scripts/test --fast`: tests without the marks `slow` and `full`, which start no process.
-
-Files that are marked as a whole are not imported. A test that starts a process without a mark fails, even if
-the code under test catches the exception.
-"""
+"""Rules of `scripts/test --fast`: tests without the marks `slow` and `full`, which start no process."""
 
 from __future__ import annotations
 
@@ -20,29 +16,26 @@ STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.sys
 MARKED_FILE = re.compile(r"^pytestmark = .*\bmark\.(slow|full)\b", re.MULTILINE)
 
 
-class FastTests:
-    """pytest plug-in of the selection."""
+class ProcessRule:
+    """pytest plug-in: a test without a mark that starts a process fails, even if it catches the exception.
+
+    Active in every run, so that a missing mark is found before somebody calls `--fast`.
+    """
 
     def __init__(self) -> None:
         self._running = False
         self._started = ""
         sys.addaudithook(self._audit)
-        settings.register_profile("fast", deadline=None, max_examples=10)
-        settings.load_profile("fast")
 
     def _audit(self, event: str, _arguments: tuple[Any, ...]) -> None:
         if self._running and event in STARTS:
             self._started = f"starts a process ({event}): mark it with pytest.mark.slow"
             pytest.fail(self._started)
 
-    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        if collection_path.name.startswith("test_") and MARKED_FILE.search(collection_path.read_text()):
-            return True
-        return None
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self) -> Iterator[None]:
-        self._running, self._started = True, ""
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        marked = any(item.get_closest_marker(name) for name in ("slow", "full"))
+        self._running, self._started = not marked, ""
         try:
             return (yield)
         finally:
@@ -54,3 +47,16 @@ class FastTests:
         if self._started:
             report.outcome, report.longrepr = "failed", self._started
         return report
+
+
+class FastTests:
+    """pytest plug-in of the selection: files that are marked as a whole are not imported."""
+
+    def __init__(self) -> None:
+        settings.register_profile("fast", deadline=None, max_examples=10)
+        settings.load_profile("fast")
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        if collection_path.name.startswith("test_") and MARKED_FILE.search(collection_path.read_text()):
+            return True
+        return None

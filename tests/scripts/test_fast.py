@@ -1,4 +1,4 @@
-"""The selection of `scripts/test --fast`."""
+"""The marks of tests, and the selection of `scripts/test --fast`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 CONFTEST = """
-from fast import FastTests
+from fast import FastTests, ProcessRule
 
 def pytest_configure(config):
+    config.pluginmanager.register(ProcessRule())
     config.pluginmanager.register(FastTests())
 """
 SUITE = """
 import subprocess
 import sys
+
+import pytest
 
 def start():
     return subprocess.run([sys.executable, "-c", ""], check=True)
@@ -34,6 +37,10 @@ def test_caught():
         start()
     except BaseException:
         pass
+
+@pytest.mark.slow
+def test_marked():
+    start()
 """
 
 
@@ -53,5 +60,5 @@ def test_a_process_without_a_mark_fails_and_marked_files_are_not_imported(tmp_pa
         timeout=120,
         check=False,
     )
-    assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "starts a process (subprocess.Popen): mark it with pytest.mark.slow" in done.stdout

@@ -155,20 +155,23 @@ def test_an_agent_trains_in_long_sessions(
     run, summary = train(folder / "run", server.url, tables)
     assert children() <= before, "nothing is left running"
     assert summary["rl_steps"] == STEPS
-    assert 0 <= summary["max_logprob_gap"] < 1e-3
     assert summary["agent_version"] == named_recipe(agent).npm[0].rpartition("@")[2]
     check_rollouts(run, agent)
 
 
 def check_rollouts(run: Path, agent: str) -> None:
-    """Each session was a long one, and each step trained on some."""
+    """Each session was a long one, and each step trained on all of its segments."""
     labels: Counter[str] = Counter()
     with read_store(run) as store:
         assert store.ledger().balanced
         assert not store.open_rollouts()
         for step in store.steps():
-            assert step.metrics["tokens"] > 0
-            for rollout in store.step_rollouts(step.step):
+            assert 0 < step.metrics["max_logprob_gap_seen"] < 1e-3
+            assert step.metrics["mismatched"] == 0
+            rollouts = store.step_rollouts(step.step)
+            segments = [segment for rollout in rollouts for segment in rollout.trajectory.segments]
+            assert step.metrics["tokens"] == sum(int(segment.mask.sum()) for segment in segments) > 0
+            for rollout in rollouts:
                 assert (rollout.status.value, rollout.error) == ("ok", "")
                 assert rollout.trajectory.ledger.balanced
                 labels.update(segment.label for segment in rollout.trajectory.segments)

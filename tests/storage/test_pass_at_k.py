@@ -13,6 +13,7 @@ from insitu.storage.pass_at_k import (
     TaskCounts,
     bootstrap,
     estimate,
+    mean_change,
     pass_all_k,
     pass_at_k,
     reported_ks,
@@ -142,3 +143,17 @@ def test_which_k_are_told() -> None:
         [1, 2, 4, 6],
         [1, 2, 4, 8],
     ]
+
+
+def test_a_paired_interval_is_newcombes() -> None:
+    """The example of Newcombe (1998): 36 tasks solved both times, 2 before only, 12 after only."""
+    before, after = [1.0] * 38 + [0.0] * 12, [1.0] * 36 + [0.0] * 2 + [1.0] * 12
+    assert mean_change(before, after, seed=0) == pytest.approx((0.2, 0.0569, 0.3404), abs=1e-4)
+    assert mean_change(after, before, seed=0) == pytest.approx((-0.2, -0.3404, -0.0569), abs=1e-4)
+
+
+@pytest.mark.parametrize("rates", [([0.0] * 4, [0.0] * 4), ([0.0] * 3, [1.0] * 3), ([0.5], [0.75])])
+def test_tasks_that_all_change_alike_leave_an_interval(rates: tuple[list[float], list[float]]) -> None:
+    value, low, high = mean_change(*rates, seed=0)
+    assert -1.0 <= low < value <= high <= 1.0
+    assert high - low > 0.3

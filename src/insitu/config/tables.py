@@ -225,7 +225,7 @@ class Config(Table):
 
     def of_eval(self, evaluation: EvalTable, context: object = None) -> Sequence[Self]:
         """Return the configuration of each task set of an evaluation, with its own tables laid over those."""
-        chosen = (table for table in self.tasks if not evaluation.tasks or table.name in evaluation.tasks)
+        chosen = (table for table in self.tasks if evaluation.covers(table))
         tables = (evaluation.over(table) if evaluation.layered else table for table in chosen)
         return [self.of_set(table, context) for table in tables]
 

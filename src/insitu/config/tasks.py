@@ -95,8 +95,8 @@ class EvalTable(Table):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] = "heldout"
     """Name in metrics and the viewer; another one for each evaluation."""
     tasks: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of the task sets it takes tasks of, equally many of each; empty = all. A set with weight = 0 is
-    only evaluated."""
+    """Names of the task sets it takes tasks of, equally many of each; empty = all that are trained, those with
+    weight above 0."""
     split: Literal["eval", "train"] = "eval"
     """eval = held-out tasks; train = tasks of training."""
     count: CountOrZero = 128
@@ -135,6 +135,10 @@ class EvalTable(Table):
     def due(self, step: int) -> bool:
         """Return whether it takes place during training after this step."""
         return bool(self.count) and self.every_steps > 0 and step > 0 and step % self.every_steps == 0
+
+    def covers(self, table: TaskSetTable) -> bool:
+        """Return whether it takes tasks of this set."""
+        return table.name in self.tasks if self.tasks else table.weight > 0
 
     def over(self, table: TaskSetTable) -> TaskSetTable:
         """Return the task set with the evaluation's own tables laid over its own, under a name of its own."""

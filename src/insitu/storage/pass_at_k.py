@@ -3,7 +3,7 @@
 For a task with n graded attempts, c of them resolved, pass@k = 1 - C(n-c, k) / C(n, k): one of k is resolved;
 pass^k = C(c, k) / C(n, k): all k are. The result is the mean over tasks with at least k graded attempts.
 Intervals: Wilson if every task counts as one binary outcome, else percentile bootstrap over tasks, since
-attempts at one task are not independent.
+attempts at one task are not independent. Changes between two rates of the same tasks likewise (Newcombe).
 """
 
 from __future__ import annotations
@@ -88,6 +88,42 @@ def bootstrap(values: Sequence[float], seed: int) -> tuple[float, float]:
         means += data[rng.integers(0, len(data), size=(rows, len(data)))].mean(axis=1).tolist()
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
+
+
+def paired_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean change of rates of the same tasks, of which there is at least one.
+
+    Newcombe's square-and-add interval for paired proportions (Statistics in Medicine 17, 1998, method 10): it
+    has a width where all tasks changed alike. A rate between 0 and 1 counts as a part of an outcome.
+    """
+    n = len(before)
+    both = sum(a * b for a, b in zip(before, after, strict=True))
+    rate_a, rate_b = sum(before) / n, sum(after) / n
+    only_a, only_b = n * rate_a - both, n * rate_b - both
+    excess = both * (n - both - only_a - only_b) - only_a * only_b
+    scale = n * n * math.sqrt(rate_a * (1 - rate_a) * rate_b * (1 - rate_b))
+    correlation = (max(0.0, excess - n / 2) if excess > 0 else excess) / scale if scale else 0.0
+    (low_a, high_a), (low_b, high_b) = wilson_interval(rate_a, n), wilson_interval(rate_b, n)
+
+    def half(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
+
+    change = rate_b - rate_a
+    return (
+        max(-1.0, change - half(rate_b - low_b, high_a - rate_a)),
+        min(1.0, change + half(high_b - rate_b, rate_a - low_a)),
+    )
+
+
+def mean_change(before: Sequence[float], after: Sequence[float], seed: int) -> tuple[float, float, float]:
+    """Return the mean change of the rates of the same tasks, at least one, and its 95 % interval."""
+    changes = [b - a for a, b in zip(before, after, strict=True)]
+    outcomes = all(rate in (0.0, 1.0) for rate in (*before, *after))
+    if outcomes or min(changes) == max(changes):
+        low, high = paired_interval(before, after)
+    else:
+        low, high = bootstrap(changes, seed)
+    return sum(changes) / len(changes), low, high
 
 
 def estimate(tasks: Sequence[TaskCounts], k: int, *, seed: int = 0, all_of: bool = False) -> PassAtK:

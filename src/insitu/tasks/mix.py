@@ -82,7 +82,7 @@ class TaskMix:
 
     def of_eval(self, table: EvalTable) -> Sequence[TaskSet]:
         """Return the sets of an evaluation."""
-        names = [one.name for one in self.sets if not table.tasks or one.name in table.tasks]
+        names = [one.name for one in self.sets if table.covers(one.config.task_set)]
         return [self._by_name[f"{name}{OF_EVAL}{table.name}" if table.layered else name] for name in names]
 
     def evaluated(self, table: EvalTable) -> Sequence[Task]:
@@ -125,7 +125,7 @@ def _shares(sizes: Sequence[int | None], count: int) -> list[int]:
 def schedule(weights: Sequence[float]) -> Callable[[int], tuple[int, int]]:
     """Return a function from the number of a draw to its set, and the number of the draw within that set.
 
-    After n draws each set has had its share of n by weight, give or take one: a pure function of the weights.
+    The next draw is of the set that is furthest behind its share by weight: a pure function of the weights.
     """
     total, drawn, places = sum(weights), [0] * len(weights), list[tuple[int, int]]()
 

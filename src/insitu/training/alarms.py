@@ -39,8 +39,8 @@ class _InfraFailures:
     masked: int
     worst: Sequence[tuple[str, int, int]]
     """(task, failures, attempts) of tasks with failures in most attempts, worst first."""
-    line: str = ""
-    """Notice with the number of failures and the last error; empty without failures."""
+    lines: Sequence[str] = ()
+    """Notices with the number of failures, and of rollouts without a sampled token, and the last error."""
     alarm: bool = False
     """The share is above the threshold."""
 
@@ -50,13 +50,18 @@ class _InfraFailures:
 
 
 class InfraFailureRate:
-    """Counts attempts. alarm_at: share of failures that raises an alarm; 0 = never."""
+    """Counts failed attempts, and rollouts without a sampled token, whose agent did not work.
+
+    alarm_at: share of failures that raises an alarm; 0 = never.
+    """
 
     def __init__(self, alarm_at: float) -> None:
         self._alarm_at = alarm_at
         self._tries: Counter[str] = Counter()
         self._masked: Counter[str] = Counter()
         self._last_error = ""
+        self._decided = self._unsampled = 0
+        self._why = ""
 
     def failed(self, rollout: Rollout) -> None:
         """Count one attempt that failed of the infrastructure."""
@@ -66,8 +71,13 @@ class InfraFailureRate:
 
     def decided(self, rollout: Rollout) -> None:
         """Count a decided slot; a failed one was counted as an attempt."""
-        if rollout.status is not Status.INFRA_FAILED:
-            self._tries[rollout.task_id] += 1
+        if rollout.status is Status.INFRA_FAILED:
+            return
+        self._tries[rollout.task_id] += 1
+        self._decided += 1
+        if not rollout.trajectory.ledger.captured:
+            self._unsampled += 1
+            self._why = rollout.error
 
     def close_step(self) -> _InfraFailures:
         """Return the counts since the last call and reset them."""
@@ -79,8 +89,14 @@ class InfraFailureRate:
         )
         worst = [row for row in worst if 2 * row[1] > row[2]]
         counts = _InfraFailures(tries=tries.total(), masked=masked.total(), worst=worst)
+        lines = []
+        if self._unsampled:
+            lines.append(
+                f"{self._unsampled} of {self._decided} rollouts sampled no token; last error: {self._why}"
+            )
+        self._decided = self._unsampled = 0
         if not counts.masked:
-            return counts
+            return replace(counts, lines=lines)
         much = counts.tries >= LEAST_TRIES and counts.rate >= self._alarm_at
         alarm = bool(self._alarm_at and (much or worst))
         line = f"{counts.masked} of {counts.tries} attempts failed of the infrastructure"
@@ -89,7 +105,8 @@ class InfraFailureRate:
         if worst:
             line += "; most of task " + ", ".join(f"{task} ({n} of {of})" for task, n, of in worst[:NAMED])
         log.warning("infra failures attempts=%d failed=%d tasks=%d", counts.tries, counts.masked, len(worst))
-        return replace(counts, line=f"{line}; last error: {self._last_error}", alarm=alarm)
+        lines.append(f"{line}; last error: {self._last_error}")
+        return replace(counts, lines=lines, alarm=alarm)
 
 
 LEAST_VERDICTS = 8
@@ -227,7 +244,7 @@ class StepAlarms:
             "excluded_share": share,
             "tokens_lost_alarm": lost.alarm,
         }
-        lines = [masked.line, tampering]
+        lines = [*masked.lines, tampering]
         if reward_mean is not None and reward.alarm:
             lines.append(
                 f"the mean reward jumped from {reward.usual:.2f} to {reward_mean:.2f}"

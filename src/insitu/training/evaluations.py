@@ -16,8 +16,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.groups import open_groups
@@ -27,7 +25,7 @@ from insitu.config import EvalTable
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
 from insitu.storage.metrics import MetricsFile
-from insitu.storage.pass_at_k import PassAtK, TaskCounts, bootstrap, estimate, reported_ks
+from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, mean_change, reported_ks
 from insitu.storage.phases import When, eval_phase
 from insitu.storage.run_dir import RunDir
 from insitu.storage.score import Score
@@ -108,9 +106,9 @@ def _gain(before: EvalResult, after: EvalResult, seed: int) -> Mapping[str, floa
     ]
     if not rates:
         return None
-    changes = np.array([b.resolved / b.graded - a.resolved / a.graded for a, b in rates])
-    low, high = bootstrap(changes.tolist(), seed)
-    return {"value": float(changes.mean()), "low": low, "high": high, "tasks": len(rates)}
+    first, last = zip(*((a.resolved / a.graded, b.resolved / b.graded) for a, b in rates), strict=True)
+    value, low, high = mean_change(first, last, seed)
+    return {"value": value, "low": low, "high": high, "tasks": len(rates)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,8 +262,8 @@ class Evaluations:
         shown = _SCORES[one.when].format(name=self._shown(one.table), step=one.step)
         score, masked = result.score, one.masks.close_step()
         self._view.eval_done(shown, score)
-        if masked.line:
-            self._view.note(f"{phase}: {masked.line}")
+        for line in masked.lines:
+            self._view.note(f"{phase}: {line}")
         levels = result.levels(self._run.config.run.seed)
         if result.samples > 1 and levels:
             listed = (f"{_title(k)} {v.value:.3f} ({v.low:.3f} to {v.high:.3f})" for k, v in levels.items())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from insitu.attempt import AttemptSpec
 from insitu.training.alarms import InfraFailureRate
-from insitu.types import Rollout, Task
+from insitu.types import Ledger, Rollout, Task
 from tests.fakes.attempts import fake_rollout
 
 
-def rollout(task: str, fate: float | str) -> Rollout:
+def rollout(task: str, fate: float | str, sampled: int = 3) -> Rollout:
     spec = AttemptSpec(rollout_id="train/00001/000/00", task=Task(id=task, prompt="", files={}), seed=1)
-    return fake_rollout(spec, fate)
+    made = fake_rollout(spec, fate)
+    return replace(made, trajectory=replace(made.trajectory, ledger=Ledger(captured=sampled)))
 
 
 def filled(rate: InfraFailureRate, task: str, scored: int, masked: int) -> None:
@@ -25,7 +28,7 @@ def test_a_quiet_step_has_a_rate_and_no_alarm() -> None:
     filled(rate, "a", 19, 1)
     account = rate.close_step()
     assert (account.tries, account.masked, account.rate, account.alarm) == (20, 1, 0.05, False)
-    assert account.line == "1 of 20 attempts failed of the infrastructure; last error: sandbox lost"
+    assert account.lines == ["1 of 20 attempts failed of the infrastructure; last error: sandbox lost"]
 
 
 def test_a_slot_that_stayed_masked_is_counted_once() -> None:
@@ -41,12 +44,12 @@ def test_many_masked_tries_raise_an_alarm_and_the_next_step_begins_anew() -> Non
     filled(rate, "a", 18, 2)
     account = rate.close_step()
     assert account.alarm
-    assert account.line.endswith(
+    assert account.lines[0].endswith(
         "failed of the infrastructure (collect.infra_failure_alarm = 0.1); last error: sandbox lost"
     )
     filled(rate, "a", 8, 0)
     account = rate.close_step()
-    assert (account.line, account.alarm) == ("", False)
+    assert (account.lines, account.alarm) == ([], False)
 
 
 def test_one_task_that_is_nearly_always_masked_is_named_among_many_that_are_not() -> None:
@@ -56,7 +59,7 @@ def test_one_task_that_is_nearly_always_masked_is_named_among_many_that_are_not(
     account = rate.close_step()
     assert account.worst == [("crasher", 3, 4)]
     assert account.alarm
-    assert "; most of task crasher (3 of 4); last error: " in account.line
+    assert "; most of task crasher (3 of 4); last error: " in account.lines[0]
 
 
 def test_few_tries_say_nothing_and_zero_turns_it_off() -> None:
@@ -70,3 +73,15 @@ def test_few_tries_say_nothing_and_zero_turns_it_off() -> None:
 
 def test_a_step_without_tries_has_rate_zero() -> None:
     assert InfraFailureRate(0.1).close_step().rate == 0.0
+
+
+def test_rollouts_that_sampled_nothing_are_noted_with_their_error() -> None:
+    rate = InfraFailureRate(0.1)
+    filled(rate, "a", 2, 0)
+    rate.decided(replace(rollout("b", 0.0, sampled=0), error="exit code 1: the context is 128 tokens"))
+    counts = rate.close_step()
+    assert (counts.tries, counts.alarm) == (3, False)
+    assert counts.lines == [
+        "1 of 3 rollouts sampled no token; last error: exit code 1: the context is 128 tokens"
+    ]
+    assert rate.close_step().lines == []

@@ -134,6 +134,15 @@ def test_an_evaluation_takes_equally_many_tasks_of_its_sets(tmp_path: Path) -> N
     assert mix.oracle(cheap[0]) == mix.oracle(own[0])
 
 
+def test_an_evaluation_without_names_covers_the_trained_sets(tmp_path: Path) -> None:
+    tables = mixed(rows(tmp_path, 3), eval_share=1.0, weight=0)
+    tables |= {"eval": [{"count": 10}, {"name": "layered", "count": 4, "limits": {"wall_s": 3.0}}]}
+    config = load_config(None, (), tables)
+    plain, layered = (open_mix(config).evaluated(table) for table in config.eval)
+    assert {task.part for task in plain} == {"toy"}
+    assert {task.part for task in layered} == {"toy@layered"}
+
+
 @pytest.mark.parametrize(
     ("evaluation", "why"),
     [

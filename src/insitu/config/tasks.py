@@ -95,8 +95,7 @@ class EvalTable(Table):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] = "heldout"
     """Name in metrics and the viewer; another one for each evaluation."""
     tasks: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Names of the task sets it takes tasks of, equally many of each; empty = all that are trained, those with
-    weight above 0."""
+    """Names of the task sets it takes tasks of, equally many of each; empty = all with a weight above 0."""
     split: Literal["eval", "train"] = "eval"
     """eval = held-out tasks; train = tasks of training."""
     count: CountOrZero = 128

@@ -130,6 +130,21 @@ def test_the_history_is_that_of_the_own_set(tmp_path: Path) -> None:
         check_samplers(open_mix(load_config(None, ["tasks.sampler=signal"])))
 
 
+@pytest.mark.parametrize("sampler", ["epochs", "signal"])
+def test_a_draw_of_an_earlier_process_is_of_the_same_task_or_refused(tmp_path: Path, sampler: str) -> None:
+    tables = sets(tmp_path)
+    config = load_config(None, [f"tasks.sampler={sampler}"], {"tasks": tables})
+    before = TaskDraws(open_mix(config))
+    drawn = [before(number) for number in range(12)]
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace('"id": "a', '"id": "new'))
+    again = TaskDraws(open_mix(config)).again
+    assert [again(number, drawn[number].id) for number in range(1, 12, 2)] == drawn[1::2]
+    now = "no longer there" if sampler == "signal" else f"now new{drawn[2].id[1:]}"
+    was = f"draw 1 of tasks.a was task {drawn[2].id}, {now}"
+    with pytest.raises(TaskError, match=f"the data set has changed since the run began: {was}"):
+        again(2, drawn[2].id)
+
+
 def sets(folder: Path) -> list[dict[str, object]]:
     row = {"entry": "m.py", "files": {"m.py": "x = 1\n"}}
     row["cases"] = [{"function": "f", "args": [], "expected": 2}]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from insitu.errors import ConfigError, TaskError, user_code
 from insitu.registry import find
+from insitu.tasks.base import same_task
 from insitu.tasks.mix import TaskMix, TaskSet, schedule
 from insitu.types import Task
 
@@ -126,8 +127,13 @@ class _SetDraws:
         return self._at(int(chosen[0]))
 
     def again(self, draw: int, task_id: str) -> Task:
-        # its history is past: the stored name tells which task it was
-        return self._at(self._indices[task_id]) if self._by_history else self.task(draw)
+        found: Task | None
+        if self._by_history:  # its history is past: the stored name tells which task it was
+            found = self._at(self._indices[task_id]) if task_id in self._indices else None
+        else:
+            found = self.task(draw)
+        of = f" of tasks.{self._set.name}" if self._set.name else ""
+        return same_task(f"draw {draw}{of}", found, task_id)
 
     def _at(self, index: int) -> Task:
         with user_code(TaskError, f"tasks.source {self._table.source}"):

@@ -210,7 +210,7 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
         stack.push(run.drop_unused)
-        if resume and config.train != run.config.train:
+        if resume and (config.train, config.tasks) != (run.config.train, run.config.tasks):
             run.change(config)
         stack.enter_context(log_to(run.logs / "insitu.log"))
         store = stack.enter_context(run.store())

@@ -25,7 +25,7 @@ from insitu.storage.run_dir import KIND, RunDir, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.mix import TaskMix
-from insitu.tasks.samplers import check_samplers
+from insitu.tasks.samplers import check_draws
 from insitu.tracking.start import check_trackers, start_trackers
 from insitu.training.evaluations import check_evaluations
 from insitu.training.learner.client import Learner
@@ -111,7 +111,7 @@ def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
 def _examples(config: Config, mix: TaskMix) -> Sequence[Task]:
     """Return tasks that represent all others; raise ConfigError where evaluations or samplers do not fit."""
     check_evaluations(config.eval, mix)
-    check_samplers(mix)
+    check_draws(mix)
     return mix.examples()
 
 

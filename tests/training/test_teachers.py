@@ -322,6 +322,17 @@ def test_what_is_no_log_probability_stops_the_step(tmp_path: Path) -> None:
     [
         ({"train": {"degenerate": "keep"}}, "degenerate = 'keep' needs kl with kl_weight above 0"),
         ({"train": {"advantage": "zero", "kl": "k1"}}, "advantage = 'zero' needs kl with kl_weight above 0"),
+        (
+            {"train": {"advantage": "zero", "kl": "k1", "kl_weight": 1.0}},
+            "train.advantage = 'zero' needs train.reference: a model teaches itself nothing",
+        ),
+        (
+            {
+                "tasks": [{"name": "a"}, {"name": "b", "reference": "/m", "weight": 0}],
+                "train": {"kl": "k1", "kl_weight": 1.0},
+            },
+            "tasks.b.reference has no effect with weight = 0",
+        ),
         ({"tasks": {"reference": "/m"}}, "tasks.reference has no effect with train.kl = 'none'"),
     ],
 )

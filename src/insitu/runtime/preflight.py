@@ -43,6 +43,7 @@ from insitu.tasks.base import TaskSource
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import action_of, open_source
 from insitu.tasks.mix import TaskMix, TaskSet
+from insitu.tracking.names import GROUPS
 from insitu.tracking.start import check_trackers
 from insitu.training.trainer.scoring_server import ScoringServer
 from insitu.types import Oracle, Task
@@ -156,8 +157,7 @@ def open_mix(config: Config, say: Callable[[str], None] = log.info) -> TaskMix:
         return TaskSet(config=own, source=source)
 
     sets = [opened(config.of_set(table)) for table in config.tasks]
-    layered = [own for one in config.eval if one.layered for own in config.of_eval(one)]
-    return TaskMix(sets, [opened(own) for own in layered])
+    return TaskMix(sets, [opened(own) for own in config.evaluated])
 
 
 def prepare_tasks(
@@ -222,6 +222,13 @@ def _check_engine(config: Config) -> None:
         secret_from_environment(table.key_env)
         host, port = split_address(table.listen, "engine.listen")
         check_port(port, host)
+
+
+def check_names(config: Config) -> None:
+    """Raise ConfigError for a task set whose metrics would have the names of others."""
+    for table in config.tasks:
+        if table.name in GROUPS:
+            raise ConfigError(f"tasks.{table.name}.name: metrics of a run have this name; choose another")
 
 
 def check_weights(config: Config) -> None:

@@ -18,7 +18,7 @@ from insitu.errors import ConfigError, RecordError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.registry import BUILT_IN
 from insitu.runtime.gauges import write_gauges
-from insitu.runtime.preflight import Checks, Prepared, check_reference, check_weights, prepare
+from insitu.runtime.preflight import Checks, Prepared, check_names, check_reference, check_weights, prepare
 from insitu.runtime.run import open_agents
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir, restore_steps
@@ -104,7 +104,7 @@ def _check_service(config: Config) -> None:
 
 def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
     """Check a training run before anything of it is started or written. Raises InsituError."""
-    own = (check_trained, _check_service, check_weights, check_reference)
+    own = (check_trained, _check_service, check_names, check_weights, check_reference)
     return prepare(config, say, _examples, own)
 
 

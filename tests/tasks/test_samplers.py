@@ -105,9 +105,11 @@ def test_the_history_is_made_once_for_all_draws_of_a_step(tmp_path: Path) -> Non
     settled: list[GroupOutcome] = []
     mix = open_mix(load_config(None, {"tasks.sampler": kept}, {"tasks": sets(tmp_path)[:1]}))
     draw = TaskDraws(mix, lambda: settled)
-    draw(0), draw(1)
+    for number in (0, 1):
+        draw(number)
     settled = [GroupOutcome(part="a", task_id="a4", graded=2, reward_sum=1.0, square_sum=1.0)]
-    draw(2), draw(3)
+    for number in (2, 3):
+        draw(number)
     assert found[0] is found[1]
     assert found[2] is found[3]
     assert [history[:, 1:].tolist() for history in found[1:3]] == [[], [[2.0, 1.0, 1.0]]]

@@ -4,7 +4,6 @@ again since the step began; one rollout of each group has advantage zero."""
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rounding import apart, rounding
-from train_lab import CONFIG, group, rollout, sampled_groups, segment, slow_logprobs, small_model
+from train_lab import group, rollout, sampled_groups, segment, slow_logprobs, small_model
 
 from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import Qwen3, save_model

@@ -257,14 +257,17 @@ def _check_keys(raw: Raw, origin: str) -> None:
                 raise ConfigError(f"{origin}: {table} must be a table [{table}]")
             for key, value in one.items():
                 if f"{table}.{key}" not in known:
-                    name = key.rpartition(".")[2]
-                    if table in REPEATED and name != key and f"{table}.{name}" in known:
-                        hint = f"; {table}.{name} is that of all [[{table}]], one of them is changed in the file"
-                    else:
-                        hint = _suggest(f"{table}.{key}", known)
-                    raise ConfigError(f"{origin}: unknown key {table}.{key}{hint}")
+                    raise ConfigError(f"{origin}: unknown key {table}.{key}{_hint(table, key, known)}")
                 if table in REPEATED and key in LAYERS:
                     _check_keys({key: value}, f"{origin}: in {table}")
+
+
+def _hint(table: str, key: str, known: Sequence[str]) -> str:
+    """Return what to write instead of an unknown key; `key` may name one of a repeated table."""
+    name = f"{table}.{key.rpartition('.')[2]}"
+    if table in REPEATED and "." in key and name in known:
+        return f"; {name} is that of all [[{table}]], one of them is changed in the file"
+    return _suggest(f"{table}.{key}", known)
 
 
 def _unknown_table(table: str, values: object, known: Sequence[str]) -> str:

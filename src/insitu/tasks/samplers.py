@@ -170,7 +170,9 @@ def check_draws(mix: TaskMix) -> None:
         name, size = one.config.task_set.sampler, one.size("train")
         where = f"tasks.{one.name}" if one.name else "tasks"
         if size == 0 and one.config.task_set.weight:
-            raise ConfigError(f"{where}: the train split of {one.source.name} has 0 tasks (eval_share, weight)")
+            raise ConfigError(
+                f"{where}: the train split of {one.source.name} has 0 tasks (eval_share, weight)"
+            )
         if size is None and _takes_history(find("samplers", name)):
             raise ConfigError(
                 f"{where}.sampler = {name}: {one.source.name} has tasks without end, none comes again"

@@ -381,7 +381,7 @@ REFERENCE = "reference"
 
 
 def keep_start_model(store: Store, learner: Learner) -> None:
-    """Store the checksums of the start weights, which `learner` holds, and of its reference, or check them."""
+    """Store the checksums of the start weights that `learner` holds and of its reference, or check them."""
     if START_MODEL in store.meta():
         check_start_model(store, learner)
     else:

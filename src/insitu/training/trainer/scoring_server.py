@@ -41,7 +41,8 @@ class ScoringServer:
             sample = VocabularySample(model)
             fits = sample.is_text(self.call("/detokenize", {"model": self.model, "tokens": sample.ids}))
         except (TrainError, KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"{key}: {self._url} is not a vLLM server that scores: {error}") from error
+            why = str(error).removeprefix(f"{self.name}: ")
+            raise ConfigError(f"{key}: {self._url} is not a vLLM server that scores: {why}") from error
         if not fits:
             raise ConfigError(f"{key}: {self._url} has another vocabulary than model.path")
         self._timeout_s = timeout_s
@@ -56,7 +57,9 @@ class ScoringServer:
                 return self._once(request, until)
             except urllib.error.HTTPError as error:
                 if error.code not in (429, 500, 502, 503):
-                    raise TrainError(f"{self.name}: {route} answered {error.code}: {_detail(error)}") from error
+                    raise TrainError(
+                        f"{self.name}: {route} answered {error.code}: {_detail(error)}"
+                    ) from error
             except OSError:
                 pass  # not reachable, or cut off
             time.sleep(max(0.0, min(backoff_s(failures, 1.0), until - time.monotonic())))

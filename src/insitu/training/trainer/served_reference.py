@@ -56,7 +56,9 @@ class ServedReference:
             scores = reply["choices"][0]["prompt_logprobs"]
             found = [scores[at][str(row.ids[at])]["logprob"] for at in np.flatnonzero(row.mask)]
         except (KeyError, IndexError, TypeError) as error:
-            raise TrainError(f"{name} gave no log-probability for a token of the prompt: {error!r}") from error
+            raise TrainError(
+                f"{name} gave no log-probability for a token of the prompt: {error!r}"
+            ) from error
         logprobs = np.array(found, np.float32)
         if len(scores) != len(row.ids) or not (np.isfinite(logprobs) & (logprobs <= 0)).all():
             raise TrainError(f"{name}: log-probabilities of rollout {row.rollout_id} are not usable")

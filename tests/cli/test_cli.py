@@ -55,7 +55,10 @@ def only_line(text: str) -> str:
     return text.rstrip("\n")
 
 
-KEPT = "insitu: a resumed run keeps its configuration; drop {} (changeable: train.on_bad_step)"
+KEPT = (
+    "insitu: a resumed run keeps its configuration; drop {}"
+    " (changeable: train.on_bad_step, train.reference, tasks.reference)"
+)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from insitu.attempt import AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
 from insitu.collect.groups import collect_groups
 from insitu.collect.options import Check, CollectOptions, Phase, Slot, nothing_to_check
-from insitu.errors import CaptureError, EngineError, SandboxError, TrainError
+from insitu.errors import CaptureError, EngineError, SandboxError, TaskError, TrainError
 from insitu.tasks.toy import ToySource
-from insitu.types import FileEntry, Group, Limits, Rollout, Status, Task
+from insitu.types import FileEntry, Group, Limits, Outcome, Rollout, Status, Task, Verdict
 from tests.fakes.attempts import FakeAttempts, fake_rollout
 from tests.fakes.simulated_attempts import with_tokens
 from tests.fakes.virtual_time import run_virtual
@@ -140,6 +140,16 @@ async def test_a_slot_that_is_held_is_not_run_again() -> None:
     assert groups[0].rollouts[2] is held
     assert held.id not in {spec.rollout_id for spec in attempts.specs}
     assert len(attempts.specs) == 3
+
+
+@pytest.mark.parametrize(("other", "now"), [(True, "now [0-9a-z-]+$"), (False, "now with other content")])
+async def test_a_held_slot_of_another_task_is_refused(other: bool, now: str) -> None:
+    spec = AttemptSpec(rollout_id="train/00001/000/02", task=TASKS[other], seed=5)
+    named = TASKS[other].content_hash if other else "0" * 64
+    verdict = Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, trust="strong", task_hash=named)
+    held = dataclasses.replace(fake_rollout(spec, 0.5), verdict=verdict)
+    with pytest.raises(TaskError, match=f"data set has changed .*: train/00001/000/02 was task .*, {now}"):
+        await collected(FakeAttempts(lambda spec: 0.0), Memory({held.id: held}), TASKS[:1])
 
 
 async def test_a_held_slot_counts_under_the_later_version_of_a_restarted_engine() -> None:

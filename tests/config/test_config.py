@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
         ("trian.lr=1", "unknown key trian.lr; did you mean train.lr?"),
         ("model.lr=1", "unknown key model.lr; did you mean train.lr or sft.lr?"),
         ("run.zzz=1", "unknown key run.zzz"),
+        ("eval.k4.count=2", "unknown key eval.k4.count; eval.count is that of all [[eval]], one of them"),
         ("tasks.gate=x.json", "unknown key tasks.gate; it is now tasks.allowlist"),
         ("lr=1", "'lr=1' is not of the form table.key=value; did you mean train.lr or sft.lr?"),
         ("train.lr", "'train.lr' is not of the form table.key=value"),

@@ -60,11 +60,11 @@ def test_each_step_is_drawn_by_the_rewards_before_it(reference: tuple[Path, dict
     run_dir, _ = reference
     mix = open_mix(read_config(run_dir))
     settled: list[GroupOutcome] = []
-    draw, found = TaskDraws(mix, lambda: settled), []
+    draw, found = TaskDraws(mix, lambda: settled), list[str]()
     with read_store(run_dir) as store:
         groups = store.group_outcomes()
         for step in range(STEPS):
-            settled[:] = [
+            settled = [
                 GroupOutcome(**{name: row[name] for name in GroupOutcome.__slots__})
                 for row in groups[: step * GROUPS]
             ]

@@ -134,7 +134,7 @@ def test_a_run_in_which_nothing_moves_ends_with_one_line(
 
 def test_other_tasks_than_it_began_with_are_refused(tmp_path: Path) -> None:
     run(tmp_path, Scripted(), "rollout.per_task=1")
-    with pytest.raises(RecordError, match="the data set has changed since the run started"):
+    with pytest.raises(TaskError, match="the data set has changed since the run began: rollout/0"):
         run(tmp_path, Scripted(), "rollout.per_task=1", "rollout.start=1", resume=True)
 
 

@@ -31,6 +31,7 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
 from insitu.training.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows
 from insitu.training.trainer.batch import make_batch
+from insitu.training.trainer.scoring_server import ScoringServer
 from insitu.training.trainer.served_reference import ServedReference
 from insitu.types import Ledger, Limits
 from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
@@ -114,7 +115,7 @@ async def test_it_scores_as_a_teacher(engine: VllmEngine, real_vllm: RealVllm) -
         logprobs=np.zeros(len(ids), np.float32), versions=np.zeros(len(ids), np.int32),
     )  # fmt: skip
     plan = StepPlan(rows=(row,), batches=pack_rows([row], PlanConfig()), ledger=Ledger(), groups=1)
-    teacher = ServedReference(real_vllm.url, WARM_START, 120.0)
+    teacher = ServedReference(ScoringServer(real_vllm.url, "train.reference", WARM_START, 120.0))
     found = teacher.logprobs(make_batch(plan, plan.batches[0]), 1.0).numpy()
     worst = float(np.abs(found - our_logprobs(load_model(WARM_START), PROMPT, said.ids, 1.0)).max())
     print(f"largest |vLLM's score of a prompt - ours|: {worst:.2e}")

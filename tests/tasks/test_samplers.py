@@ -21,8 +21,9 @@ from insitu.tasks.samplers import (
     UNSEEN,
     GroupOutcome,
     History,
+    Indices,
     TaskDraws,
-    check_samplers,
+    check_draws,
     learning_signal,
     signal,
 )
@@ -81,6 +82,39 @@ def test_the_signal_of_a_task_is_p_times_1_minus_p_of_its_newest_groups() -> Non
     assert learning_signal(2, partial).tolist() == [0.0, 0.25]
 
 
+def test_the_signal_of_long_histories_is_that_of_each_task_alone() -> None:
+    random = np.random.default_rng(0)
+    tasks, graded = random.integers(0, 300, 2000), random.integers(0, 9, 2000)
+    rewards = [random.choice([0.0, 0.3, 1.0], n) for n in graded]
+    seen = np.array([(t, len(r), r.sum(), (r * r).sum()) for t, r in zip(tasks, rewards, strict=True)])
+    expected = []
+    for task in range(400):
+        newest = [row for row in seen if row[0] == task and row[1] > 0][-2:]
+        n, total, squares = np.sum(newest, axis=0)[1:] if newest else (0, 0, 0)
+        expected.append(max(0.0, squares / n - (total / n) ** 2) if n else UNSEEN)
+    assert learning_signal(400, seen).tolist() == expected
+
+
+def test_the_history_is_made_once_for_all_draws_of_a_step(tmp_path: Path) -> None:
+    found: list[History] = []
+
+    def kept(draws: Indices, size: int | None, seed: int, history: History) -> Indices:
+        found.append(history)
+        return draws
+
+    settled: list[GroupOutcome] = []
+    mix = open_mix(load_config(None, {"tasks.sampler": kept}, {"tasks": sets(tmp_path)[:1]}))
+    draw = TaskDraws(mix, lambda: settled)
+    for number in (0, 1):
+        draw(number)
+    settled = [GroupOutcome(part="a", task_id="a4", graded=2, reward_sum=1.0, square_sum=1.0)]
+    for number in (2, 3):
+        draw(number)
+    assert found[0] is found[1]
+    assert found[2] is found[3]
+    assert [history[:, 1:].tolist() for history in found[1:3]] == [[], [[2.0, 1.0, 1.0]]]
+
+
 def test_each_task_is_drawn_by_its_signal_and_none_is_forgotten() -> None:
     seen = history((0, 8, 4), (1, 8, 1), (2, 8, 8), (3, 8, 0))
     drawn = counts(4, seen)
@@ -126,8 +160,33 @@ def test_the_history_is_that_of_the_own_set(tmp_path: Path) -> None:
     assert max(of_b.values()) < 40
     # a draw of an earlier process is found by its stored name, whatever the history is now
     assert [draw.again(number, tasks[number].id) for number in (3, 4)] == tasks[3:5]
+
+
+def test_a_set_that_cannot_be_drawn_from_is_refused(tmp_path: Path) -> None:
+    everything = {"eval_share": 1.0}
+    tables = [sets(tmp_path)[0], {**sets(tmp_path)[1], **everything, "weight": 0.0}]
+    check_draws(open_mix(load_config(None, tables={"tasks": tables})))
+    tables[0] |= everything
+    tables[1]["weight"] = 1.0
+    with pytest.raises(ConfigError, match=r"^tasks.a: the train split of jsonl has 0 tasks"):
+        check_draws(open_mix(load_config(None, tables={"tasks": tables})))
     with pytest.raises(ConfigError, match=r"tasks.sampler = signal: toy has tasks without end"):
-        check_samplers(open_mix(load_config(None, ["tasks.sampler=signal"])))
+        check_draws(open_mix(load_config(None, ["tasks.sampler=signal"])))
+
+
+@pytest.mark.parametrize("sampler", ["epochs", "signal"])
+def test_a_draw_of_an_earlier_process_is_of_the_same_task_or_refused(tmp_path: Path, sampler: str) -> None:
+    tables = sets(tmp_path)
+    config = load_config(None, [f"tasks.sampler={sampler}"], {"tasks": tables})
+    before = TaskDraws(open_mix(config))
+    drawn = [before(number) for number in range(12)]
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace('"id": "a', '"id": "new'))
+    again = TaskDraws(open_mix(config)).again
+    assert [again(number, drawn[number].id) for number in range(1, 12, 2)] == drawn[1::2]
+    now = "no longer there" if sampler == "signal" else f"now new{drawn[2].id[1:]}"
+    was = f"draw 1 of tasks.a was task {drawn[2].id}, {now}"
+    with pytest.raises(TaskError, match=f"the data set has changed since the run began: {was}"):
+        again(2, drawn[2].id)
 
 
 def sets(folder: Path) -> list[dict[str, object]]:

@@ -28,7 +28,7 @@ from insitu.storage.store import Store
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.learner.serialization import decode_plan, encode_plan
-from insitu.training.loop import START_MODEL, check_start_model, keep_start_model
+from insitu.training.loop import REFERENCE, START_MODEL, check_start_model, keep_start_model
 from insitu.training.options import OptimConfig, TrainConfig, dump_config, parse_config
 from insitu.training.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.training.weights.files import ExportRequest
@@ -120,6 +120,9 @@ async def test_a_run_knows_the_model_it_began_with(learner: Learner, tmp_path: P
         keep_start_model(store, learner)
         assert store.meta()[START_MODEL] == learner.weights
         keep_start_model(store, learner)
+        store.set_meta(REFERENCE, "of another teacher")
+        with pytest.raises(RecordError, match="another reference policy or teacher than the run began with"):
+            keep_start_model(store, learner)
         store.set_meta(START_MODEL, "0" * 64)
         for again in (check_start_model, keep_start_model):
             with pytest.raises(RecordError, match=r"is not the start model of the run .* expected 000000"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from train_lab import VOCAB, group, rollout, sampled_groups, segment, slow_logprobs, small_model
+from train_lab import CONFIG, VOCAB, group, rollout, sampled_groups, segment, slow_logprobs, small_model
 
 from insitu.config import load_config
-from insitu.engines.embedded.model import Qwen3, save_model
+from insitu.engines.embedded.model import Qwen3, initialise, save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.runtime.preflight import check_reference
 from insitu.storage.redaction import Redaction
@@ -28,9 +29,10 @@ from insitu.training.learner.serialization import decode_plan, encode_plan
 from insitu.training.loss.losses import LossConfig
 from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanConfig, plan_digest, plan_step, use_of
-from insitu.training.trainer import served_reference
+from insitu.training.trainer import scoring_server
 from insitu.training.trainer.batch import make_batch
 from insitu.training.trainer.reference import Reference, References, read_reference
+from insitu.training.trainer.scoring_server import ScoringServer
 from insitu.training.trainer.served_reference import ServedReference
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group
@@ -103,6 +105,17 @@ def test_teachers_are_opened_once_each(tmp_path: Path) -> None:
     alike = load_config(base=base | {"tasks": [tables[0], {**tables[1], "reference": str(tmp_path / "1")}]})
     one = read_reference(TrainConfig.of(alike), tmp_path / "2")
     assert isinstance(one, Reference)
+
+
+def test_a_teacher_with_padded_embeddings_scores_by_all_its_rows() -> None:
+    padded = initialise(replace(CONFIG, vocab_size=VOCAB + 10), 1)
+    plan = plan_step(sampled_groups(small_model()), PlanConfig(pull=True))
+    batch = make_batch(plan, plan.batches[0])
+    torch.testing.assert_close(
+        Reference(padded).logprobs(batch, 1.0), expected(padded, plan), atol=1e-5, rtol=0
+    )
+    config = TrainConfig(loss=DISTILLED)
+    assert Trainer(small_model(), config, reference=Reference(padded)).step(plan).ref_kl > 0
 
 
 # --------------------------------------------------------------------------- groups without a reward signal
@@ -231,7 +244,11 @@ class Teacher:
 
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_reference, "backoff_s", lambda failures, first_s: 0.01)
+    monkeypatch.setattr(scoring_server, "backoff_s", lambda failures, first_s: 0.01)
+
+
+def served_reference(url: str, model: Path, timeout_s: float) -> ServedReference:
+    return ServedReference(ScoringServer(url, "train.reference", model, timeout_s))
 
 
 def test_a_server_scores_what_a_folder_scores(tmp_path: Path) -> None:
@@ -239,7 +256,7 @@ def test_a_server_scores_what_a_folder_scores(tmp_path: Path) -> None:
     plan = plan_step(sampled_groups(small_model()), PlanConfig())
     batch = make_batch(plan, plan.batches[0])
     with served(teacher) as url:
-        scorer = ServedReference(url, tmp_path / "m", 10.0)
+        scorer = served_reference(url, tmp_path / "m", 10.0)
         teacher.busy = 2
         found = scorer.logprobs(batch, 1.0)
     assert scorer.max_positions == 63
@@ -252,7 +269,7 @@ def test_a_step_with_a_served_teacher_is_that_with_its_folder(tmp_path: Path) ->
         plan_step(sampled_groups(small_model()), PlanConfig(pull=True)),
     )
     with served(Teacher(small_model(1), tokenizer(tmp_path / "m"))) as url:
-        far = Trainer(small_model(), config, reference=ServedReference(url, tmp_path / "m", 10.0)).step(plan)
+        far = Trainer(small_model(), config, reference=served_reference(url, tmp_path / "m", 10.0)).step(plan)
     near = Trainer(small_model(), config, reference=Reference(small_model(1))).step(plan)
     assert (far.ref_kl, far.grad_norm) == pytest.approx((near.ref_kl, near.grad_norm), rel=1e-4)
 
@@ -267,31 +284,34 @@ def test_a_step_with_a_served_teacher_is_that_with_its_folder(tmp_path: Path) ->
 def test_a_server_of_another_kind_is_one_line(tmp_path: Path, fault: Any, line: str) -> None:
     tokenizer(tmp_path / "m")
     with served(fault) as url, pytest.raises(ConfigError, match=line):
-        ServedReference(url, tmp_path / "m", 5.0)
+        served_reference(url, tmp_path / "m", 5.0)
 
 
 def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.reference: http://127.0.0.1:1 is not a vLLM server"):
-        ServedReference("http://127.0.0.1:1", tokenizer(tmp_path / "m") and tmp_path / "m", 5.0)
+        served_reference("http://127.0.0.1:1", tokenizer(tmp_path / "m") and tmp_path / "m", 5.0)
 
 
 def test_a_server_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     teacher = Teacher(small_model(1), tokenizer(tmp_path / "other", "v"))
     tokenizer(tmp_path / "m")
     with served(teacher) as url, pytest.raises(ConfigError, match="has another vocabulary than model.path"):
-        ServedReference(url, tmp_path / "m", 5.0)
+        served_reference(url, tmp_path / "m", 5.0)
 
 
 def test_what_is_no_log_probability_stops_the_step(tmp_path: Path) -> None:
     teacher = Teacher(small_model(1), tokenizer(tmp_path / "m"))
     plan = plan_step(sampled_groups(small_model()), PlanConfig())
     with served(teacher) as url:
-        scorer = ServedReference(url, tmp_path / "m", 5.0)
+        scorer = served_reference(url, tmp_path / "m", 5.0)
         teacher.spoil = float("nan")
         with pytest.raises(TrainError, match="log-probabilities of rollout .* are not usable"):
             scorer.logprobs(make_batch(plan, plan.batches[0]), 1.0)
+        named = re.escape(f"the teacher {url} (train.reference)")
         with pytest.raises(TrainError, match="temperature = 1 only"):
             scorer.logprobs(make_batch(plan, plan.batches[0]), 0.7)
+    with pytest.raises(TrainError, match=f"{named}: /v1/completions: .*refused"):
+        scorer.logprobs(make_batch(plan, plan.batches[0]), 1.0)
 
 
 # --------------------------------------------------------------------------- configuration
@@ -302,6 +322,17 @@ def test_what_is_no_log_probability_stops_the_step(tmp_path: Path) -> None:
     [
         ({"train": {"degenerate": "keep"}}, "degenerate = 'keep' needs kl with kl_weight above 0"),
         ({"train": {"advantage": "zero", "kl": "k1"}}, "advantage = 'zero' needs kl with kl_weight above 0"),
+        (
+            {"train": {"advantage": "zero", "kl": "k1", "kl_weight": 1.0}},
+            "train.advantage = 'zero' needs train.reference: a model teaches itself nothing",
+        ),
+        (
+            {
+                "tasks": [{"name": "a"}, {"name": "b", "reference": "/m", "weight": 0}],
+                "train": {"kl": "k1", "kl_weight": 1.0},
+            },
+            "tasks.b.reference has no effect with weight = 0",
+        ),
         ({"tasks": {"reference": "/m"}}, "tasks.reference has no effect with train.kl = 'none'"),
     ],
 )
@@ -317,16 +348,27 @@ def test_a_teacher_is_checked_before_anything_starts(tmp_path: Path) -> None:
         tokenizer(folder, words)
     train = {"kl": "k1", "kl_weight": 1.0}
     base: dict[str, Any] = {"model": {"path": str(ours)}, "train": train, "tasks": {"reference": str(theirs)}}
-    with pytest.raises(
-        ConfigError, match=r"^tasks.reference: .*theirs has another vocabulary than model.path"
-    ):
-        check_reference(load_config(base=base))
+
+    def refused(line: str) -> None:
+        with pytest.raises(ConfigError, match=line):
+            check_reference(load_config(base=base))
+
+    refused("^tasks.reference: .*theirs has another vocabulary than model.path")
+    tokenizer(theirs)
+    check_reference(load_config(base=base))
+    described = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps(described | {"vocab_size": VOCAB + 10}))
+    check_reference(load_config(base=base))
+    (theirs / "config.json").write_text(json.dumps(described | {"vocab_size": VOCAB - 1}))
+    refused("^tasks.reference: .*theirs has 49 rows for 50 tokens")
+    (theirs / "tokenizer.json").unlink()
+    refused("^tasks.reference: .*theirs has no tokenizer.json to compare")
     base["tasks"] = {"reference": str(tmp_path / "none")}
-    with pytest.raises(ConfigError, match=r"tasks.reference: .*none is not a model folder"):
-        check_reference(load_config(base=base))
+    refused("^tasks.reference: .*none is not a model folder")
+    base["tasks"] = [{"name": "a", "reference": "http://127.0.0.1:1"}, {"name": "b"}]
+    refused("^tasks.a.reference: http://127.0.0.1:1 is not a vLLM server that scores: .* refused")
     base |= {"tasks": {}, "train": train | {"reference": "http://host:8000"}, "engine": {"temperature": 0.7}}
-    with pytest.raises(ConfigError, match=r"train.reference: a server scores at engine.temperature = 1 only"):
-        check_reference(load_config(base=base))
+    refused("train.reference: a server scores at engine.temperature = 1 only")
 
 
 def test_a_run_keeps_the_address_of_a_teacher(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from insitu.collect.options import Slot
 from insitu.collect.staleness import oldest_version
+from insitu.tasks.base import same_task
 from insitu.types import Group, Rollout, Status, Task
 
 
@@ -146,7 +147,10 @@ class PendingGroup:
 def new_pending_group(
     number: int, task: Task, slots: Sequence[Slot], version: int, resumed: ResumedGroup | None = None
 ) -> PendingGroup:
-    """Return a pending group; members of `resumed` that are decided stay decided."""
+    """Return a pending group; members of `resumed` that are decided stay decided.
+
+    Raises TaskError when one of these had another task.
+    """
     members = [PendingRollout(slot=slot) for slot in slots]
     if resumed is not None:
         for member in members:
@@ -154,6 +158,8 @@ def new_pending_group(
             member.given_up = member.slot.rollout_id in resumed.given_up
             rollout = resumed.rollouts.get(member.slot.rollout_id)
             if rollout is not None:
+                named = rollout.verdict.task_hash if rollout.verdict else ""
+                same_task(rollout.id, task, rollout.task_id, named)
                 member.decide(rollout)
     pending = PendingGroup(number=number, task=task, members=members, version=version)
     pending.update_oldest()

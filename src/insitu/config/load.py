@@ -96,7 +96,10 @@ def load_config(
     try:
         return _with_named_layers(Config.model_validate(merged, context=context), context)
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(item, merged) for item in error.errors())) from error
+        # a list without its invalid elements is too short besides
+        inside = {item["loc"][0] for item in error.errors() if len(item["loc"]) > 1}
+        found = [i for i in error.errors() if i["type"] != "too_short" or i["loc"][0] not in inside]
+        raise ConfigError("; ".join(_describe(item, merged) for item in found)) from error
 
 
 def _merged(table: str, known: Any, values: Any) -> Any:
@@ -117,12 +120,24 @@ def _with_named_layers(config: Config, context: str | None) -> Config:
         }
         return table.model_copy(update=layers)
 
-    # not in Config itself: a set that is only evaluated has a configuration of its own
-    if not sum(table.weight for table in config.tasks):
-        raise ConfigError("the weights of [[tasks]] sum to 0: there is nothing to train on")
+    _check_sets(config)
     sets = tuple(named(table, config.of_set(table, context)) for table in config.tasks)
     evaluations = tuple(named(one, config.of_eval(one, context)[0]) for one in config.eval)
     return config.model_copy(update={"tasks": sets, "eval": evaluations})
+
+
+def _check_sets(config: Config) -> None:
+    """Raise ConfigError where the task sets together leave nothing to train on."""
+    # not in Config itself: each set has a configuration of its own
+    if not sum(table.weight for table in config.tasks):
+        raise ConfigError("the weights of [[tasks]] sum to 0: there is nothing to train on")
+    for table in config.tasks:
+        if table.reference and not table.weight:
+            where = ".".join(filter(None, ["tasks", table.name, "reference"]))
+            raise ConfigError(f"{where} has no effect with weight = 0")
+    teachers = [config.train.reference, *(table.reference for table in config.tasks)]
+    if config.train.advantage == "zero" and not any(teachers):
+        raise ConfigError("train.advantage = 'zero' needs train.reference: a model teaches itself nothing")
 
 
 def read_toml(path: Path) -> Raw:
@@ -242,10 +257,17 @@ def _check_keys(raw: Raw, origin: str) -> None:
                 raise ConfigError(f"{origin}: {table} must be a table [{table}]")
             for key, value in one.items():
                 if f"{table}.{key}" not in known:
-                    hint = _suggest(f"{table}.{key}", known)
-                    raise ConfigError(f"{origin}: unknown key {table}.{key}{hint}")
+                    raise ConfigError(f"{origin}: unknown key {table}.{key}{_hint(table, key, known)}")
                 if table in REPEATED and key in LAYERS:
                     _check_keys({key: value}, f"{origin}: in {table}")
+
+
+def _hint(table: str, key: str, known: Sequence[str]) -> str:
+    """Return what to write instead of an unknown key; `key` may name one of a repeated table."""
+    name = f"{table}.{key.rpartition('.')[2]}"
+    if table in REPEATED and "." in key and name in known:
+        return f"; {name} is that of all [[{table}]], one of them is changed in the file"
+    return _suggest(f"{table}.{key}", known)
 
 
 def _unknown_table(table: str, values: object, known: Sequence[str]) -> str:

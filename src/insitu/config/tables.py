@@ -28,7 +28,7 @@ from insitu.config.fleet import FleetTable
 from insitu.config.harness import HarnessTable
 from insitu.config.model import PolicyTable
 from insitu.config.sandbox import SandboxTable
-from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
+from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable, laid_over
 from insitu.config.training import CollectTable, SftTable, TrainTable
 from insitu.errors import ConfigError, describe_invalid
 from insitu.types.limits import LimitKeys
@@ -215,8 +215,7 @@ class Config(Table):
         tables = dict(self.__dict__)
         for name in LAYERS:
             if own := getattr(table, name):
-                values = {**tables[name].__dict__, **own}
-                tables[name] = type(tables[name]).model_validate(values, context=context)
+                tables[name] = laid_over(tables[name].__dict__, own)
         bare: dict[str, Any] = {key: {} for key in LAYERS}
         tables["tasks"] = (table.model_copy(update=bare),)
         # evaluations may name the other sets
@@ -244,10 +243,15 @@ class Config(Table):
         return due or self.evaluated_after(step)
 
     @property
+    def evaluated(self) -> Sequence[Self]:
+        """The configuration of each task set of the evaluations that have tables of their own."""
+        tables = [one for one in self.eval if one.count and one.layered]
+        return [own for one in tables for own in self.of_eval(one)]
+
+    @property
     def parts(self) -> Mapping[str, Self]:
         """The configuration of each part of the run by its name (`Task.part`)."""
-        evaluated = [own for one in self.eval if one.layered for own in self.of_eval(one)]
-        return {own.task_set.name: own for own in (*map(self.of_set, self.tasks), *evaluated)}
+        return {own.task_set.name: own for own in (*map(self.of_set, self.tasks), *self.evaluated)}
 
     @model_validator(mode="after")
     def _is_a_mix(self, info: ValidationInfo) -> Self:

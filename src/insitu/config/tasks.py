@@ -22,6 +22,7 @@ from insitu.config.base import (
     only,
     unless,
 )
+from insitu.config.harness import AgentCommand
 from insitu.types import MIN_TEMPERATURE
 
 ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
@@ -33,6 +34,18 @@ OF_EVAL = "@"
 
 _DATA_SET = unless("source", "toy")
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")]
+
+
+def laid_over(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a layer and those below it, without those of an agent that the layer replaces."""
+    replaced: set[str] = set()
+    if own.get("command"):
+        replaced = {"agent", "version"}
+    elif "agent" in own:
+        replaced = {*AgentCommand.model_fields}
+        if own["agent"] != below.get("agent"):
+            replaced.add("version")
+    return {**{key: value for key, value in below.items() if key not in replaced}, **own}
 
 
 class TaskSetTable(Table):
@@ -141,5 +154,5 @@ class EvalTable(Table):
 
     def over(self, table: TaskSetTable) -> TaskSetTable:
         """Return the task set with the evaluation's own tables laid over its own, under a name of its own."""
-        layers = {layer: {**getattr(table, layer), **getattr(self, layer)} for layer in LAYERS}
+        layers = {layer: laid_over(getattr(table, layer), getattr(self, layer)) for layer in LAYERS}
         return table.model_copy(update={"name": f"{table.name}{OF_EVAL}{self.name}", **layers})

@@ -10,6 +10,7 @@ from insitu.collect.options import Phase, Slot
 from insitu.errors import RecordError
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
+from insitu.tasks.base import same_task
 from insitu.training.loop import WALL_S, WallClock
 from insitu.types import Rollout, Status, Task
 
@@ -81,16 +82,12 @@ def _decided(outline: RolloutSummary) -> Rollout:
 
 
 def check_same_tasks(store: Store, tasks: Sequence[Task], per_task: int) -> None:
-    """Raise RecordError when the tasks differ from those of the stored rollouts."""
+    """Raise RecordError or TaskError when the tasks differ from those of the stored rollouts."""
     for stored in store.outcomes(PHASE, STEP):
         if stored.group >= len(tasks) or stored.slot >= per_task:
             raise RecordError(f"{stored.rollout_id} is stored but is not a rollout of these tasks")
         task = tasks[stored.group]
-        if stored.task_id != task.id or stored.task_hash not in ("", task.content_hash):
-            raise RecordError(
-                f"{stored.rollout_id} was run on {stored.task_id}, which is now {task.id} with"
-                f" different content: the data set has changed since the run started"
-            )
+        same_task(stored.rollout_id, task, stored.task_id, stored.task_hash)
 
 
 def count_missing(store: Store, tasks: Sequence[Task], per_task: int) -> int:

@@ -1,4 +1,4 @@
-"""Configuration keys that a resumed evaluation may change: those that cannot affect results."""
+"""Configuration keys that a resumed run may change: for an evaluation, those that cannot affect results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.storage.run_dir import read_config
+from insitu.storage.run_dir import name_run, read_config
 
 CHANGEABLE = (
     "collect.attempts",
@@ -25,8 +25,8 @@ CHANGEABLE = (
 """Concurrency, rate limits, cost limits and the address of the same engine."""
 
 
-TRAINING = ("train.on_bad_step",)
-"""Keys that a resumed training run may change."""
+TRAINING = ("train.on_bad_step", "train.reference", "tasks.reference")
+"""Keys that a resumed training run may change: a teacher may be at another place, but must be the same."""
 
 
 def resumed_config(path: Path, overrides: Sequence[str], changeable: Sequence[str] = CHANGEABLE) -> Config:
@@ -43,5 +43,5 @@ def resumed_config(path: Path, overrides: Sequence[str], changeable: Sequence[st
     stored = read_config(path)
     if not overrides:
         return stored
-    changed = load_config(path / "config.toml", overrides)
+    changed = name_run(load_config(path / "config.toml", overrides))
     return changed.model_copy(update={"run": stored.run.model_copy(update={"plain": changed.run.plain})})

@@ -7,6 +7,7 @@ The run then uses the objects found here.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
 from insitu.engines.safetensors_file import check_complete
 from insitu.engines.server_command import SERVERS, interpreter, place, present_gpus
-from insitu.errors import ConfigError, EngineError, InsituError, TaskError
+from insitu.errors import ConfigError, EngineError, InsituError, TaskError, boundary
 from insitu.gateway.listeners import check_port
 from insitu.grading.grader import runner_for
 from insitu.grading.reward import reward_function
@@ -42,7 +43,9 @@ from insitu.tasks.base import TaskSource
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import action_of, open_source
 from insitu.tasks.mix import TaskMix, TaskSet
+from insitu.tracking.names import GROUPS
 from insitu.tracking.start import check_trackers
+from insitu.training.trainer.scoring_server import ScoringServer
 from insitu.types import Oracle, Task
 
 log = logging.getLogger(__name__)
@@ -154,8 +157,7 @@ def open_mix(config: Config, say: Callable[[str], None] = log.info) -> TaskMix:
         return TaskSet(config=own, source=source)
 
     sets = [opened(config.of_set(table)) for table in config.tasks]
-    layered = [own for one in config.eval if one.layered for own in config.of_eval(one)]
-    return TaskMix(sets, [opened(own) for own in layered])
+    return TaskMix(sets, [opened(own) for own in config.evaluated])
 
 
 def prepare_tasks(
@@ -222,6 +224,13 @@ def _check_engine(config: Config) -> None:
         check_port(port, host)
 
 
+def check_names(config: Config) -> None:
+    """Raise ConfigError for a task set whose metrics would have the names of others."""
+    for table in config.tasks:
+        if table.name in GROUPS:
+            raise ConfigError(f"tasks.{table.name}.name: metrics of a run have this name; choose another")
+
+
 def check_weights(config: Config) -> None:
     """Raise ConfigError if the model folder has no weights for a learner; a service has its own."""
     if config.policy.kind != "tinker":
@@ -233,21 +242,27 @@ def check_reference(config: Config) -> None:
     named = {"train.reference": config.train.reference}
     named |= {".".join(filter(None, ["tasks", t.name, "reference"])): t.reference for t in config.tasks}
     for key, name in named.items():
-        if not is_url(name):
-            if name:
-                _check_model(Path(name), key)
-                _check_vocabulary(Path(name), model_folder(config), key)
-        elif checked_url(name, key) and config.engine.temperature != 1.0:
-            raise ConfigError(f"{key}: a server scores at engine.temperature = 1 only")
+        if is_url(name):
+            if config.engine.temperature != 1.0:
+                raise ConfigError(f"{key}: a server scores at engine.temperature = 1 only")
+            ScoringServer(name, key, model_folder(config), config.train.step_timeout_s, attempts=1)
+        elif name:
+            _check_model(Path(name), key)
+            _check_vocabulary(Path(name), model_folder(config), key)
 
 
 def _check_vocabulary(folder: Path, model: Path, key: str) -> None:
-    """Raise ConfigError if both folders have a tokenizer and they do not name the same tokens."""
-    files = [folder / "tokenizer.json", model / "tokenizer.json"]
-    if all(file.exists() for file in files):
-        theirs, ours = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
-        if theirs != ours:
-            raise ConfigError(f"{key}: {folder} has another vocabulary than model.path")
+    """Raise ConfigError if two model folders do not name the same tokens, or `folder` cannot score all."""
+    if not (folder / "tokenizer.json").exists():
+        raise ConfigError(f"{key}: {folder} has no tokenizer.json to compare with that of model.path")
+    theirs, ours = (Tokenizer.from_file(str(one / "tokenizer.json")).get_vocab() for one in (folder, model))
+    if theirs != ours:
+        raise ConfigError(f"{key}: {folder} has another vocabulary than model.path")
+    with boundary(ConfigError, f"{key}: {folder}"):
+        described = json.loads((folder / "config.json").read_bytes())
+    rows, tokens = described.get("text_config", described).get("vocab_size", 0), 1 + max(ours.values())
+    if rows < tokens:
+        raise ConfigError(f"{key}: {folder} has {rows:,} rows for {tokens:,} tokens (vocab_size)")
 
 
 def _check_model(folder: Path, key: str) -> None:

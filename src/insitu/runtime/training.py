@@ -18,14 +18,14 @@ from insitu.errors import ConfigError, RecordError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.registry import BUILT_IN
 from insitu.runtime.gauges import write_gauges
-from insitu.runtime.preflight import Checks, Prepared, check_reference, check_weights, prepare
+from insitu.runtime.preflight import Checks, Prepared, check_names, check_reference, check_weights, prepare
 from insitu.runtime.run import open_agents
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.mix import TaskMix
-from insitu.tasks.samplers import check_samplers
+from insitu.tasks.samplers import check_draws
 from insitu.tracking.start import check_trackers, start_trackers
 from insitu.training.evaluations import check_evaluations
 from insitu.training.learner.client import Learner
@@ -104,14 +104,14 @@ def _check_service(config: Config) -> None:
 
 def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
     """Check a training run before anything of it is started or written. Raises InsituError."""
-    own = (check_trained, _check_service, check_weights, check_reference)
+    own = (check_trained, _check_service, check_names, check_weights, check_reference)
     return prepare(config, say, _examples, own)
 
 
 def _examples(config: Config, mix: TaskMix) -> Sequence[Task]:
     """Return tasks that represent all others; raise ConfigError where evaluations or samplers do not fit."""
     check_evaluations(config.eval, mix)
-    check_samplers(mix)
+    check_draws(mix)
     return mix.examples()
 
 
@@ -210,7 +210,7 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
         stack.push(run.drop_unused)
-        if resume and config.train != run.config.train:
+        if resume and (config.train, config.tasks) != (run.config.train, run.config.tasks):
             run.change(config)
         stack.enter_context(log_to(run.logs / "insitu.log"))
         store = stack.enter_context(run.store())

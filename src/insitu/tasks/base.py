@@ -77,6 +77,19 @@ class TasksById:
         return self._tasks[task_id]
 
 
+def same_task(place: str, task: Task | None, task_id: str, content_hash: str = "") -> Task:
+    """Return the task of a stored place; raise TaskError if it has another id or content than it had."""
+    if task is None:
+        now = "no longer there"
+    elif task.id != task_id:
+        now = f"now {task.id}"
+    elif content_hash not in ("", task.content_hash):
+        now = "now with other content"
+    else:
+        return task
+    raise TaskError(f"the data set has changed since the run began: {place} was task {task_id}, {now}")
+
+
 def split_of(content_hash: str, eval_share: float) -> Split:
     """Which split a task belongs to, by content alone: no order or size of a data set moves it."""
     return "eval" if int(content_hash[:8], 16) < eval_share * 2**32 else "train"

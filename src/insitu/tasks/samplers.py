@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from insitu.errors import ConfigError, TaskError, user_code
 from insitu.registry import find
+from insitu.tasks.base import same_task
 from insitu.tasks.mix import TaskMix, TaskSet, schedule
 from insitu.types import Task
 
@@ -55,11 +56,17 @@ def epochs(draws: Indices, size: int | None, seed: int) -> Indices:
 
 def learning_signal(size: int, history: History) -> npt.NDArray[np.float64]:
     """Return the variance of each task's newest rewards, p (1 - p) for rewards 0 and 1, or UNSEEN."""
+    rows, sums = history[history[:, 1] > 0], np.zeros((size, 3))
+    for _ in range(WINDOW):
+        newest = np.full(size, -1)
+        newest[rows[:, 0].astype(np.int64)] = np.arange(len(rows))  # of a repeated index the last one stays
+        places = newest[newest >= 0]
+        sums[newest >= 0] += rows[places, 1:]
+        rows = np.delete(rows, places, axis=0)
+    graded, total, squares = sums.T
+    seen = graded > 0
     found = np.full(size, UNSEEN)
-    newest = history[history[:, 1] > 0][::-1]
-    for task in np.unique(newest[:, 0]).astype(int):
-        graded, total, squares = newest[newest[:, 0] == task][:WINDOW, 1:].sum(axis=0)
-        found[task] = max(0.0, squares / graded - (total / graded) ** 2)
+    found[seen] = np.maximum(0.0, squares[seen] / graded[seen] - (total[seen] / graded[seen]) ** 2)
     return found
 
 
@@ -87,7 +94,10 @@ class TaskDraws:
     """The tasks of a run's draws, by their numbers."""
 
     def __init__(self, mix: TaskMix, outcomes: Callable[[], Sequence[GroupOutcome]] = tuple) -> None:
-        """Set up; raise ConfigError. outcomes: settled groups so far, for samplers with `history`."""
+        """Set up; raise ConfigError.
+
+        outcomes: settled groups so far, for samplers with `history`; the same object until there are others.
+        """
         self._place = schedule([one.config.task_set.weight for one in mix.sets])
         self._sets = [_SetDraws(one, outcomes) for one in mix.sets]
 
@@ -110,6 +120,8 @@ class _SetDraws:
         self._table, self._seed = one.config.task_set, one.config.run.seed
         self._sampler: Callable[..., Any] = find("samplers", self._table.sampler)
         self._by_history = _takes_history(self._sampler)
+        self._known: tuple[Sequence[GroupOutcome], History] | None = None
+        """Settled groups and the history made of them."""
 
     @cached_property
     def _indices(self) -> dict[str, int]:
@@ -126,17 +138,25 @@ class _SetDraws:
         return self._at(int(chosen[0]))
 
     def again(self, draw: int, task_id: str) -> Task:
-        # its history is past: the stored name tells which task it was
-        return self._at(self._indices[task_id]) if self._by_history else self.task(draw)
+        found: Task | None
+        if self._by_history:  # its history is past: the stored name tells which task it was
+            found = self._at(self._indices[task_id]) if task_id in self._indices else None
+        else:
+            found = self.task(draw)
+        of = f" of tasks.{self._set.name}" if self._set.name else ""
+        return same_task(f"draw {draw}{of}", found, task_id)
 
     def _at(self, index: int) -> Task:
         with user_code(TaskError, f"tasks.source {self._table.source}"):
             return self._set.tasks("train", index, 1)[0]
 
     def _history(self) -> History:
-        own = [one for one in self._outcomes() if one.part == self._set.name and one.task_id in self._indices]
-        rows = [(self._indices[one.task_id], one.graded, one.reward_sum, one.square_sum) for one in own]
-        return np.array(rows, np.float64).reshape(-1, 4)
+        settled = self._outcomes()
+        if self._known is None or self._known[0] is not settled:
+            own = [one for one in settled if one.part == self._set.name and one.task_id in self._indices]
+            rows = [(self._indices[one.task_id], one.graded, one.reward_sum, one.square_sum) for one in own]
+            self._known = settled, np.array(rows, np.float64).reshape(-1, 4)
+        return self._known[1]
 
 
 def _takes_history(sampler: Callable[..., Any]) -> bool:
@@ -144,10 +164,16 @@ def _takes_history(sampler: Callable[..., Any]) -> bool:
     return "history" in inspect.signature(sampler).parameters
 
 
-def check_samplers(mix: TaskMix) -> None:
-    """Raise ConfigError for a sampler that draws by rewards from a set without an end."""
+def check_draws(mix: TaskMix) -> None:
+    """Raise ConfigError for a set to train on without tasks, or without an end and drawn by rewards."""
     for one in mix.sets:
-        name = one.config.task_set.sampler
-        if _takes_history(find("samplers", name)) and one.size("train") is None:
-            where = f"tasks.{one.name}.sampler" if one.name else "tasks.sampler"
-            raise ConfigError(f"{where} = {name}: {one.source.name} has tasks without end, none comes again")
+        name, size = one.config.task_set.sampler, one.size("train")
+        where = f"tasks.{one.name}" if one.name else "tasks"
+        if size == 0 and one.config.task_set.weight:
+            raise ConfigError(
+                f"{where}: the train split of {one.source.name} has 0 tasks (eval_share, weight)"
+            )
+        if size is None and _takes_history(find("samplers", name)):
+            raise ConfigError(
+                f"{where}.sampler = {name}: {one.source.name} has tasks without end, none comes again"
+            )

@@ -125,14 +125,17 @@ EVALUATION: Mapping[str, str] = {
 evaluation in the group `heldout.NAME`."""
 TEXTS = frozenset({"schema_version", "time_s", "event", "step", "skipped", "alarm", "weights"})
 """Keys of a line that are not metrics."""
-_GROUPS = {name: group for group, names in STEP.items() for name in names}
+_OTHER = "other"
+GROUPS = frozenset({*STEP, HELDOUT, _OTHER})
+"""Groups of metrics; a task set may not have the name of one."""
+_GROUP_OF = {name: group for group, names in STEP.items() for name in names}
 
 
 def sent_name(name: str) -> str:
     """Return the name under which a step's metric is sent; unknown ones are in the group `other`."""
     if "/" in name:  # of one task set of a mix, whose name is the group
         return name
-    return f"{_GROUPS.get(name, 'other')}/{name.removeprefix(EFFECTIVE)}"
+    return f"{_GROUP_OF.get(name, _OTHER)}/{name.removeprefix(EFFECTIVE)}"
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:

@@ -320,9 +320,9 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
     """
     usual = EvalTable.model_fields["count"].default
     for table in tables:
-        sets = source.of_eval(table)
+        sets = source.of_eval(table) if table.count else ()
         sizes = [one.size(table.split) for one in sets]
-        if not table.count or None in sizes:
+        if not sets or None in sizes:
             continue
         there = sum(size or 0 for size in sizes)
         if table.count > there and (table.count != usual or (table.tasks and not there)):

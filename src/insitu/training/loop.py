@@ -376,12 +376,19 @@ START_MODEL = "start_model"
 """Metadata key: checksum of the weights before the first step."""
 
 
+REFERENCE = "reference"
+"""Metadata key: checksum of the reference policy; empty without one."""
+
+
 def keep_start_model(store: Store, learner: Learner) -> None:
-    """Store the checksum of the start weights, which `learner` holds, or check it."""
+    """Store the checksums of the start weights that `learner` holds and of its reference, or check them."""
     if START_MODEL in store.meta():
         check_start_model(store, learner)
     else:
         store.set_meta(START_MODEL, learner.weights)
+        store.set_meta(REFERENCE, learner.reference)
+    if store.meta().get(REFERENCE, learner.reference) != learner.reference:
+        raise RecordError("another reference policy or teacher than the run began with (train.reference)")
 
 
 def check_start_model(store: Store, learner: Learner) -> None:

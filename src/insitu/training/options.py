@@ -115,7 +115,7 @@ class TrainConfig(LearnerKeys):
     def of(cls, config: Config) -> TrainConfig:
         """Return the learner's part of a run's configuration."""
         t = config.train
-        references = {name: part.task_set.reference for name, part in config.parts.items()}
+        references = {table.name: table.reference for table in config.tasks if table.weight}
         own = any(references.values())
         return t.pick(
             cls,

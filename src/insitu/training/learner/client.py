@@ -79,6 +79,8 @@ class Learner:
         """Policy version of the trainer's weights; the engine's may be older."""
         self.weights = ""
         """Hex digest over all the trainer's tensors in name order."""
+        self.reference = ""
+        """Checksum of the reference policy; empty without one."""
         self.probe_gap = 0.0
         """Largest |trainer - sampler| log-probability of the start-up probe."""
 
@@ -147,7 +149,7 @@ class Learner:
             else:
                 self._engine.use(self._child, inner)
         info = await self._call("train.info", {}, self._spec.start_deadline_s)
-        self.probe_gap = float(info.meta["probe_gap"])
+        self.probe_gap, self.reference = float(info.meta["probe_gap"]), str(info.meta["reference"])
         for line in info.meta["notices"]:
             log.warning("%s", line)
         self._note(info)

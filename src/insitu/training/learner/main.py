@@ -108,7 +108,9 @@ class Commands:
     def _info(self, call: RpcCall) -> None:
         trainer = self._trainer
         notices = trainer.model.notices if isinstance(trainer.model, HfPolicy) else []
-        call.reply({"step": trainer.steps, "probe_gap": self._probe_gap, "notices": notices, **self._held()})
+        reference = checkpoint.reference_of(trainer)
+        found = {"step": trainer.steps, "probe_gap": self._probe_gap, "notices": notices}
+        call.reply({**found, "reference": reference, **self._held()})
 
     def _step(self, call: RpcCall) -> None:
         plan = decode_plan(call.meta["plan"], call.arrays)

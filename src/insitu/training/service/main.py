@@ -204,7 +204,8 @@ class TrainingCommands:
 
     def _info(self, call: RpcCall) -> None:
         steps = self._trainer.steps if self._trainer else 0
-        call.reply({"step": steps, "probe_gap": self._probe_gap, "notices": [], **self._held()})
+        found = {"step": steps, "probe_gap": self._probe_gap, "notices": [], "reference": ""}
+        call.reply({**found, **self._held()})
 
     def _held(self) -> Meta:
         return {"version": self._trainer.version if self._trainer else 0, "weights": self._label()}

@@ -113,7 +113,7 @@ def snapshot(trainer: Trainer, assets: Path | None = None) -> Snapshot:
         "step": trainer.steps,
         "version": trainer.version,
         "optim": trainer.config.optim.model_dump(mode="json"),
-        "reference": _reference(trainer),
+        "reference": reference_of(trainer),
     }
     return Snapshot(
         model=trainer.model.stored(),
@@ -178,7 +178,7 @@ def load(trainer: Trainer, folder: Path) -> None:
         )
     if raw["optim"] != trainer.config.optim.model_dump(mode="json"):
         raise TrainError(f"checkpoint {folder} was made with different optimizer settings: {raw['optim']}")
-    if raw["reference"] != _reference(trainer):
+    if raw["reference"] != reference_of(trainer):
         raise TrainError(f"checkpoint {folder} was made with a different reference policy (train.reference)")
     held = trainer.model.read(folder)
     random = {name: moments.pop(name) for name in (RNG, RNG_GPU) if name in moments}
@@ -220,7 +220,7 @@ def _restore_random(state: Mapping[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state[RNG_GPU], device)
 
 
-def _reference(trainer: Trainer) -> str:
+def reference_of(trainer: Trainer) -> str:
     """Return the checksum of the reference policy, or empty without one."""
     return trainer.reference.checksum if trainer.reference is not None else ""
 

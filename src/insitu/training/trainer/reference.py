@@ -1,7 +1,9 @@
 """Reference policies: frozen models that score tokens, in this process or behind a server.
 
-A teacher is a reference policy with a large train.kl_weight. Weights are outside the run directory, so
-checkpoints contain their checksum and a resumed run refuses other ones.
+A teacher is a reference policy with a large train.kl_weight. Only the tokens of the rollouts are scored, all
+of them ids of the run's tokenizer; preflight has compared that with the reference's, whose embedding may have
+more rows, for padding. Weights are outside the run directory, so a run keeps their checksum and refuses
+other ones when it is resumed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from insitu.training.model.load import open_policy
 from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanRow
 from insitu.training.trainer.batch import TensorBatch, states
+from insitu.training.trainer.scoring_server import ScoringServer
 from insitu.training.trainer.served_reference import ServedReference
 
 
@@ -42,10 +45,6 @@ class Scorer(Protocol):
 
     @property
     def max_positions(self) -> int: ...
-
-    def check(self, trained: Policy) -> None:
-        """Raise ConfigError when the vocabularies differ."""
-        ...
 
     def logprobs(self, batch: TensorBatch, temperature: float, techniques: MemoryOptions = PLAIN) -> Tensor:
         """Return [N] of the batch's trained tokens, row by row. techniques: those of the training pass."""
@@ -72,14 +71,6 @@ class Reference:
     def max_positions(self) -> int:
         return self._model.max_positions
 
-    def check(self, trained: Policy) -> None:
-        """Raise ConfigError when the vocabularies differ."""
-        if self._model.vocab_size != trained.vocab_size:
-            raise ConfigError(
-                f"the reference policy has {self._model.vocab_size} tokens, the trained model"
-                f" {trained.vocab_size}: a KL between them is undefined"
-            )
-
     def logprobs(self, batch: TensorBatch, temperature: float, techniques: MemoryOptions = PLAIN) -> Tensor:
         """Return [N] of the batch's trained tokens, row by row. techniques: those of the training pass."""
         if isinstance(self._model, HfPolicy):
@@ -104,11 +95,6 @@ class References:
     @property
     def max_positions(self) -> int:
         return min(scorer.max_positions for scorer in self._all)
-
-    def check(self, trained: Policy) -> None:
-        """Raise ConfigError when a vocabulary differs."""
-        for scorer in self._all:
-            scorer.check(trained)
 
     def logprobs(self, batch: TensorBatch, temperature: float, techniques: MemoryOptions = PLAIN) -> Tensor:
         """Return [N] of the batch's trained tokens, row by row, each by its task set's reference."""
@@ -135,16 +121,20 @@ def read_reference(config: TrainConfig, model: Path) -> Scorer | None:
     if config.loss.kl == "none":
         return None
     names = config.references or {"": config.reference}
-    opened = {name: _open(name or str(model), config, model) for name in dict.fromkeys(names.values())}
+    keys = {name: ".".join(filter(None, ["tasks", part, "reference"])) for part, name in names.items()}
+    keys[config.reference] = "train.reference"
+    opened = {
+        name: _open(name or str(model), keys[name], config, model) for name in dict.fromkeys(names.values())
+    }
     if len(opened) == 1:
         return next(iter(opened.values()))
     return References({part: opened[name] for part, name in names.items()})
 
 
-def _open(source: str, config: TrainConfig, model: Path) -> Scorer:
+def _open(source: str, key: str, config: TrainConfig, model: Path) -> Scorer:
     if is_url(source):
-        return ServedReference(source, model, config.step_timeout_s)
+        return ServedReference(ScoringServer(source, key, model, config.step_timeout_s))
     folder = Path(source)
     if not (folder / "config.json").exists():
-        raise ConfigError(f"train.reference: {folder} is not a model folder: it has no config.json")
+        raise ConfigError(f"{key}: {folder} is not a model folder: it has no config.json")
     return Reference(open_policy(folder, config.policy.changed(lora=None, replay=False)))

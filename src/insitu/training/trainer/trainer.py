@@ -56,13 +56,11 @@ class Trainer:
         reference: Scorer | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Set up. Raises ConfigError when `reference` is missing or does not fit the loss."""
+        """Set up. Raises ConfigError when the loss needs a `reference`."""
         self.model, self.config = model, config
         self.ranks = ranks or Ranks()
         if config.loss.kl != "none" and reference is None:
             raise ConfigError(f"kl={config.loss.kl} needs a reference policy")
-        if reference is not None:
-            reference.check(model)
         self.reference = reference if config.loss.kl != "none" else None
         self.optimiser = Optimiser(model, config.optim)
         self.fit = self._fit_of(model) if isinstance(model, HfPolicy | Qwen3) else None

@@ -21,7 +21,6 @@ from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.config.base import is_url
-from insitu.config.tasks import OF_EVAL
 from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
@@ -43,7 +42,7 @@ from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import action_of, open_source
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tracking.start import check_trackers
-from insitu.types import Oracle, Task
+from insitu.types import OF_EVAL, Oracle, Task
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from insitu.config import Config, EvalTable
-from insitu.config.tasks import OF_EVAL
 from insitu.errors import TaskError
 from insitu.tasks.base import Split, TaskSource
 from insitu.tasks.dataset import RowSource
-from insitu.types import Oracle, Task
+from insitu.types import OF_EVAL, Oracle, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

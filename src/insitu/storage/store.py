@@ -194,7 +194,7 @@ class Store(Lifecycle):
         """
         query = (
             f"SELECT category, reward, {TASK_SET} AS task_set, task_id FROM rollouts"
-            f" WHERE phase = :phase AND step = COALESCE(:step, step) AND reward IS NOT NULL"
+            " WHERE phase = :phase AND step = COALESCE(:step, step) AND reward IS NOT NULL"
             f" ORDER BY {by}, group_no, slot"
         )
         found: dict[str, list[sqlite3.Row]] = {}
@@ -352,6 +352,12 @@ def _balance(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> Balance:
         pending=pending,
         attempts=count_attempts(db),
     )
+
+
+def _score(rows: Sequence[sqlite3.Row]) -> Score:
+    """Return the score of graded rollouts; the same task of two sets counts as two."""
+    tasks = {(row["task_set"], row["task_id"]) for row in rows}
+    return Score.of([row["reward"] for row in rows], len(tasks))
 
 
 def _check_rows(db: sqlite3.Connection) -> None:

@@ -50,7 +50,8 @@ COUNTS = frozenset(
 def _measured(result: StepResult) -> dict[str, Any]:
     """Return a step's result as metrics, None for what a skipped step did not measure."""
     values = asdict(result)
-    return {name: v if name in COUNTS or not result.skipped else None for name, v in values.items()}
+    of_sets = {f"{name}/ref_kl": value for name, value in values.pop("ref_kl_of_sets").items()}
+    return of_sets | {name: v if name in COUNTS or not result.skipped else None for name, v in values.items()}
 
 
 def ahead_summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

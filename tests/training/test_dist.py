@@ -101,7 +101,8 @@ def test_the_divergence_of_each_task_set_is_that_of_all_ranks(tmp_path: Path) ->
     def of_sets(ranks: Together | None, world: int) -> Mapping[str, float]:
         plan = made_plan(world)
         parts = {name: "ab"[at % 2] for at, name in enumerate(sorted({row.group_id for row in plan.rows}))}
-        plan = dataclasses.replace(plan, rows=tuple(dataclasses.replace(row, part=parts[row.group_id]) for row in plan.rows))
+        rows = [dataclasses.replace(row, part=parts[row.group_id]) for row in plan.rows]
+        plan = dataclasses.replace(plan, rows=tuple(rows))
         config = TrainConfig(loss=LossConfig(kl="k3", kl_weight=1.0))
         trainer = Trainer(small_model(), config, reference=Reference(small_model(1)), ranks=ranks)
         return trainer.step(plan).ref_kl_of_sets

@@ -316,11 +316,11 @@ def test_one_report_has_gain_best_step_early_stop_and_every_evaluation(tmp_path:
         "best_heldout_reward": 0.875,
         "stopped_early": True,
     }
-    text = finish(tmp_path / "r", summary)
+    text, how = finish(tmp_path / "r", summary), f"insitu export {tmp_path / 'r'} --checkpoint best --out DIR"
     for line in (
         "  gain    +0.50 (95 % +0.10 to +0.80)",
         "  pass@2  0.50 (95 % 0.40 to 0.60)",
-        f"  best    mean reward 0.88 after step 1: insitu export {tmp_path / 'r'} --checkpoint best --out DIR",
+        f"  best    mean reward 0.88 after step 1: {how}",
         "  hard  none graded -> 0.25 (1/4, 95 % 0.01 to 0.88)",
         "ended after step 2 of 9: 3 evaluations without a better held-out result (run.stop_after_evals)",
     ):

@@ -54,8 +54,8 @@ def _validate(config: Config, options: argparse.Namespace) -> int:
         for name, found in (summary["sets"] or {"": summary}).items():
             print(
                 f"{f'{name}: ' if name else ''}{found['passed']} of {found['tasks']} tasks passed,"
-                f" {found['failed']} failed, {found['no_gold']} without a solution, {found['infra']} not judged,"
-                f" {found['refused_rows']} rows refused; kept in {found['gate']}"
+                f" {found['failed']} failed, {found['no_gold']} without a solution,"
+                f" {found['infra']} not judged, {found['refused_rows']} rows refused; kept in {found['gate']}"
             )
     return 0 if summary["passed"] == summary["tasks"] else 1
 

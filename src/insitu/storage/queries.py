@@ -37,7 +37,8 @@ FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) LEFT JOIN states s USING
 """
 ROW = f"""
 SELECT r.rowid AS "row", r.rollout_id AS id, r.ulid, r.phase, r.step, r.group_no AS "group", r.slot,
-  {TASK_SET} AS task_set, r.task_id AS task, r.category, r.status, r.reward, r.attempt, r.error, r.timings, r.ledger, r.egress,
+  {TASK_SET} AS task_set, r.task_id AS task, r.category, r.status, r.reward, r.attempt, r.error, r.timings,
+  r.ledger, r.egress,
   v.outcome, v.trust, v.passed, v.total, v.reason, v.dropped_paths AS dropped,
   s.state, s.reason AS fate, s.version, s.oldest, s.account,
   COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) AS calls
@@ -182,7 +183,8 @@ ORDER BY step, group_no, slot
 NEXT_ROW = "SELECT rollout_id AS id FROM rollouts WHERE rowid > :row ORDER BY rowid LIMIT 1"
 PREVIOUS_ROW = "SELECT rollout_id AS id FROM rollouts WHERE rowid < :row ORDER BY rowid DESC LIMIT 1"
 TASKS = f"""
-SELECT {TASK_SET} AS task_set, task_id AS task, category, COUNT(*) AS n, SUM(COALESCE(reward, 0) >= 1.0) AS solved,
+SELECT {TASK_SET} AS task_set, task_id AS task, category, COUNT(*) AS n,
+  SUM(COALESCE(reward, 0) >= 1.0) AS solved,
   SUM(reward IS NULL) AS failed, COALESCE(SUM(reward), 0) AS reward_sum, MIN(step) AS first_step,
   MAX(step) AS last_step, MAX(CASE WHEN reward >= 1.0 THEN step END) AS last_solved
 FROM rollouts WHERE phase = :phase GROUP BY task_set, task_id ORDER BY task_id, MIN(rowid)

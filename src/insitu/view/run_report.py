@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from insitu.capture.drift_log import drift_totals
+from insitu.config import Config
 from insitu.errors import RecordError
 from insitu.storage.files import write_text
-from insitu.config import Config
 from insitu.storage.phases import When, eval_name, eval_phase
 from insitu.storage.run_dir import KIND, read_config, read_store, read_summary
 from insitu.storage.score import Score, describe_rewards
@@ -58,8 +58,8 @@ def report_of(
     heldout, *further = _evaluations(store, config, summary["evaluations"])
     best, limit = summary["best_step"], config.run.stop_after_evals
     ended = (
-        f"ended after step {steps} of {config.run.steps}: {limit} evaluations without a better held-out result"
-        " (run.stop_after_evals)"
+        f"ended after step {steps} of {config.run.steps}: {limit} evaluations without a better held-out"
+        " result (run.stop_after_evals)"
     )
     return FinalReport(
         run_dir=run_dir,
@@ -185,9 +185,7 @@ def _decided_lines(run_dir: Path, store: Store, kind: str) -> Iterator[str]:
         yield f"not finished; continue with: insitu {kind} --resume {run_dir}"
 
 
-def _scores(
-    store: Store, phase: str, by: Literal["category", "task_set"] = "category"
-) -> dict[str, Score]:
+def _scores(store: Store, phase: str, by: Literal["category", "task_set"] = "category") -> dict[str, Score]:
     """Return the scores of the newest step with this phase; empty when there is none."""
     steps = [step for name, step in store.phases() if name == phase]
     return store.scores(phase, max(steps), by) if steps else {}

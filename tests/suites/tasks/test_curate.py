@@ -151,12 +151,12 @@ def test_tasks_of_a_mix_are_named_by_their_set(mix: str, capsys: pytest.CaptureF
     assert "task_set   other\n" in run(capsys, "show", *words, "--id", "c")[1]
     assert "task_set   other\n" in run(capsys, "show", *words, "--id", "a", "--set", "other")[1]
     assert len(run(capsys, "export", *words, "--set", "mine")[1].splitlines()) == 2
-    for words, message in (
+    for wrong, message in (
         (("export", *words), "export writes one task set: choose one of mine, other by --set"),
         (("list", *words, "--set", "x"), "no task set 'x'; there are: mine, other"),
         (("show", *words, "--id", "z"), "there is no task z"),
     ):
-        code, _, err = run(capsys, *words)
+        code, _, err = run(capsys, *wrong)
         assert (code != 0, message in err) == (True, True)
 
 

@@ -109,7 +109,8 @@ def test_two_runs_are_compared_with_intervals_and_tables(
 def test_two_agents_on_the_same_task_are_told_apart(mixed_run: Path, lab_run: Path, capsys: Capture) -> None:
     found = json.loads(looked(capsys, "compare", mixed_run, mixed_run, "--json"))
     assert found["pairs"][0]["table"] == {"both": 0, "only_a": 1, "only_b": 2, "neither": 1}
-    assert "A    eval_after 3   0.50    0.15 to 0.85  2 of 4" in looked(capsys, "compare", mixed_run, mixed_run)
+    text = looked(capsys, "compare", mixed_run, mixed_run)
+    assert "A    eval_after 3   0.50    0.15 to 0.85  2 of 4" in text
     by_set = "SELECT task_set, COUNT(*) AS n FROM v_rollouts WHERE task = 'task-0-0' GROUP BY 1"
     assert looked(capsys, "query", mixed_run, by_set, "--csv") == "task_set,n\no,2\ns,2\n"
     line = looked(capsys, "show", mixed_run, "train/00001/001/00").splitlines()[1]

@@ -83,7 +83,7 @@ def _count(options: ValidateOptions, source: RowSource | None) -> int:
 
 
 def chosen_of(items: Iterable[Item], ids: Sequence[str]) -> Iterator[Item]:
-    """Yield the tasks with these ids, all without ids; raise TaskError at the end for one that is not there."""
+    """Yield the tasks with these ids, all without ids; raise TaskError at the end for one that is missing."""
     missing = set(ids)
     for item in items:
         if not ids or item.task.id in ids:
@@ -94,7 +94,10 @@ def chosen_of(items: Iterable[Item], ids: Sequence[str]) -> Iterator[Item]:
 
 
 async def validate_tasks(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
-    """Validate every task that is not settled, set by set; return counts and failures. Raises InsituError."""
+    """Validate every task that is not settled, set by set; return counts and failures.
+
+    Raises InsituError.
+    """
     found = {own.task_set.name: await _validate_set(own, options, view) for own in sets_of(config)}
     seen = [(name, finding) for name, one in found.items() for finding in one["findings"]]
     if missing := set(options.ids) - {finding["id"] for _, finding in seen}:

@@ -100,7 +100,8 @@ def run_info(run: RunHandle, reader: RunReader | None = None) -> Mapping[str, An
     """
     info: dict[str, Any] = {
         "name": run.name, "path": str(run.path), "state": run.state(), "problem": "", "kind": "train",
-        "agent": "", "model": "", "tasks": "", "task_sets": [], "engine": "", "seed": None, "step": 0, "steps": None,
+        "agent": "", "model": "", "tasks": "", "task_sets": [], "engine": "", "seed": None, "step": 0,
+        "steps": None,
         "rollouts": 0, "heldout_before": None, "heldout_now": None, "spark": [], "last_write_s": None,
         "store_bytes": sum(size for size, _ in run.signature()), "private": _private(run.path),
         "has_tokens": True, "started_s": None, "last_rollout_s": None,

@@ -41,7 +41,7 @@ from insitu.suites.gpu.run import GpuCheckOptions, check_gpu
 from insitu.suites.gpu.slices import SLICES
 from insitu.suites.tasks.export import export_rows
 from insitu.suites.tasks.validate import ValidateOptions as ValidateOptions
-from insitu.suites.tasks.validate import items_of, validate_tasks
+from insitu.suites.tasks.validate import chosen_of, items_of, validate_tasks
 from insitu.suites.tasks.validate import list_tasks as tasks_of
 from insitu.suites.tasks.validate import show_task as task_of
 from insitu.tracking.start import track_run
@@ -283,7 +283,8 @@ def export_tasks(
     **tables: Any,
 ) -> Iterator[bytes]:
     """Yield tasks as lines of the format `jsonl`. Raises TaskError for one that it cannot express."""
-    return export_rows(items_of(resolve(config, overrides, None, tables), limit, ids)[0])
+    items, _ = items_of(resolve(config, overrides, None, tables), 0 if ids else limit)
+    return export_rows(chosen_of(items, ids))
 
 
 def export_run(

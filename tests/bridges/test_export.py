@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from run_lab import Flavour, make_rollout, make_run
 
 import insitu
 from insitu.bridges.equality import difference
@@ -25,7 +27,7 @@ from insitu.cli import main
 from insitu.cli.options import EXPORT_FORMS
 from insitu.config import WARM_START
 from insitu.errors import InsituError, RecordError
-from insitu.storage.run_dir import read_store
+from insitu.storage.run_dir import RunDir, read_store
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.recovery import stored_groups
 
@@ -81,6 +83,25 @@ def test_an_imported_run_holds_the_same_rollouts_steps_and_account(
         plan = plan_step(stored_groups(store, 2), PlanConfig.of(made.config))
         assert plan.digest == made.steps[1].plan_hash, "replay plans the step that was trained"
     assert main(["show", str(made.path)]) == 0
+
+
+def test_an_imported_mix_has_its_task_sets(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "mix", agents={"s": "script", "o": "single_turn"})
+    cheap = replace(make_rollout(Flavour(), "eval_after.cheap", 3, 0, 0, solved=True), part="o@cheap")
+    with RunDir.open(run) as opened, opened.store() as store:
+        store.put_rollout("eval_after.cheap", 3, 0, 0, cheap)
+    assert insitu.export_run(run, tmp_path / "out", to="jsonl", check=True)["checked"]
+    for record, rows in read_jsonl(tmp_path / "out"):
+        expected = "o" if record["phase"] == cheap.id.split("/")[0] else "so"[record["place"]["group_no"] % 2]
+        assert {one["task_set"] for one in (record, *rows)} == {expected}
+    made = insitu.import_run(tmp_path / "out", tmp_path / "run")
+    stored, back = insitu.open_run(run).rollouts(), made.rollouts()
+    assert [one.part for one in back] == [one.part for one in stored]
+    assert {one.part for one in back} == {"s", "o", "o@cheap"}
+    assert len(made.rollouts(task_set="o", phase="eval_after.cheap")) == 1
+    with read_store(made.path) as store:
+        plan = plan_step(stored_groups(store, 2), PlanConfig.of(made.config))
+    assert plan.digest == made.steps[1].plan_hash
 
 
 def test_the_account_is_that_of_the_run(run: Path, tmp_path: Path) -> None:
@@ -310,7 +331,7 @@ def test_tables_of_other_types_are_refused(exports: dict[str, Path], tmp_path: P
 
 @pytest.mark.parametrize(
     ("place", "line"),
-    [({"step": 1}, "has no rowid"), ({"x) VALUES (1); --": 1}, "has no rowid"), ([], "has no rowid")],
+    [({"step": 1}, "has no rowid"), ({"x) VALUES (1); --": 1}, "has no rowid"), ([], "cannot be read")],
 )
 def test_columns_do_not_come_from_a_file(run: Path, tmp_path: Path, place: object, line: str) -> None:
     folder = tmp_path / "out"

@@ -13,6 +13,7 @@ from insitu.chat.load import load_renderer
 from insitu.config import WARM_START
 from insitu.storage.metrics import read_metrics
 from insitu.storage.run_dir import read_store
+from insitu.tracking.names import numbers
 from tests.e2e.test_runs import command, finish, plans, wait_for
 
 pytestmark = pytest.mark.slow
@@ -56,6 +57,23 @@ def test_every_metric_of_a_step_is_there_by_name(reference: tuple[Path, dict[str
         assert min(line["operators/calls_mean"], line["swaps/calls_mean"]) > 0
         graded = 8 * line["operators/solve_rate"] + 4 * line["swaps/solve_rate"]
         assert graded == pytest.approx(12 * line["solve_rate"])
+
+
+def test_every_number_of_an_evaluation_is_there_by_name(reference: tuple[Path, dict[str, Any]]) -> None:
+    run_dir, summary = reference
+    for line in read_metrics(run_dir / "metrics.jsonl"):
+        if not line["event"].startswith("eval"):
+            continue
+        assert (line["operators/total"], line["swaps/total"]) == (3, 3)
+        assert line["operators/solved"] + line["swaps/solved"] == line["solved"]
+        assert line["swaps/solve_rate_low"] <= line["swaps/solve_rate"] <= line["swaps/solve_rate_high"]
+        assert numbers(line)["heldout/swaps/solve_rate"] == line["swaps/solve_rate"]
+    found = summary["evaluations"]["heldout"]
+    gains = [found["sets"][name]["gain"]["value"] for name in ("operators", "swaps")]
+    assert sum(gains) / 2 == pytest.approx(found["gain"]["value"], abs=1e-3)
+    report = (run_dir / "report.txt").read_text()
+    assert "\n  operators  script       training " in report
+    assert "\n  swaps      single_turn  training " in report
 
 
 @pytest.mark.full

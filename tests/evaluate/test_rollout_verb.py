@@ -65,9 +65,14 @@ class Scripted:
 
 
 def run(
-    tmp_path: Path, scripted: Scripted, *overrides: str, resume: bool = False, shown: StringIO | None = None
+    tmp_path: Path,
+    scripted: Scripted,
+    *overrides: str,
+    resume: bool = False,
+    shown: StringIO | None = None,
+    **tables: Any,
 ) -> dict[str, Any]:
-    config = load_config(None, [*SETTINGS, f"run.dir={tmp_path / 'run'}", *overrides])
+    config = load_config(None, [*SETTINGS, f"run.dir={tmp_path / 'run'}", *overrides], tables)
     options = RolloutOptions(sampler=scripted.sampler, resume=tmp_path / "run" if resume else None)
     return dict(asyncio.run(collect_rollouts(config, PlainView(shown or StringIO()), options)))
 
@@ -88,6 +93,24 @@ def test_the_numbers_are_those_of_what_happened(tmp_path: Path) -> None:
     assert summary["cost"] is None
     assert summary["trust"] == {"strong": 6}
     assert summary["masked"] == {}
+
+
+def test_each_task_set_gives_equally_many_tasks_and_has_a_line(tmp_path: Path) -> None:
+    scripted = Scripted()
+    scripted.problems = scripted.problems[:2] * 2
+    single = {"name": "single", "weight": 0.0, "harness": {"agent": "single_turn"}}
+    sets = [{"name": "tools"}, single]
+    summary = run(tmp_path, scripted, "rollout.tasks=4", "harness.mode=fresh", tasks=sets)
+    found = summary["sets"]
+    assert [(found[name]["agent"], found[name]["tasks"], found[name]["resolved"]) for name in found] == [
+        ("script", 2, 2), ("single_turn", 2, 0)
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
+    assert [line["task_set"] for line in lines] == ["tools"] * 4 + ["single"] * 4
+    assert lines[0]["task_id"] == lines[4]["task_id"]
+    report = (tmp_path / "run" / "report.txt").read_text().splitlines()
+    assert "  tools: script, 2 of 4 rollouts on 2 tasks resolved, pass@1 0.500, pass@2 1.000" in report
+    assert "  single: single_turn, 0 of 4 rollouts on 2 tasks resolved, pass@1 0.000, pass@2 0.000" in report
 
 
 def test_what_the_infrastructure_failed_is_tried_again_and_never_a_zero(tmp_path: Path) -> None:

@@ -143,6 +143,15 @@ def test_an_evaluation_without_names_covers_the_trained_sets(tmp_path: Path) -> 
     assert {task.part for task in layered} == {"toy@layered"}
 
 
+def test_tasks_without_training_are_spread_over_the_sets(tmp_path: Path) -> None:
+    mix = open_mix(load_config(None, (), mixed(rows(tmp_path, 3), eval_share=1.0)))
+    whole = mix.spread("eval", 0, 9)
+    assert [task.part for task in whole] == ["toy"] * 6 + ["own"] * 3
+    pieces = [task.id for start in range(9) for task in mix.spread("eval", start, 1)]
+    assert sorted(pieces) == sorted(task.id for task in whole)
+    assert Counter(task.part for task in mix.spread("eval", 2, 3)) == {"toy": 2, "own": 1}
+
+
 @pytest.mark.parametrize(
     ("evaluation", "why"),
     [

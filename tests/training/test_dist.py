@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from insitu.training.learner.process import LearnerSpec
 from insitu.training.options import OptimConfig, StepResult, TrainConfig
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.distributed import Together, join
+from insitu.training.trainer.reference import Reference
 from insitu.training.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
@@ -94,6 +95,22 @@ def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(
     for other_loss, other_grad in on_ranks(world, tmp_path, lambda ranks: gradients(ranks, plan)):
         assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-8)
         assert gap(grad, other_grad) < 1e-5 * max(float(g.abs().max()) for g in grad.values())
+
+
+def test_the_divergence_of_each_task_set_is_that_of_all_ranks(tmp_path: Path) -> None:
+    def of_sets(ranks: Together | None, world: int) -> Mapping[str, float]:
+        plan = made_plan(world)
+        parts = {name: "ab"[at % 2] for at, name in enumerate(sorted({row.group_id for row in plan.rows}))}
+        rows = [dataclasses.replace(row, part=parts[row.group_id]) for row in plan.rows]
+        plan = dataclasses.replace(plan, rows=tuple(rows))
+        config = TrainConfig(loss=LossConfig(kl="k3", kl_weight=1.0))
+        trainer = Trainer(small_model(), config, reference=Reference(small_model(1)), ranks=ranks)
+        return trainer.step(plan).ref_kl_of_sets
+
+    alone = of_sets(None, 1)
+    assert alone.keys() == {"a", "b"}
+    for found in on_ranks(2, tmp_path, lambda ranks: of_sets(ranks, 2)):
+        assert found == pytest.approx(alone, rel=1e-5)
 
 
 def test_trees_over_ranks_give_what_padded_rows_give(tmp_path: Path) -> None:
@@ -172,7 +189,7 @@ def test_what_one_rank_refuses_all_refuse_and_nothing_changes(tmp_path: Path) ->
     mu = row.logprobs.copy()
     mu[row.mask] -= 0.5
     bad = dataclasses.replace(row, logprobs=mu)
-    wrong = dataclasses.replace(plan, rows=tuple(bad if r is row else r for r in plan.rows))
+    wrong = dataclasses.dataclasses.replace(plan, rows=tuple(bad if r is row else r for r in plan.rows))
 
     def refused(ranks: Together) -> tuple[str, Named]:
         model = small_model(0)

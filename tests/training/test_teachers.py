@@ -29,6 +29,7 @@ from insitu.training.learner.serialization import decode_plan, encode_plan
 from insitu.training.loss.losses import LossConfig
 from insitu.training.options import TrainConfig
 from insitu.training.plan.step import PlanConfig, plan_digest, plan_step, use_of
+from insitu.training.step_metrics import step_metrics
 from insitu.training.trainer import scoring_server
 from insitu.training.trainer.batch import make_batch
 from insitu.training.trainer.reference import Reference, References, read_reference
@@ -69,6 +70,24 @@ def test_each_row_is_scored_by_the_teacher_of_its_set() -> None:
     assert 0 < from_a.sum() < len(from_a)
     wanted = torch.where(torch.from_numpy(from_a), expected(first, plan), expected(second, plan))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_the_divergence_is_measured_of_each_set() -> None:
+    student, first, second = small_model(), small_model(1), small_model()
+    groups = sampled_groups(student, groups=2)
+    plan = plan_step([of_set(groups[0], "a"), of_set(groups[1], "b")], PlanConfig())
+    teachers = References({"a": Reference(first), "b": Reference(second)})
+    result = Trainer(student, TrainConfig(loss=DISTILLED), reference=teachers).step(plan)
+    found, tokens = result.ref_kl_of_sets, {"a": 0, "b": 0}
+    for row in plan.rows:
+        tokens[row.part] += int(row.mask.sum())
+    assert found["b"] == pytest.approx(0.0, abs=1e-6)
+    assert found["a"] > 1e-3
+    whole = sum(found[name] * count for name, count in tokens.items()) / sum(tokens.values())
+    assert result.ref_kl == pytest.approx(whole)
+    metrics = step_metrics(groups, plan.ledger, result)
+    assert metrics["a/ref_kl"] == found["a"]
+    assert "ref_kl_of_sets" not in metrics
 
 
 def test_a_set_without_a_teacher_is_an_error() -> None:

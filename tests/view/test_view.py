@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from insitu.collect.options import Slot
-from insitu.config import load_config
+from insitu.config import Config, load_config
 from insitu.errors import RecordError
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Score, Store
@@ -23,7 +24,7 @@ from insitu.view.base import Progress, View, duration
 from insitu.view.curve import Curve, CurvePoint, curve_of, curve_svg
 from insitu.view.live import LiveView
 from insitu.view.plain import PlainView
-from insitu.view.report import FinalReport, ShownRollout, ShownTurn, render_report
+from insitu.view.report import EvaluationReport, FinalReport, ShownRollout, ShownTurn, render_report
 from insitu.view.run_report import finish, show_run
 
 
@@ -251,11 +252,17 @@ def test_the_curve_of_almost_nothing(steps: int) -> None:
     assert svg_of(Curve(title="t", train=points, heldout=points[:1])) is not None
 
 
-def report(**more: object) -> FinalReport:
+def report(
+    before: Score | None = None,
+    after: Score | None = None,
+    numbers: Mapping[str, object] | None = None,
+    **more: object,
+) -> FinalReport:
+    before, after = before or score(22, 128), after or score(112, 128)
+    heldout = EvaluationReport(name="held-out", before=before, after=after, numbers=numbers or {})
     values: dict[str, object] = {
         "run_dir": Path("/r"),
-        "before": score(22, 128),
-        "after": score(112, 128),
+        "heldout": heldout,
         "ledger": Ledger(captured=1200, trained=1000, excluded={"degenerate": 150, "evaluation": 50}),
         "wall_s": 423.0,
         "steps": 30,
@@ -281,6 +288,48 @@ def test_report_says_rates_with_counts_ledger_and_places() -> None:
         "look   insitu view /r",
     ):
         assert line in text.splitlines(), line
+
+
+def levels(value: float, **more: float) -> dict[str, float]:
+    found = {"solve_rate": value, **more}
+    return {
+        f"{name}{end}": rate + off
+        for name, rate in found.items()
+        for end, off in (("", 0), ("_low", -0.1), ("_high", 0.1))
+    }
+
+
+def test_one_report_has_gain_best_step_early_stop_and_every_evaluation(tmp_path: Path) -> None:
+    with RunDir.create(stopping(tmp_path / "r")) as run, run.store() as store:
+        fill(store)
+        for slot in range(4):
+            store.put_rollout("eval_after.hard", 2, slot, 0, rollout(f"h{slot}", solved=slot > 2))
+    numbers = {
+        "before": levels(0.25),
+        "after": levels(0.75, pass_at_2=0.5),
+        "gain": {"value": 0.5, "low": 0.1, "high": 0.8, "tasks": 4},
+    }
+    summary = {
+        **SUMMARY,
+        "evaluations": {"heldout": numbers, "hard": {**numbers, "before": {}, "gain": None}},
+        "best_step": 1,
+        "best_heldout_reward": 0.875,
+        "stopped_early": True,
+    }
+    text, how = finish(tmp_path / "r", summary), f"insitu export {tmp_path / 'r'} --checkpoint best --out DIR"
+    for line in (
+        "  gain    +0.50 (95 % +0.10 to +0.80)",
+        "  pass@2  0.50 (95 % 0.40 to 0.60)",
+        f"  best    mean reward 0.88 after step 1: {how}",
+        "  hard  none graded -> 0.25 (1/4, 95 % 0.01 to 0.88)",
+        "ended after step 2 of 9: 3 evaluations without a better held-out result (run.stop_after_evals)",
+    ):
+        assert line in text.splitlines(), line
+    with RunDir.open(tmp_path / "r") as run:
+        run.write_summary(summary)
+    assert show_run(tmp_path / "r").endswith(text)
+    plain = render_report(report())
+    assert not any(word in plain for word in ("gain", "best", "ended", "Further", "Task sets"))
 
 
 def test_report_does_not_hide_a_token_that_was_left_out() -> None:
@@ -375,6 +424,11 @@ def rollout(name: str, *, solved: bool, category: str = "swap", tokens: int = 0)
     )
 
 
+def stopping(folder: Path) -> Config:
+    tables = {"eval": [{"every_steps": 1, "count": 4}, {"name": "hard", "samples": 2, "count": 4}]}
+    return load_config(None, [f"run.dir={folder}", "run.steps=9", "run.stop_after_evals=3"], tables)
+
+
 def stored_run(folder: Path) -> Path:
     config = load_config(None, [f"run.dir={folder}", "run.steps=2", "eval.count=4"])
     with RunDir.create(config) as run, run.store() as store:
@@ -404,6 +458,9 @@ SUMMARY = {
     "max_logprob_gap": 1e-6,
     "max_logprob_gap_seen": 1e-6,
     "mismatched": 0,
+    "evaluations": {},
+    "best_step": None,
+    "stopped_early": False,
 }
 
 

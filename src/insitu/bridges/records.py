@@ -49,6 +49,7 @@ ROWS: Mapping[str, str] = {
     "group_id": "text",
     "rollout_id": "text",
     "attempt": "int",
+    "task_set": "text",
     "task_id": "text",
     "segment": "int",
     "label": "text",
@@ -69,7 +70,7 @@ ROWS: Mapping[str, str] = {
 """Column -> kind, one row per segment. `used`: why its tokens are not trained, or empty; `weight`: factor of
 the sum of its token losses; `prompt_len`: ids before the first trained one. A row's lists have one length.
 `experts`: int16 [tokens, layers, k] as .npy file in base64, where a sampler returned them."""
-OPTIONAL = frozenset({"experts"})
+OPTIONAL = frozenset({"experts", "task_set"})
 """Columns that an export of an earlier version lacks."""
 ROLLOUTS: Mapping[str, str] = {
     "schema_version": "int",
@@ -78,6 +79,7 @@ ROLLOUTS: Mapping[str, str] = {
     "step": "int",
     "group_id": "text",
     "rollout_id": "text",
+    "task_set": "text",
     "task_id": "text",
     "category": "text",
     "status": "text",
@@ -121,7 +123,7 @@ class StoredRollout:
     step: int
     """Optimizer step that counts its tokens, else the step that it was drawn for."""
     place: Mapping[str, Any]
-    """rowid, ulid, phase, step, group_no, slot."""
+    """rowid, ulid, phase, step, group_no, slot, part."""
     state: Mapping[str, Any]
     """state, reason, attempt, version, oldest, account."""
     attempts: Sequence[Mapping[str, Any]] = ()
@@ -153,6 +155,7 @@ def row_records(stored: StoredRollout, run: str, temperature: float) -> list[Rec
         "group_id": item.group_id,
         "rollout_id": rollout.id,
         "attempt": rollout.attempt,
+        "task_set": rollout.task_set,
         "task_id": rollout.task_id,
         "status": rollout.status.value,
         "reward": rollout.reward,
@@ -201,6 +204,7 @@ def rollout_record(stored: StoredRollout, run: str, temperature: float) -> Recor
         "step": stored.step,
         "group_id": item.group_id,
         "rollout_id": rollout.id,
+        "task_set": rollout.task_set,
         "task_id": rollout.task_id,
         "category": rollout.category,
         "status": rollout.status.value,
@@ -356,6 +360,7 @@ def _rollout(record: Record, segments: tuple[Segment, ...]) -> Rollout:
         id=record["rollout_id"],
         task_id=record["task_id"],
         category=record["category"],
+        part=record["place"].get("part", ""),
         status=Status(record["status"]),
         reward=record["reward"],
         trajectory=Trajectory(

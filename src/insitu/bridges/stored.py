@@ -159,7 +159,7 @@ def stored_rollouts(
             yield StoredRollout(
                 item=item,
                 step=part.step,
-                place={name: row[column] for name, column in PLACE.items()},
+                place={name: row[column] for name, column in PLACE.items()} | {"part": item.rollout.part},
                 state={
                     name: state[name]
                     for name in ("state", "reason", "attempt", "version", "oldest", "account")

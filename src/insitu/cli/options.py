@@ -396,7 +396,8 @@ def _add_tasks(commands: Any) -> None:
     tasks.add_argument("what", choices=("list", "show", "validate", "export"), help="what to do")
     tasks.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file (default: overrides only)")
     tasks.add_argument("--id", action="append", default=[], metavar="ID", help="only this task (repeatable)")
-    tasks.add_argument("--limit", type=int, default=0, metavar="N", help="the first N tasks only")
+    tasks.add_argument("--set", default="", metavar="NAME", help="only this of [[tasks]] (default: all)")
+    tasks.add_argument("--limit", type=int, default=0, metavar="N", help="the first N tasks of each set only")
     tasks.add_argument("--repeats", type=int, default=3, metavar="N", help="validate: runs of each task")
     tasks.add_argument(
         "--out", type=_path, metavar="FILE", help="validate: its result; export: JSONL file (default: stdout)"

@@ -21,6 +21,10 @@ def run(options: argparse.Namespace) -> int:
         overrides.insert(0, path)
         path = None
     config = load_config(Path(path) if path else None, overrides)
+    if options.set:
+        if options.set not in (names := [table.name for table in config.tasks]):
+            raise ConfigError(f"no task set {options.set!r}; there are: {', '.join(filter(None, names))}")
+        config = config.of_set(config.tasks[names.index(options.set)])
     if options.repeats < 1 or options.limit < 0:
         raise ConfigError("--repeats and --limit take positive numbers")
     if options.what == "validate":
@@ -47,16 +51,19 @@ def _validate(config: Config, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(summary))
     else:
-        print(
-            f"{summary['passed']} of {summary['tasks']} tasks passed, {summary['failed']} failed, "
-            f"{summary['no_gold']} without a solution, {summary['infra']} not judged, "
-            f"{summary['refused_rows']} rows refused; kept in {summary['gate']}"
-        )
+        for name, found in (summary["sets"] or {"": summary}).items():
+            print(
+                f"{f'{name}: ' if name else ''}{found['passed']} of {found['tasks']} tasks passed,"
+                f" {found['failed']} failed, {found['no_gold']} without a solution,"
+                f" {found['infra']} not judged, {found['refused_rows']} rows refused; kept in {found['gate']}"
+            )
     return 0 if summary["passed"] == summary["tasks"] else 1
 
 
 def _export(config: Config, options: argparse.Namespace) -> int:
     """Write the tasks as JSONL to --out, else to stdout."""
+    if config.set_names:
+        raise ConfigError(f"export writes one task set: choose one of {', '.join(config.set_names)} by --set")
     lines = list(export_tasks(config, limit=options.limit, ids=options.id))
     if options.out is None:
         sys.stdout.buffer.writelines(lines)
@@ -78,7 +85,7 @@ def _show(config: Config, task_id: str, as_json: bool, *, tests: bool) -> None:
         print(json.dumps(shown))
         return
     for key, value in shown.items():
-        if key not in ("prompt", "files", "required"):
+        if key not in ("prompt", "files", "required") and (key != "task_set" or value):
             print(f"{key:10} {value}")
     for path, size in shown["files"].items():
         print(f"{'file':10} {path} ({size} bytes)")
@@ -93,10 +100,11 @@ def _list(config: Config, options: argparse.Namespace) -> None:
         print(json.dumps({**total, "rows": rows}))
         return
     width = max((len(str(row["id"])) for row in rows), default=2)
+    sets = max((len(row["task_set"]) + 2 for row in rows if row["task_set"]), default=0)
     for row in rows:
         gold = "gold" if row["gold"] else "-"
         judged = f"{row['runner']:12} {row['trust']:8} {row['tests']:5} tests"
-        print(f"{row['id']:{width}}  {judged}  {gold:4}  {row['image']}".rstrip())
+        print(f"{row['task_set']:{sets}}{row['id']:{width}}  {judged}  {gold:4}  {row['image']}".rstrip())
     split = f" ({total['train']} train, {total['eval']} eval)" if "train" in total else ""
     print(f"{total['tasks']} tasks{split}, {len(total['refused'])} rows refused")
     for refusal in total["refused"]:

@@ -291,6 +291,16 @@ class Config(Table):
             raise ValueError(describe_invalid(error, kind, *filter(None, [table.name]))) from None
 
     @property
+    def set_names(self) -> Sequence[str]:
+        """Names of the task sets of a mix; empty for a run with one task set."""
+        return [table.name for table in self.tasks] if len(self.tasks) > 1 else []
+
+    def agent_of(self, part: str) -> str:
+        """Return the name of the agent of a part of a mix; empty where the run has no such part."""
+        own = self.parts.get(part) if self.set_names else None
+        return "" if own is None else own.agent_names
+
+    @property
     def agent_names(self) -> str:
         """Names of the agents, of each task set in use."""
         tables = [self.of_set(table).harness for table in self.tasks]

@@ -23,14 +23,11 @@ from insitu.config.base import (
     unless,
 )
 from insitu.config.harness import AgentCommand
-from insitu.types import MIN_TEMPERATURE
+from insitu.types import MIN_TEMPERATURE, OF_EVAL
 
 ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 LAYERS = ("harness", "limits", "sandbox", "grade", "reward")
 """Tables of the run that one of [[tasks]] or [[eval]] may hold keys of."""
-
-OF_EVAL = "@"
-"""Between the names of a set and an evaluation with tables of its own: no name contains it."""
 
 _DATA_SET = unless("source", "toy")
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")]

@@ -34,6 +34,7 @@ from insitu.storage.run_dir import KIND, SESSIONS, RunDir
 from insitu.storage.store import Score, Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.base import REWARD_ONLY, Split, TaskSource
+from insitu.tasks.mix import TaskMix
 from insitu.tracking.start import start_trackers
 from insitu.training.loop import WALL_S, TrainingObserver, WallClock
 from insitu.types import Task
@@ -66,8 +67,8 @@ def prepare_rollouts(config: Config, say: Callable[[str], None]) -> Prepared:
     return prepare(config, say, chosen_tasks, needs_weights)
 
 
-def chosen_tasks(config: Config, source: TaskSource) -> Sequence[Task]:
-    """Return the tasks selected by [rollout].
+def chosen_tasks(config: Config, source: TaskMix) -> Sequence[Task]:
+    """Return the tasks selected by [rollout], equally many of each task set.
 
     Raises ConfigError when there are none, TaskError when one cannot be graded.
     """
@@ -82,7 +83,7 @@ def chosen_tasks(config: Config, source: TaskSource) -> Sequence[Task]:
             f"{source.name}: the {table.split} split has {size} tasks; rollout.start {table.start} and"
             f" rollout.tasks {table.tasks} ask for more"
         )
-    tasks = source.tasks(table.split, table.start, count)
+    tasks = source.spread(table.split, table.start, count)
     for task in tasks:
         if task.grading.runner not in REWARD_ONLY:
             runner_for(task, source.oracle(task))

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from insitu.config import Config
 from insitu.evaluate.results import PHASE, STEP
 from insitu.gateway.text_log import spent_in
 from insitu.storage.files import write_text
@@ -43,7 +44,6 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
     rollouts = store.outcomes(PHASE, STEP)
     per_task = count_per_task(rollouts, len(tasks))
     rewards = [o.reward for o in rollouts if o.reward is not None]
-    levels = [estimate(per_task, k, seed=c.run.seed) for k in reported_ks(c.rollout.per_task)]
     return {
         "kind": "rollout",
         "run_dir": str(run.path),
@@ -56,7 +56,8 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "per_task": c.rollout.per_task,
         "rollouts": len(rollouts),
         "graded": len(rewards),
-        "pass_at": {str(level.k): _plain(level) for level in levels},
+        "pass_at": _levels(c, per_task),
+        "sets": _sets(c, tasks, per_task),
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,
         "status": {status.value: sum(o.status is status for o in rollouts) for status in Status},
         "verdict": {kind.value: sum(o.outcome is kind for o in rollouts) for kind in Outcome},
@@ -69,6 +70,26 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "ledger": asdict(store.ledger()),
         **_usage(run, rollouts, records),
     }
+
+
+def _levels(config: Config, tasks: Sequence[TaskCounts]) -> Mapping[str, Any]:
+    levels = [estimate(tasks, k, seed=config.run.seed) for k in reported_ks(config.rollout.per_task)]
+    return {str(level.k): _plain(level) for level in levels}
+
+
+def _sets(config: Config, tasks: Sequence[Task], counts: Sequence[TaskCounts]) -> Mapping[str, Any]:
+    """Return the numbers of each task set of a mix; empty for a run with one."""
+    found = {}
+    for name in config.set_names:
+        own = [count for task, count in zip(tasks, counts, strict=True) if task.part == name]
+        found[name] = {
+            "agent": config.agent_of(name),
+            "tasks": len(own),
+            "graded": sum(count.graded for count in own),
+            "resolved": sum(count.resolved for count in own),
+            "pass_at": _levels(config, own),
+        }
+    return found
 
 
 def _infra_failures(store: Store, rollouts: Sequence[RolloutSummary]) -> Mapping[str, int]:
@@ -128,6 +149,7 @@ def write_results(path: Path, store: Store) -> None:
 
 def _line(rollout: RolloutSummary) -> Mapping[str, Any]:
     return {
+        "task_set": rollout.task_set,
         "task_id": rollout.task_id,
         "slot": rollout.slot,
         "rollout_id": rollout.rollout_id,
@@ -164,6 +186,12 @@ def _lines(s: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"  pass@{k:<4} {level['value']:.3f}   95 % {level['low']:.3f} to {level['high']:.3f}"
             f"   ({level['method']}, {level['tasks']} tasks{less})"
+        )
+    for name, one in s["sets"].items():
+        levels = (f", pass@{k} {found['value']:.3f}" for k, found in one["pass_at"].items() if found["tasks"])
+        yield (
+            f"  {name}: {one['agent']}, {one['resolved']} of {one['graded']} rollouts on {one['tasks']} tasks"
+            f" resolved{''.join(levels)}"
         )
     if s["reward_mean"] is not None:
         yield f"  reward    {s['reward_mean']:.3f} on average"

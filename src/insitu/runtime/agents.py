@@ -14,14 +14,13 @@ from insitu.agents.install import install
 from insitu.agents.recipe import resolve_agent
 from insitu.agents.single_turn import SingleTurn
 from insitu.config import Config, SandboxTable
-from insitu.config.tasks import OF_EVAL
 from insitu.gateway.listeners import check_port
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.sandboxes import NO_AGENT, check_network, make_pool
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.pool import Pool
 from insitu.tasks.factory import action_of
-from insitu.types import Limits
+from insitu.types import OF_EVAL, Limits
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.config.base import is_url
-from insitu.config.tasks import OF_EVAL
 from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
@@ -46,7 +45,7 @@ from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tracking.names import GROUPS
 from insitu.tracking.start import check_trackers
 from insitu.training.trainer.scoring_server import ScoringServer
-from insitu.types import Oracle, Task
+from insitu.types import OF_EVAL, Oracle, Task
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

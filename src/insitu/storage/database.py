@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -96,7 +96,7 @@ class Database:
             with self._writing("schema") as db:
                 migrate(db)
 
-    def _all(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
+    def _all(self, query: str, values: Sequence[object] | Mapping[str, object] = ()) -> list[sqlite3.Row]:
         with self._reading() as db:
             return db.execute(query, values).fetchall()
 

@@ -147,3 +147,8 @@ def reported_ks(attempts: int) -> list[int]:
     """Return the reported values of k: powers of two up to `attempts`, and `attempts`."""
     powers = [1 << bit for bit in range(attempts.bit_length()) if 1 << bit <= attempts]
     return sorted({*powers, attempts})
+
+
+def title(name: str) -> str:
+    """Return the name of a level for people: pass@4 for pass_at_4, pass^4 for pass_all_4."""
+    return name.replace("pass_at_", "pass@").replace("pass_all_", "pass^").replace("solve_rate", "solved")

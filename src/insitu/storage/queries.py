@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from insitu.errors import RecordError
+from insitu.storage.schema import TASK_SET
 from insitu.storage.store import Store
 
 QUERY_S = 2.0
@@ -34,9 +35,10 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|[0-9a-fA-F]{12,}|\d+")
 TABLES = """
 FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) LEFT JOIN states s USING (rollout_id)
 """
-ROW = """
+ROW = f"""
 SELECT r.rowid AS "row", r.rollout_id AS id, r.ulid, r.phase, r.step, r.group_no AS "group", r.slot,
-  r.task_id AS task, r.category, r.status, r.reward, r.attempt, r.error, r.timings, r.ledger, r.egress,
+  {TASK_SET} AS task_set, r.task_id AS task, r.category, r.status, r.reward, r.attempt, r.error, r.timings,
+  r.ledger, r.egress,
   v.outcome, v.trust, v.passed, v.total, v.reason, v.dropped_paths AS dropped,
   s.state, s.reason AS fate, s.version, s.oldest, s.account,
   COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) AS calls
@@ -46,6 +48,7 @@ FILTERS: Mapping[str, str] = {
     "step": "r.step = :step",
     "account": "s.account = :account",
     "group": "r.group_no = :group",
+    "task_set": f"{TASK_SET} = :task_set",
     "task": "r.task_id = :task",
     "category": "r.category = :category",
     "status": "r.status = :status",
@@ -72,6 +75,7 @@ NUMBERS = frozenset(
 """Filters whose value is a number; the others are text."""
 SORTS: Mapping[str, str] = {
     "id": "r.rollout_id",
+    "task_set": TASK_SET,
     "task": "r.task_id",
     "status": "r.status",
     "outcome": "COALESCE(v.outcome, '')",
@@ -106,9 +110,9 @@ SELECT s.account AS step, SUM(r.reward >= 1.0) AS solved, COUNT(*) AS total, SUM
 FROM states s JOIN rollouts r USING (rollout_id)
 WHERE s.account IS NOT NULL AND r.reward IS NOT NULL GROUP BY s.account ORDER BY s.account
 """
-HELDOUT_SCORES = """
+HELDOUT_SCORES = f"""
 SELECT phase, step, category, SUM(reward >= 1.0) AS solved, COUNT(*) AS total, SUM(reward) AS reward_sum,
-  COUNT(DISTINCT task_id) AS tasks
+  COUNT(DISTINCT {TASK_SET} || '/' || task_id) AS tasks
 FROM rollouts WHERE phase <> 'train' AND reward IS NOT NULL GROUP BY phase, step, category ORDER BY step
 """
 WHY = """
@@ -120,9 +124,9 @@ FROM (SELECT r.status, v.outcome, COALESCE(NULLIF(v.reason, ''), r.error) AS raw
   FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) WHERE COALESCE(r.reward, 0) < 1.0 GROUP BY 1, 2, 3)
 GROUP BY status, outcome, text ORDER BY n DESC LIMIT 60
 """
-FACETS = """
-SELECT r.phase, r.status, COALESCE(v.outcome, 'none') AS outcome, COUNT(*) AS n
-FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) GROUP BY 1, 2, 3
+FACETS = f"""
+SELECT {TASK_SET} AS task_set, r.phase, r.status, COALESCE(v.outcome, 'none') AS outcome, COUNT(*) AS n
+FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) GROUP BY 1, 2, 3, 4
 """
 CATEGORIES = "SELECT category, COUNT(*) AS n FROM rollouts GROUP BY category ORDER BY n DESC LIMIT 50"
 RUNNING = """
@@ -171,25 +175,29 @@ SELECT rowid AS "row", position, segment, kind, label, length(mask) AS tokens,
 FROM segments WHERE rollout_id = :id ORDER BY position
 """
 TURN_ROWS = 'SELECT rowid AS "row" FROM turns WHERE rollout_id = :id AND turn = :turn'
-SAME_TASK = """
-SELECT rollout_id AS id, phase, step, slot, reward FROM rollouts WHERE task_id = :task AND phase = :phase
+SAME_TASK = f"""
+SELECT rollout_id AS id, phase, step, slot, reward FROM rollouts
+WHERE task_id = :task AND {TASK_SET} = :task_set AND phase = :phase
 ORDER BY step, group_no, slot
 """
 NEXT_ROW = "SELECT rollout_id AS id FROM rollouts WHERE rowid > :row ORDER BY rowid LIMIT 1"
 PREVIOUS_ROW = "SELECT rollout_id AS id FROM rollouts WHERE rowid < :row ORDER BY rowid DESC LIMIT 1"
-TASKS = """
-SELECT task_id AS task, category, COUNT(*) AS n, SUM(COALESCE(reward, 0) >= 1.0) AS solved,
+TASKS = f"""
+SELECT {TASK_SET} AS task_set, task_id AS task, category, COUNT(*) AS n,
+  SUM(COALESCE(reward, 0) >= 1.0) AS solved,
   SUM(reward IS NULL) AS failed, COALESCE(SUM(reward), 0) AS reward_sum, MIN(step) AS first_step,
   MAX(step) AS last_step, MAX(CASE WHEN reward >= 1.0 THEN step END) AS last_solved
-FROM rollouts WHERE phase = :phase GROUP BY task_id ORDER BY task_id
+FROM rollouts WHERE phase = :phase GROUP BY task_set, task_id ORDER BY task_id, MIN(rowid)
 """
-TASK_THIRDS = """
-SELECT task_id AS task, phase, MIN(2, (step - :first) * 3 / :span) AS part, SUM(reward >= 1.0) AS solved,
-  COUNT(*) AS n FROM rollouts WHERE phase = :phase AND reward IS NOT NULL GROUP BY 1, 2, 3
+TASK_THIRDS = f"""
+SELECT {TASK_SET} AS task_set, task_id AS task, phase, MIN(2, (step - :first) * 3 / :span) AS place,
+  SUM(reward >= 1.0) AS solved, COUNT(*) AS n
+FROM rollouts WHERE phase = :phase AND reward IS NOT NULL GROUP BY 1, 2, 3, 4
 """
-TASK_EVALUATIONS = """
-SELECT task_id AS task, phase, step AS part, SUM(reward >= 1.0) AS solved, COUNT(*) AS n
-FROM rollouts WHERE phase GLOB 'eval*' AND reward IS NOT NULL GROUP BY 1, 2, 3
+TASK_EVALUATIONS = f"""
+SELECT {TASK_SET} AS task_set, task_id AS task, phase, step AS place, SUM(reward >= 1.0) AS solved,
+  COUNT(*) AS n
+FROM rollouts WHERE phase GLOB 'eval*' AND reward IS NOT NULL GROUP BY 1, 2, 3, 4
 """
 STEP_SPAN = "SELECT MIN(step) AS first, MAX(step) AS last FROM rollouts WHERE phase = :phase"
 FAILURES = """
@@ -210,9 +218,9 @@ SLOWEST = (
     f"{ROW} {TABLES} WHERE r.rowid IN (SELECT rowid FROM rollouts ORDER BY"
     " json_extract(timings, '$.total_s') DESC LIMIT 20) ORDER BY json_extract(r.timings, '$.total_s') DESC"
 )
-PAIRS = """
-SELECT task_id AS task, rollout_id AS id, reward FROM rollouts
-WHERE phase = :phase AND step = :step AND reward IS NOT NULL ORDER BY task_id, slot
+PAIRS = f"""
+SELECT {TASK_SET} AS task_set, task_id AS task, rollout_id AS id, reward FROM rollouts
+WHERE phase = :phase AND step = :step AND reward IS NOT NULL ORDER BY task_set, task_id, slot
 """
 PHASES = (
     "SELECT phase, step, COUNT(*) AS n, MIN(rowid) AS first FROM rollouts GROUP BY phase, step ORDER BY first"

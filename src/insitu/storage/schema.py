@@ -11,6 +11,8 @@ import contextlib
 import functools
 import sqlite3
 
+from insitu.types import OF_EVAL
+
 SCHEMA_VERSION = 8
 OLDEST_VERSION = 5
 """Oldest schema that can be opened."""
@@ -72,6 +74,9 @@ CREATE TABLE IF NOT EXISTS ledger (
 """`ledger.entry` is `captured`, `trained` or a reason of `EXCLUSIONS`. `notes` has rows only for rollouts
 with drifts or hints. In `turns` the small columns stand before the blobs: reading them must not walk through
 pages of tokens."""
+
+TASK_SET = f"COALESCE(substr(part, 1, instr(part || '{OF_EVAL}', '{OF_EVAL}') - 1), '')"
+"""SQL of `Rollout.task_set`."""
 
 
 def migrate(db: sqlite3.Connection) -> None:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -36,6 +36,7 @@ from insitu.storage.rollout_rows import (
     write_attempt,
     write_rollout,
 )
+from insitu.storage.schema import TASK_SET
 from insitu.storage.score import Score
 from insitu.storage.summaries import RolloutSummary, read_summaries
 from insitu.storage.ulid import new_ulid
@@ -184,18 +185,24 @@ class Store(Lifecycle):
             " GROUP BY r.step, r.group_no ORDER BY r.step, r.group_no"
         )
 
-    def scores(self, phase: str, step: int) -> dict[str, Score]:
-        """Map task categories to the scores of one phase and step; the key "" is the total."""
+    def scores(
+        self, phase: str, step: int | None, by: Literal["category", "task_set"] = "category"
+    ) -> dict[str, Score]:
+        """Map task categories or task sets to the scores of one phase and step; the key "" is the total.
+
+        step: None = of all steps.
+        """
         query = (
-            "SELECT category, reward, task_id FROM rollouts"
-            " WHERE phase = ? AND step = ? AND reward IS NOT NULL ORDER BY category, group_no, slot"
+            f"SELECT category, reward, {TASK_SET} AS task_set, task_id FROM rollouts"
+            " WHERE phase = :phase AND step = COALESCE(:step, step) AND reward IS NOT NULL"
+            f" ORDER BY {by}, group_no, slot"
         )
         found: dict[str, list[sqlite3.Row]] = {}
-        for row in self._all(query, (phase, step)):
-            found.setdefault(row["category"], []).append(row)
+        for row in self._all(query, {"phase": phase, "step": step}):
+            found.setdefault(row[by], []).append(row)
         every = [row for rows in found.values() for row in rows]
         return {
-            name: Score.of([row["reward"] for row in rows], len({row["task_id"] for row in rows}))
+            name: _score(rows)
             for name, rows in ({"": every} | {name: rows for name, rows in found.items() if name}).items()
         }
 
@@ -345,6 +352,12 @@ def _balance(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> Balance:
         pending=pending,
         attempts=count_attempts(db),
     )
+
+
+def _score(rows: Sequence[sqlite3.Row]) -> Score:
+    """Return the score of graded rollouts; the same task of two sets counts as two."""
+    tasks = {(row["task_set"], row["task_id"]) for row in rows}
+    return Score.of([row["reward"] for row in rows], len(tasks))
 
 
 def _check_rows(db: sqlite3.Connection) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import orjson
 
+from insitu.storage.schema import TASK_SET
 from insitu.types import Outcome, Status, Timings
 
 
@@ -17,6 +18,7 @@ class RolloutSummary:
     rollout_id: str
     group: int
     slot: int
+    task_set: str
     task_id: str
     task_hash: str
     """Hash of the task as graded; empty when not graded."""
@@ -40,7 +42,7 @@ class RolloutSummary:
 
 
 _ROLLOUTS = (
-    "SELECT r.*, v.outcome, v.trust, v.reason, v.task_hash FROM rollouts r"
+    f"SELECT r.*, {TASK_SET} AS task_set, v.outcome, v.trust, v.reason, v.task_hash FROM rollouts r"
     " LEFT JOIN verdicts v USING (rollout_id) WHERE r.phase = ? AND r.step = ? ORDER BY r.group_no, r.slot"
 )
 _CALLS = (
@@ -60,6 +62,7 @@ def _summary(db: sqlite3.Connection, row: sqlite3.Row) -> RolloutSummary:
         rollout_id=row["rollout_id"],
         group=row["group_no"],
         slot=row["slot"],
+        task_set=row["task_set"],
         task_id=row["task_id"],
         task_hash=row["task_hash"] or "",
         category=row["category"],

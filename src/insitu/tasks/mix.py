@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from insitu.config import Config, EvalTable
-from insitu.config.tasks import OF_EVAL
 from insitu.errors import TaskError
 from insitu.tasks.base import Split, TaskSource
 from insitu.tasks.dataset import RowSource
-from insitu.types import Oracle, Task
+from insitu.types import OF_EVAL, Oracle, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +79,10 @@ class TaskMix:
             start = max(0, start - (size or 0))
         return found
 
+    def spread(self, split: Split, start: int, count: int) -> Sequence[Task]:
+        """Return tasks `start` to `start + count` in turns of each set, as far as they have them."""
+        return _spread(self.sets, split, start, count)
+
     def of_eval(self, table: EvalTable) -> Sequence[TaskSet]:
         """Return the sets of an evaluation."""
         names = [one.name for one in self.sets if table.covers(one.config.task_set)]
@@ -87,11 +90,7 @@ class TaskMix:
 
     def evaluated(self, table: EvalTable) -> Sequence[Task]:
         """Return the tasks of an evaluation: equally many of each of its sets, as far as they have them."""
-        sets = self.of_eval(table)
-        counts = _shares([one.size(table.split) for one in sets], table.count)
-        return [
-            task for one, count in zip(sets, counts, strict=True) for task in one.tasks(table.split, 0, count)
-        ]
+        return _spread(self.of_eval(table), table.split, 0, table.count)
 
     def oracle(self, task: Task) -> Oracle:
         return self.of(task).source.oracle(task)
@@ -108,6 +107,17 @@ class TaskMix:
         if task.part not in self._by_name:
             raise TaskError(f"task {task.id} does not come from this source: no task set {task.part!r}")
         return self._by_name[task.part]
+
+
+def _spread(sets: Sequence[TaskSet], split: Split, start: int, count: int) -> Sequence[Task]:
+    """Return the tasks that each set gives from `start` on, set by set."""
+    sizes = [one.size(split) for one in sets]
+    given, ends = _shares(sizes, start), _shares(sizes, start + count)
+    return [
+        task
+        for one, first, end in zip(sets, given, ends, strict=True)
+        for task in one.tasks(split, first, end - first)
+    ]
 
 
 def _shares(sizes: Sequence[int | None], count: int) -> list[int]:

@@ -3,7 +3,7 @@
 A metric of metrics.jsonl is sent as GROUP/NAME. The group `all` holds numbers over all rollouts of a step,
 the group `effective` the same over those that were trained on: failures and groups without a gradient do
 not dilute them. In metrics.jsonl the latter begin with `effective_`. With several [[tasks]], the counts and
-means of each are there and sent as NAME/metric.
+means of each are there and sent as NAME/metric, those of an evaluation as GROUP/NAME/metric.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from insitu.collect.breaker import Breaker
@@ -25,7 +25,7 @@ from insitu.config import EvalTable
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
 from insitu.storage.metrics import MetricsFile
-from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, mean_change, reported_ks
+from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, mean_change, reported_ks, title
 from insitu.storage.phases import When, eval_phase
 from insitu.storage.run_dir import RunDir
 from insitu.storage.score import Score
@@ -33,6 +33,7 @@ from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.batch_source import StoreSink, collect_options
+from insitu.training.step_metrics import by_set
 from insitu.types import Group
 
 _STAGES: Mapping[When, str] = {
@@ -67,9 +68,16 @@ class EvalResult:
     samples: int
     tasks: Mapping[str, TaskCounts]
     """By group, in order of the tasks."""
+    sets: Mapping[str, EvalResult] = field(default_factory=dict)
+    """Of each named task set alone."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], samples: int) -> EvalResult:
+        sets = {name: cls._whole(own, samples) for name, own in by_set(groups).items()}
+        return replace(cls._whole(groups, samples), sets=sets)
+
+    @classmethod
+    def _whole(cls, groups: Sequence[Group], samples: int) -> EvalResult:
         rewards = {group.id.rpartition("/")[2]: group.rewards for group in groups}
         return cls(
             score=Score.of([reward for own in rewards.values() for reward in own]),
@@ -88,6 +96,12 @@ class EvalResult:
             found[f"pass_at_{k}"] = estimate(tasks, k, seed=seed)
             found[f"pass_all_{k}"] = estimate(tasks, k, seed=seed, all_of=True)
         return {name: level for name, level in found.items() if level.tasks}
+
+    def counts(self) -> Mapping[str, float | None]:
+        """Return the numbers of rollouts, and their mean reward."""
+        score = self.score
+        mean = score.reward_mean if score.total else None
+        return {"solved": score.solved, "total": score.total, "reward_mean": mean}
 
     def metrics(self, seed: int) -> Mapping[str, float | None]:
         """Return the levels with the bounds of their 95 % intervals."""
@@ -266,18 +280,20 @@ class Evaluations:
             self._view.note(f"{phase}: {line}")
         levels = result.levels(self._run.config.run.seed)
         if result.samples > 1 and levels:
-            listed = (f"{_title(k)} {v.value:.3f} ({v.low:.3f} to {v.high:.3f})" for k, v in levels.items())
+            listed = (f"{title(k)} {v.value:.3f} ({v.low:.3f} to {v.high:.3f})" for k, v in levels.items())
             self._view.note(f"{shown}: {', '.join(listed)}")
-        counts = {
-            "solved": score.solved,
-            "total": score.total,
-            "reward_mean": score.reward_mean if score.total else None,
+        seed = self._run.config.run.seed
+        numbers = {
+            **result.counts(),
             "tries": masked.tries,
             "masked": masked.masked,
             "version": one.version,
-            **result.metrics(self._run.config.run.seed),
+            **result.metrics(seed),
         }
-        self._metrics.write({"event": phase, "step": one.step, **counts})
+        for name, own in result.sets.items():
+            found = {**own.counts(), **own.metrics(seed)}
+            numbers |= {f"{name}/{metric}": value for metric, value in found.items()}
+        self._metrics.write({"event": phase, "step": one.step, **numbers})
 
     def summary(
         self, before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]
@@ -285,21 +301,24 @@ class Evaluations:
         """Return what each evaluation found before and after training, and the gain with its interval."""
         seed, found = self._run.config.run.seed, dict[str, Mapping[str, Any]]()
         for name, last in after.items():
-            change = _gain(before[name], last, seed) if name in before else None
-            first = _rounded(before[name].metrics(seed)) if name in before else {}
-            found[name] = {
-                "tasks": len(last.tasks),
-                "samples": last.samples,
-                "before": first,
-                "after": _rounded(last.metrics(seed)),
-                "gain": None if change is None else _rounded(change),
-            }
+            first = before.get(name)
+            found[name] = _compared(first, last, seed)
+            if len(last.sets) > 1:
+                firsts = first.sets if first else {}
+                sets = {one: _compared(firsts.get(one), own, seed) for one, own in last.sets.items()}
+                found[name] = {**found[name], "sets": sets}
         return found
 
 
-def _title(name: str) -> str:
-    """Return pass@4 for pass_at_4, pass^4 for pass_all_4."""
-    return name.replace("pass_at_", "pass@").replace("pass_all_", "pass^").replace("solve_rate", "solved")
+def _compared(before: EvalResult | None, after: EvalResult, seed: int) -> Mapping[str, Any]:
+    change = _gain(before, after, seed) if before else None
+    return {
+        "tasks": len(after.tasks),
+        "samples": after.samples,
+        "before": _rounded(before.metrics(seed)) if before else {},
+        "after": _rounded(after.metrics(seed)),
+        "gain": None if change is None else _rounded(change),
+    }
 
 
 def _rounded(values: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -217,6 +217,8 @@ class StepResult:
     """Effective sample size (sum rho)^2 / (N sum rho^2) over all N trained tokens before the first update."""
     ref_kl: float = 0.0
     """Mean estimated KL from the reference policy before the first update."""
+    ref_kl_of_sets: Mapping[str, float] = field(default_factory=dict)
+    """The same by named task set."""
     alarm: str = ""
     """Warnings for limits that are exceeded, or empty."""
     max_logprob_gap: float = 0.0

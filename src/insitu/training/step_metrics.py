@@ -50,7 +50,8 @@ COUNTS = frozenset(
 def _measured(result: StepResult) -> dict[str, Any]:
     """Return a step's result as metrics, None for what a skipped step did not measure."""
     values = asdict(result)
-    return {name: v if name in COUNTS or not result.skipped else None for name, v in values.items()}
+    of_sets = {f"{name}/ref_kl": value for name, value in values.pop("ref_kl_of_sets").items()}
+    return of_sets | {name: v if name in COUNTS or not result.skipped else None for name, v in values.items()}
 
 
 def ahead_summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -117,15 +118,20 @@ def step_metrics(
         **{f"effective_{name}": value for name, value in effective.items()},
         "tokens_sampled": ledger.captured,
         "tokens_trained": ledger.trained,
-        **_by_part(groups),
+        **_of_sets(groups),
     }
 
 
-def _by_part(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return what is measured of each task set of a mix, as `name/metric`."""
+def by_set(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """Return the groups of each named task set."""
+    names = sorted({r.task_set for g in groups for r in g.rollouts} - {""})
+    return {name: [g for g in groups if any(r.task_set == name for r in g.rollouts)] for name in names}
+
+
+def _of_sets(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what is measured of each named task set, as `name/metric`."""
     found: dict[str, Any] = {}
-    for part in sorted({r.part for g in groups for r in g.rollouts} - {""}):
-        own = [g for g in groups if any(r.part == part for r in g.rollouts)]
+    for name, own in by_set(groups).items():
         rollouts = [r for g in own for r in g.rollouts]
         values = {
             **_means(rollouts),
@@ -133,7 +139,7 @@ def _by_part(groups: Sequence[Group]) -> dict[str, Any]:
             "effective_groups": sum(not g.degenerate for g in own),
             "unscorable": sum(r.reward is None for r in rollouts),
         }
-        found |= {f"{part}/{name}": value for name, value in values.items()}
+        found |= {f"{name}/{metric}": value for metric, value in values.items()}
     return found
 
 

@@ -44,6 +44,7 @@ from insitu.types.judgement import (
 from insitu.types.limits import Limits
 from insitu.types.messages import Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 from insitu.types.tasks import (
+    OF_EVAL,
     WORKDIR,
     Case,
     Check,
@@ -63,6 +64,7 @@ __all__ = [
     "EXCLUSIONS",
     "MIN_TEMPERATURE",
     "NOT_TIMED",
+    "OF_EVAL",
     "WORKDIR",
     "BoolArray",
     "CallTimes",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from insitu.types.capture import Trajectory, Turn
 from insitu.types.generation import BoolArray, FloatArray, IntArray
-from insitu.types.tasks import Task, Tree
+from insitu.types.tasks import OF_EVAL, Task, Tree
 from insitu.types.values import Value
 
 
@@ -136,6 +136,11 @@ class Rollout(Value):
     """The judged changes as a bounded unified diff, binary files only named; None = not recorded."""
     part: str = ""
     """`Task.part` of its task."""
+
+    @property
+    def task_set(self) -> str:
+        """Name of the task set that its task is of; empty where the run has one without a name."""
+        return self.part.partition(OF_EVAL)[0]
 
     @property
     def turns(self) -> tuple[Turn, ...]:

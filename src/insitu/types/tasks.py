@@ -12,6 +12,8 @@ from insitu.types.values import Value
 
 WORKDIR = "/work"
 """Inside path of the work folder of a sandbox whose task names none."""
+OF_EVAL = "@"
+"""Between the names of a task set and an evaluation with tables of its own: no name contains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Task(Value):
     category: str = ""
     """Free label for per-category statistics, e.g. the kind of fault."""
     part: str = ""
-    """Name of its task set in a mix, or of the evaluation that it is drawn for."""
+    """Name of its task set in a mix; followed by OF_EVAL and the name of an evaluation with own tables."""
     content_hash: str = ""
     """Hex SHA-256 over prompt, files, setup and grading plan; see `task_hash`."""
 

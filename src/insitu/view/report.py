@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from insitu.storage.pass_at_k import title
 from insitu.storage.store import Score
 from insitu.types import Ledger
 from insitu.view.base import duration, rounded
@@ -36,12 +37,33 @@ class ShownRollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """Scores of one evaluation before and after training."""
+
+    name: str
+    before: Score
+    after: Score
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """`before`, `after` and `gain` of summary.json; empty = there was no evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSetReport:
+    """Scores of one task set of a mix."""
+
+    name: str
+    agent: str
+    trained: Score
+    """Over all rollouts of training."""
+    evaluations: Sequence[EvaluationReport]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinalReport:
     """Content of the report."""
 
     run_dir: Path
-    before: Score
-    after: Score
+    heldout: EvaluationReport
     ledger: Ledger
     wall_s: float
     steps: int
@@ -54,6 +76,14 @@ class FinalReport:
     """Tokens excluded from training because of the gap."""
     categories: Mapping[str, tuple[Score, Score]] = field(default_factory=dict)
     """Task category -> (before, after)."""
+    best: tuple[int, float] | None = None
+    """Step with the best held-out result and its mean reward, where it is not the last one."""
+    further: tuple[EvaluationReport, ...] = ()
+    """The evaluations after the first one."""
+    sets: tuple[TaskSetReport, ...] = ()
+    """Of a mix."""
+    ended: str = ""
+    """Why the run ended before its last step; empty = it did not."""
     shown: tuple[ShownRollout, ...] = ()
     """The same task before and after training."""
     untrained: tuple[str, ...] = ()
@@ -66,9 +96,14 @@ def render_report(report: FinalReport, width: int = 100) -> str:
     lines = [""]
     for shown in report.shown:
         lines += [*_rollout(shown, width), ""]
-    lines += [*_scores(report), "", *_ledger(report.ledger), ""]
+    lines += [*_scores(report), ""]
+    for heading, more in (("Further evaluations", _further(report)), ("Task sets", set_lines(report.sets))):
+        if found := list(more):
+            lines += [heading, *found, ""]
+    lines += [*_ledger(report.ledger), ""]
     lines += [part for sentence in report.untrained for part in textwrap.wrap(sentence, width)]
     lines.append(f"{_steps(report)}, {report.rollouts} rollouts in {duration(report.wall_s)}{_gap(report)}")
+    lines += [report.ended] if report.ended else []
     if report.curve is not None:
         lines.append(f"curve  {report.curve}")
     lines.append(f"run    {report.run_dir}")
@@ -105,8 +140,16 @@ def score_text(score: Score) -> str:
 
 def _scores(report: FinalReport) -> Iterator[str]:
     yield "Held-out solve rate"
-    yield f"  before  {score_text(report.before)}"
-    yield f"  after   {score_text(report.after)}"
+    heldout = report.heldout
+    yield f"  before  {score_text(heldout.before)}"
+    yield f"  after   {score_text(heldout.after)}"
+    if gain := _gain(heldout):
+        yield f"  gain    {gain}"
+    yield from _levels(heldout)
+    if report.best is not None:
+        step, reward = report.best
+        how = f"insitu export {shlex.quote(str(report.run_dir))} --checkpoint best --out DIR"
+        yield f"  best    mean reward {rounded(reward)} after step {step}: {how}"
     wide = max((len(name) for name in report.categories), default=0)
     for name, (before, after) in report.categories.items():
         counts = f"({before.solved}/{before.total} -> {after.solved}/{after.total})"
@@ -114,6 +157,55 @@ def _scores(report: FinalReport) -> Iterator[str]:
         partial = before.partial or after.partial
         rates = f"{rounded(before.rate)} -> {rounded(after.rate)}"
         yield f"    {name:<{wide}}  {rates}  {counts}{mean if partial else ''}"
+
+
+def _further(report: FinalReport) -> Iterator[str]:
+    wide = max((len(one.name) for one in report.further), default=0)
+    for one in report.further:
+        gain = _gain(one)
+        scores = f"{score_text(one.before)} -> {score_text(one.after)}"
+        yield f"  {one.name:<{wide}}  {scores}{f', gain {gain}' if gain else ''}"
+        yield from _levels(one, "  ")
+
+
+def _gain(evaluation: EvaluationReport) -> str:
+    """Return the change of the tasks' solve rates with its interval; empty where nothing is on both sides."""
+    gain = evaluation.numbers.get("gain")
+    if gain is None:
+        return ""
+    value, low, high = (("+" if gain[k] > 0 else "") + rounded(gain[k]) for k in ("value", "low", "high"))
+    return f"{value} (95 % {low} to {high})"
+
+
+def _levels(evaluation: EvaluationReport, indent: str = "") -> Iterator[str]:
+    """Yield pass@k and pass^k before and after, of an evaluation with several samples."""
+    after = evaluation.numbers.get("after", {})
+    for name in (name for name in after if name.startswith("pass_") and f"{name}_low" in after):
+        sides = (evaluation.numbers[side] for side in ("before", "after"))
+        shown = (
+            f"{rounded(s[name])} (95 % {rounded(s[f'{name}_low'])} to {rounded(s[f'{name}_high'])})"
+            for s in sides
+            if name in s
+        )
+        yield f"{indent}  {title(name)}  {' -> '.join(shown)}"
+
+
+def set_lines(sets: Sequence[TaskSetReport]) -> Iterator[str]:
+    """Yield a line for each task set: agent, and scores in training and in each evaluation."""
+    wide = max((len(one.name) for one in sets), default=0)
+    agents = max((len(one.agent) for one in sets), default=0)
+    for one in sets:
+        scores = [f"training {_counted(one.trained)}"] if one.trained.total else []
+        scores += [
+            f"{found.name} {_counted(found.before)} -> {_counted(found.after)}"
+            for found in one.evaluations
+            if found.before.total or found.after.total
+        ]
+        yield f"  {one.name:<{wide}}  {one.agent:<{agents}}  {', '.join(scores)}".rstrip()
+
+
+def _counted(score: Score) -> str:
+    return f"{rounded(score.rate)} ({score.solved}/{score.total})" if score.total else "none graded"
 
 
 def _ledger(ledger: Ledger) -> Iterator[str]:

@@ -32,8 +32,10 @@ def unsolved_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield one paragraph per rollout: id, task, and why it is not solved."""
     if not rows:
         yield "every rollout is solved"
+    several = len({row["task_set"] for row in rows}) > 1
     for row in rows:
-        yield printable(f"{row['id']}  {row['task']}")
+        named = f", task set {row['task_set']}" if several else ""
+        yield printable(f"{row['id']}  {row['task']}{named}")
         yield f"  {_verdict_line(row)}"
 
 
@@ -63,7 +65,8 @@ def rollout_text(found: Mapping[str, Any]) -> Iterator[str]:
     if row is None:
         yield printable(f"state: {found['state']['state']}; it has no verdict yet")
         return
-    yield f"task {printable(row['task'])}, step {row['step']}, attempt {row['attempt']}"
+    named = f", task set {row['task_set']}, agent {found['agent']}" if found["agent"] else ""
+    yield printable(f"task {row['task']}{named}, step {row['step']}, attempt {row['attempt']}")
     yield _verdict_line(row)
     yield from _checks(found["verdict"])
     yield _fate_line(row, found["credit"])

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from insitu.capture.drift_log import drift_totals
+from insitu.config import Config
 from insitu.errors import RecordError
 from insitu.storage.files import write_text
-from insitu.storage.phases import eval_name
+from insitu.storage.phases import When, eval_name, eval_phase
 from insitu.storage.run_dir import KIND, read_config, read_store, read_summary
 from insitu.storage.score import Score, describe_rewards
 from insitu.storage.store import Store
 from insitu.types import Ledger
 from insitu.view.base import rate_text
 from insitu.view.curve import curve_of, curve_svg
-from insitu.view.report import FinalReport, ShownRollout, render_report, score_text
+from insitu.view.report import (
+    EvaluationReport,
+    FinalReport,
+    ShownRollout,
+    TaskSetReport,
+    render_report,
+    score_text,
+    set_lines,
+)
 
 CURVE = "curve.svg"
 REPORT = "report.txt"
+_ENDS: tuple[When, When] = ("before", "after")
+_NONE = Score.of(())
 NAMED_VERDICTS = 3
 """Number of verdicts listed in the report of a run without updates."""
 
@@ -41,24 +52,64 @@ def report_of(
     run_dir: Path, store: Store, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()
 ) -> FinalReport:
     """Return the report of a stored run: scores from its rollouts, the rest from its summary."""
-    before, after = _scores(store, "eval_before"), _scores(store, "eval_after")
-    none = Score.of(())
+    config, steps = read_config(run_dir), summary["rl_steps"]
+    before, after = (_scores(store, eval_phase(when)) for when in _ENDS)
     categories = [name for name in before | after if name]
+    heldout, *further = _evaluations(store, config, summary["evaluations"])
+    best, limit = summary["best_step"], config.run.stop_after_evals
+    ended = (
+        f"ended after step {steps} of {config.run.steps}: {limit} evaluations without a better held-out"
+        " result (run.stop_after_evals)"
+    )
     return FinalReport(
         run_dir=run_dir,
-        before=before.get("", none),
-        after=after.get("", none),
+        heldout=heldout,
+        best=None if best in (None, steps) else (best, summary["best_heldout_reward"]),
+        further=tuple(one for one in further if one.numbers),
+        sets=_task_sets(store, config),
+        ended=ended if summary["stopped_early"] else "",
         ledger=Ledger(**summary["ledger"]),
         wall_s=summary["wall_s"],
-        steps=summary["rl_steps"],
+        steps=steps,
         updates=summary["updates"],
         rollouts=summary["rollouts"],
         max_logprob_gap=summary["max_logprob_gap_seen"],
         mismatched=summary["mismatched"],
-        categories={name: (before.get(name, none), after.get(name, none)) for name in categories},
+        categories={name: (before.get(name, _NONE), after.get(name, _NONE)) for name in categories},
         shown=tuple(shown),
         untrained=() if summary["updates"] or not summary["rl_steps"] else tuple(_untrained(store)),
         curve=run_dir / CURVE,
+    )
+
+
+def _evaluations(
+    store: Store, config: Config, numbers: Mapping[str, Any], task_set: str = ""
+) -> list[EvaluationReport]:
+    """Return what each evaluation found, the first one as `held-out`; task_set: of its tasks alone."""
+    found = []
+    for number, table in enumerate(config.eval):
+        phases = [eval_phase(when, table.name if number else "") for when in _ENDS]
+        before, after = (
+            _scores(store, phase, "task_set" if task_set else "category").get(task_set, _NONE)
+            for phase in phases
+        )
+        own = numbers.get(table.name, {})
+        name = table.name if number else "held-out"
+        found.append(EvaluationReport(name=name, before=before, after=after, numbers=own))
+    return found
+
+
+def _task_sets(store: Store, config: Config) -> tuple[TaskSetReport, ...]:
+    """Return the scores of each task set of a mix; empty for a run with one."""
+    trained = store.scores("train", None, "task_set")
+    return tuple(
+        TaskSetReport(
+            name=name,
+            agent=config.agent_of(name),
+            trained=trained.get(name, _NONE),
+            evaluations=_evaluations(store, config, {}, name),
+        )
+        for name in config.set_names
     )
 
 
@@ -106,6 +157,7 @@ def show_run(run_dir: Path) -> str:
                 raise RecordError(f"{file} is not the summary of a training run: {error!r}") from error
             return "\n".join(lines) + "\n" + render_report(report)
         lines += _state_lines(store)
+        lines += set_lines(_task_sets(store, config))
         last = store.last_step()
         if last is None and not store.phases():
             return "\n".join([*lines, "nothing is stored yet"]) + "\n"
@@ -133,10 +185,10 @@ def _decided_lines(run_dir: Path, store: Store, kind: str) -> Iterator[str]:
         yield f"not finished; continue with: insitu {kind} --resume {run_dir}"
 
 
-def _scores(store: Store, phase: str) -> dict[str, Score]:
+def _scores(store: Store, phase: str, by: Literal["category", "task_set"] = "category") -> dict[str, Score]:
     """Return the scores of the newest step with this phase; empty when there is none."""
     steps = [step for name, step in store.phases() if name == phase]
-    return store.scores(phase, max(steps)) if steps else {}
+    return store.scores(phase, max(steps), by) if steps else {}
 
 
 def _step_lines(store: Store) -> Iterator[str]:

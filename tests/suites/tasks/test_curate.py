@@ -92,12 +92,72 @@ def test_a_row_that_has_no_place_in_the_sandboxes_is_a_finding_and_stops_no_othe
     said = json.loads(out.splitlines()[-1])
     assert (code, said["tasks"], said["passed"], said["infra"]) == (1, 2, 1, 1)
     why = "cannot run with sandbox.backend = local: its image is python:3.12, and it cannot run images"
-    assert said["not_passed"] == [{"id": "big", "status": "infra", "reason": why}]
+    assert said["not_passed"] == [{"task_set": "", "id": "big", "status": "infra", "reason": why}]
     assert f"infra    big (0.0 s): {why}\n" in err
     assert {name: f.status for name, f in read_allowlist(allowlist).findings.items()} == {
         "big": "infra",
         "good": "passed",
     }
+
+
+MIX = """
+[[tasks]]
+name = "mine"
+source = "jsonl"
+path = "good.jsonl"
+allowlist = "mine.json"
+
+[[tasks]]
+name = "other"
+source = "jsonl"
+path = "bad.jsonl"
+limits = { wall_s = 7.0 }
+"""
+
+
+@pytest.fixture
+def mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("good", [row("a"), row("b")]), ("bad", [row("a"), row("c", gold={})])):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    Path("mix.toml").write_text(MIX)
+    write_allowlist(Path("mine.json"), {})
+    return "mix.toml"
+
+
+@pytest.mark.slow
+def test_each_task_set_of_a_mix_is_validated(mix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "validate", mix, "--repeats", "1")
+    assert code == 1
+    assert [line.partition(",")[0] for line in out.splitlines()] == [
+        "mine: 2 of 2 tasks passed", "other: 1 of 2 tasks passed"
+    ]  # fmt: skip
+    assert out.splitlines()[0].endswith("kept in mine.json")
+    code, out, _ = run(capsys, "validate", mix, "--id", "c", "--repeats", "1", "--json")
+    summary = json.loads(out.splitlines()[-1])
+    assert (code, summary["tasks"], list(summary["sets"])) == (1, 1, ["mine", "other"])
+    assert [(one["task_set"], one["id"]) for one in summary["not_passed"]] == [("other", "c")]
+    assert run(capsys, "validate", mix, "--set", "mine", "--repeats", "1")[0] == 0
+
+
+def test_tasks_of_a_mix_are_named_by_their_set(mix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.json").unlink()
+    words = (mix, "tasks.allowlist=")
+    _, out, _ = run(capsys, "list", *words)
+    assert [line.split()[:2] for line in out.splitlines()[:4]] == [
+        ["mine", "a"], ["mine", "b"], ["other", "a"], ["other", "c"]
+    ]  # fmt: skip
+    assert len(run(capsys, "list", *words, "--set", "other")[1].splitlines()) == 3
+    assert "task_set   other\n" in run(capsys, "show", *words, "--id", "c")[1]
+    assert "task_set   other\n" in run(capsys, "show", *words, "--id", "a", "--set", "other")[1]
+    assert len(run(capsys, "export", *words, "--set", "mine")[1].splitlines()) == 2
+    for wrong, message in (
+        (("export", *words), "export writes one task set: choose one of mine, other by --set"),
+        (("list", *words, "--set", "x"), "no task set 'x'; there are: mine, other"),
+        (("show", *words, "--id", "z"), "there is no task z"),
+    ):
+        code, _, err = run(capsys, *wrong)
+        assert (code != 0, message in err) == (True, True)
 
 
 @pytest.mark.slow

@@ -7,13 +7,15 @@ import shlex
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 from addresses import FOREIGN, HOSTILE, ROLLOUT, addresses, task_of
-from browser_lab import Served, Tab, open_tab
+from browser_lab import Served, Tab, open_tab, serve
+from run_lab import make_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 URL_SAFE = "!'()*~"
@@ -211,6 +213,33 @@ def test_the_overview_leads_to_the_same_tasks_before_and_after(tab: Tab) -> None
     tab.page.get_by_role("link", name="side by side").first.click()
     tab.page.wait_for_selector("h1:has-text('Two rollouts')")
     assert tab.problems == []
+
+
+@pytest.fixture
+def mixed(browser: Any, tmp_path: Path) -> Iterator[Tab]:
+    """A run of two task sets."""
+    run = make_run(tmp_path / "mixed", agents={"tools": "script", "single": "single_turn"})
+    for served in serve(run):
+        yield from open_tab(browser, served)
+
+
+def test_rollouts_of_a_mix_are_filtered_by_task_set(mixed: Tab, tab: Tab) -> None:
+    mixed.open("#/mixed/rollouts?phase=eval_after")
+    page = mixed.page
+    page.click(".facet:has(.label:text-is('task set')) .chip:has-text('single')")
+    mixed.settled()
+    assert "task_set=single" in page.url
+    rows = page.locator("table.data tbody tr")
+    assert rows.count() == 2
+    assert {row.split("\t")[1] for row in rows.all_inner_texts()} == {"single"}
+    for address in ("rollout/train/00001/001/00", "group/train/1/1", "step/1", "tasks", "task/task-1-0"):
+        mixed.open(f"#/mixed/{address}")
+        assert "task set" in page.inner_text("main").lower(), address
+        assert "single" in page.inner_text("main"), address
+    assert mixed.problems == []
+    for address in ("rollouts", f"rollout/{ROLLOUT}", "tasks"):
+        tab.open(f"#/lab/{address}")
+        assert "task set" not in tab.page.inner_text("main").lower()
 
 
 def test_a_search_of_what_is_not_there_says_so(tab: Tab) -> None:

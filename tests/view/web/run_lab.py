@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,6 +65,13 @@ class Flavour:
     """What is written where text is free."""
 
     hostile: bool = False
+    sets: tuple[str, ...] = ()
+    """Names of task sets over the same tasks, by number of the group."""
+
+    def of_set(self, group: int) -> tuple[int, str]:
+        """Return the number of a group's task, and the name of its task set."""
+        number, at = divmod(group, max(1, len(self.sets)))
+        return number, self.sets[at] if self.sets else ""
 
     def text(self, ordinary: str, number: int = 0) -> str:
         if not self.hostile:
@@ -74,9 +82,16 @@ class Flavour:
         return "\n".join([ordinary, *CORPUS]).replace("\x00", "") if self.hostile else ordinary
 
 
-def make_run(path: Path, *, hostile: bool = False, steps: int = STEPS, **tables: object) -> Path:
-    """Write a finished run of `steps` steps with evaluations before and after, and return its folder."""
-    flavour = Flavour(hostile)
+def make_run(
+    path: Path, *, hostile: bool = False, steps: int = STEPS, agents: Mapping[str, str] = {}, **tables: object
+) -> Path:
+    """Write a finished run of `steps` steps with evaluations before and after, and return its folder.
+
+    agents: by task set, for a run of several.
+    """
+    flavour = Flavour(hostile, tuple(agents))
+    if agents:
+        tables["tasks"] = [{"name": name, "harness": {"agent": agent}} for name, agent in agents.items()]
     config = load_config(
         tables={
             "run": {"dir": str(path), "steps": steps},
@@ -160,9 +175,11 @@ def make_rollout(flavour: Flavour, phase: str, step: int, group: int, slot: int,
         masked |= set(path)
     sampled = sum(len(turn.ids) for turn in turns)
     infra = phase == "train" and group == 2 and slot == 3
+    number, task_set = flavour.of_set(group)
     return Rollout(
         id=name,
-        task_id=flavour.text(f"task-{step if phase == 'train' else 0}-{group}", group),
+        task_id=flavour.text(f"task-{step if phase == 'train' else 0}-{number}", group),
+        part=task_set,
         category=flavour.text("swap", group),
         status=Status.OK,
         reward=float(solved),

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ async def test_pages_of_a_list_hold_each_rollout_once(lab_run: Path, sort: str) 
 async def test_filters_count_what_they_list(lab_run: Path) -> None:
     values = {
         "phase": ("train", 48), "step": (2, 16), "account": (2, 16), "group": (0, 14),
-        "task": ("task-1-1", 4),
+        "task": ("task-1-1", 4), "task_set": ("", 56),
         "category": ("swap", 56), "status": ("truncated", 3), "outcome": ("tampered", 3),
         "trust": ("strong", 56),
         "state": ("trained", 36), "fate": ("degenerate", 12), "excluded": ("degenerate", 0),
@@ -137,6 +138,31 @@ async def test_filters_count_what_they_list(lab_run: Path) -> None:
         assert found == {name: count for name, (_, count) in values.items()}
         both = await client.json("/api/lab/rollouts", outcome="tampered", step=1)
         assert [row["id"] for row in both["rows"]] == [TROUBLED]
+
+
+async def test_task_sets_are_told_apart_on_every_page(mixed_run: Path, lab_run: Path) -> None:
+    async with viewing(mixed_run) as client:
+        (info,) = (await client.json("/api/runs"))["runs"]
+        assert info["task_sets"] == ["s", "o"]
+        facets = (await client.json("/api/mixed/facets"))["facets"]
+        counts = Counter[str]()
+        for facet in facets:
+            counts[facet["task_set"]] += facet["n"]
+        assert counts == {"s": 28, "o": 28}
+        listed = await client.json("/api/mixed/rollouts", task_set="o", phase="eval_before")
+        assert [row["group"] for row in listed["rows"]] == [3, 1]
+        tasks = (await client.json("/api/mixed/tasks", phase="eval_after"))["tasks"]
+        assert [(task["task"], task["task_set"], task["solved"], task["parts"]) for task in tasks] == [
+            ("task-0-0", "s", 0, [[1, 1], [0, 1]]), ("task-0-0", "o", 1, [[0, 1], [1, 1]]),
+            ("task-0-1", "s", 1, [[0, 1], [1, 1]]), ("task-0-1", "o", 0, [[0, 1], [0, 1]]),
+        ]  # fmt: skip
+        groups = (await client.json("/api/mixed/step", step=1))["groups"]
+        assert [group["task_set"] for group in groups] == ["s", "o", "s", "o"]
+        page = await client.json("/api/mixed/rollout", id="train/00001/001/00")
+        assert (page["row"]["task_set"], page["agent"]) == ("o", "single_turn")
+    async with viewing(lab_run) as client:
+        assert (await client.json("/api/runs"))["runs"][0]["task_sets"] == []
+        assert (await client.json("/api/lab/rollout", id=ONE))["agent"] == ""
 
 
 async def test_bad_parameters_are_one_line(lab_run: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_lab import make_run
 
 import insitu
 from insitu.cli import main
@@ -103,6 +104,31 @@ def test_two_runs_are_compared_with_intervals_and_tables(
     found = json.loads(looked(capsys, "compare", lab_run, lab_run, "--json"))
     assert found["differences"] == []
     assert found["pairs"][0]["table"] == {"both": 0, "only_a": 1, "only_b": 2, "neither": 1}
+
+
+def test_two_agents_on_the_same_task_are_told_apart(mixed_run: Path, lab_run: Path, capsys: Capture) -> None:
+    found = json.loads(looked(capsys, "compare", mixed_run, mixed_run, "--json"))
+    assert found["pairs"][0]["table"] == {"both": 0, "only_a": 1, "only_b": 2, "neither": 1}
+    text = looked(capsys, "compare", mixed_run, mixed_run)
+    assert "A    eval_after 3   0.50    0.15 to 0.85  2 of 4" in text
+    by_set = "SELECT task_set, COUNT(*) AS n FROM v_rollouts WHERE task = 'task-0-0' GROUP BY 1"
+    assert looked(capsys, "query", mixed_run, by_set, "--csv") == "task_set,n\no,2\ns,2\n"
+    line = looked(capsys, "show", mixed_run, "train/00001/001/00").splitlines()[1]
+    assert line == "task task-1-0, task set o, agent single_turn, step 1, attempt 1"
+    assert ", task set s\n" in looked(capsys, "show", mixed_run, "--failed", 9)
+    assert "task set" not in looked(capsys, "show", lab_run, ONE)
+
+
+def test_runs_with_one_task_set_each_pair_their_tasks_by_id(
+    lab_run: Path, mixed_run: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    named = make_run(tmp_path / "named", agents={"s": "script"})
+    between = json.loads(looked(capsys, "compare", lab_run, named, "--json"))["pairs"][-1]
+    assert sum(between["table"].values()) == 4
+    several = json.loads(looked(capsys, "compare", named, mixed_run, "--json"))["pairs"][-1]
+    assert [(pair["task_set"], pair["task"]) for pair in several["pairs"]] == [
+        ("s", "task-0-0"), ("s", "task-0-1")
+    ]  # fmt: skip
 
 
 def test_cells_of_two_runs_name_the_runs(lab_run: Path, hostile_run: Path, capsys: Capture) -> None:

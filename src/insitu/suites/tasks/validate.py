@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from insitu.types import Oracle, Task
 from insitu.view.base import View
 
 DEFAULT_ALLOWLIST = "allowlist.json"
+COUNTS = ("tasks", "passed", "failed", "no_gold", "infra", "refused_rows")
 GENERATED_TASKS = 64
 """Default number of tasks of an endless source."""
 KEEP_EVERY_S = 5.0
@@ -54,15 +55,21 @@ class ValidateOptions:
     """Only these tasks; empty = all."""
 
 
-def items_of(
-    config: Config, limit: int = 0, ids: Sequence[str] = ()
-) -> tuple[Iterator[Item], RowSource | None]:
-    """Return tasks with their oracles, and the data set (None for generated tasks); raise TaskError."""
+def items_of(config: Config, limit: int = 0) -> tuple[Iterator[Item], RowSource | None]:
+    """Return the tasks of a set with their oracles, and the data set (None for generated tasks).
+
+    Raises TaskError.
+    """
     source = open_source(config, limits_of(config), runner_for)
     if not isinstance(source, RowSource):
         tasks = source.tasks("train", 0, limit or GENERATED_TASKS)
-        return _chosen((Item(task=t, oracle=source.oracle(t)) for t in tasks), ids), None
-    return itertools.islice(_chosen(source.every(), ids), limit or None), source
+        return (Item(task=t, oracle=source.oracle(t)) for t in tasks), None
+    return itertools.islice(source.every(), limit or None), source
+
+
+def sets_of(config: Config) -> list[Config]:
+    """Return the configuration of each task set."""
+    return [config.of_set(table) for table in config.tasks]
 
 
 def _count(options: ValidateOptions, source: RowSource | None) -> int:
@@ -75,13 +82,11 @@ def _count(options: ValidateOptions, source: RowSource | None) -> int:
     return min(options.limit or size, size)
 
 
-def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
-    if not ids:
-        yield from items
-        return
+def chosen_of(items: Iterable[Item], ids: Sequence[str]) -> Iterator[Item]:
+    """Yield the tasks with these ids, all without ids; raise TaskError at the end for one that is missing."""
     missing = set(ids)
     for item in items:
-        if item.task.id in ids:
+        if not ids or item.task.id in ids:
             missing.discard(item.task.id)
             yield item
     if missing:
@@ -89,11 +94,29 @@ def _chosen(items: Iterator[Item], ids: Sequence[str]) -> Iterator[Item]:
 
 
 async def validate_tasks(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
-    """Validate every task that is not settled; return counts and failures. Raises InsituError."""
+    """Validate every task that is not settled, set by set; return counts and failures.
+
+    Raises InsituError.
+    """
+    found = {own.task_set.name: await _validate_set(own, options, view) for own in sets_of(config)}
+    seen = [(name, finding) for name, one in found.items() for finding in one["findings"]]
+    if missing := set(options.ids) - {finding["id"] for _, finding in seen}:
+        raise TaskError(f"there is no task {min(missing)}")
+    sets = {name: {key: one[key] for key in (*COUNTS, "gate")} for name, one in found.items()}
+    return {
+        **{key: sum(one[key] for one in found.values()) for key in COUNTS},
+        "repeats": options.repeats,
+        "gate": ", ".join(dict.fromkeys(one["gate"] for one in found.values())),
+        "sets": sets if config.set_names else {},
+        "not_passed": [{"task_set": name, **one} for name, one in seen if one["status"] != "passed"],
+    }
+
+
+async def _validate_set(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
     path = options.allowlist or Path(config.task_set.allowlist or DEFAULT_ALLOWLIST)
     # What an earlier validation left out is looked at again.
     config = config.model_copy(update={"tasks": (config.task_set.model_copy(update={"allowlist": ""}),)})
-    items, source = items_of(config, options.limit, options.ids)
+    items, source = items_of(config, 0 if options.ids else options.limit)
     gate = _GateFile(path, options.repeats, view)
     view.stage("validating tasks", _count(options, source))
     settings = GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers)
@@ -110,6 +133,8 @@ async def validate_tasks(config: Config, options: ValidateOptions, view: View) -
             grader = Grader(pool, settings)
             workers = [group.create_task(work(grader, pool)) for _ in range(config.grade.workers)]
             for item in items:
+                if options.ids and item.task.id not in options.ids:
+                    continue
                 if gate.settled(item.task):
                     view.advance(len(gate.seen))
                     continue
@@ -123,7 +148,7 @@ async def validate_tasks(config: Config, options: ValidateOptions, view: View) -
     finally:
         with contextlib.suppress(TaskError):
             gate.keep()
-    return _summary(gate.seen, source, options.repeats, path)
+    return _summary(gate.seen, source, path)
 
 
 class _GateFile:
@@ -194,9 +219,7 @@ async def check_item(grader: Grader, backend: SandboxBackend, item: Item, repeat
     )
 
 
-def _summary(
-    seen: Mapping[str, TaskFinding], source: RowSource | None, repeats: int, path: Path
-) -> Mapping[str, Any]:
+def _summary(seen: Mapping[str, TaskFinding], source: RowSource | None, path: Path) -> Mapping[str, Any]:
     counts = Counter(found.status for found in seen.values())
     return {
         "tasks": len(seen),
@@ -205,12 +228,9 @@ def _summary(
         "no_gold": counts["no_gold"],
         "infra": counts["infra"],
         "refused_rows": 0 if source is None else len(source.refused),
-        "repeats": repeats,
         "gate": str(path),
-        "not_passed": [
-            {"id": name, "status": found.status, "reason": found.reason}
-            for name, found in seen.items()
-            if found.status != "passed"
+        "findings": [
+            {"id": name, "status": found.status, "reason": found.reason} for name, found in seen.items()
         ],
     }
 
@@ -219,10 +239,14 @@ def _summary(
 
 
 def list_tasks(config: Config, limit: int = 0) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Return one row per task and the totals; of an oracle only counts."""
-    items, source = items_of(config, limit)
+    """Return one row per task and the totals, over all task sets; of an oracle only counts.
+
+    limit: of each set.
+    """
+    found = [(own.task_set.name, *items_of(own, limit)) for own in sets_of(config)]
     rows: list[Mapping[str, Any]] = [
         {
+            "task_set": name,
             "id": item.task.id,
             "category": item.task.category,
             "runner": item.task.grading.runner,
@@ -233,21 +257,34 @@ def list_tasks(config: Config, limit: int = 0) -> tuple[list[Mapping[str, Any]],
             "gold": bool(item.oracle.gold or item.oracle.gold_patch or item.oracle.solve),
             "task_hash": item.task.content_hash,
         }
+        for name, items, _ in found
         for item in items
     ]
-    refused = [] if source is None else [str(refusal) for refusal in source.refused]
+    sources = [source for _, _, source in found if source is not None]
+    refused = [str(refusal) for source in sources for refusal in source.refused]
     total: dict[str, Any] = {"tasks": len(rows), "refused": refused}
-    if source is not None:
-        total |= {"train": source.size("train"), "eval": source.size("eval"), "left_out": source.left_out}
+    if len(sources) == len(found):  # generated tasks have no end
+        total |= {
+            "train": sum(source.size("train") or 0 for source in sources),
+            "eval": sum(source.size("eval") or 0 for source in sources),
+            "left_out": sum(source.left_out for source in sources),
+        }
     return rows, total
 
 
 def show_task(config: Config, task_id: str, *, tests: bool = False) -> Mapping[str, Any]:
-    """Return what an agent gets for a task, with `tests` also the requirements. Raises TaskError."""
-    item = next(items_of(config, 0, [task_id])[0])
+    """Return what an agent gets for a task, with `tests` also the requirements. Raises TaskError.
+
+    The task is that of the first set that has it.
+    """
+    found = ((own.task_set.name, item) for own in sets_of(config) for item in items_of(own)[0])
+    name, item = next((place for place in found if place[1].task.id == task_id), ("", None))
+    if item is None:
+        raise TaskError(f"there is no task {task_id}")
     task: Task = item.task
     hidden = {"required": required(item.oracle)} if tests else {}
     return hidden | {
+        "task_set": name,
         "id": task.id,
         "category": task.category,
         "task_hash": task.content_hash,

@@ -1,13 +1,14 @@
 """Metrics of a training step: sums over its tokens, and the numbers and warnings computed from them.
 
-All fields of `LossSums` are summed over micro-batches and ranks, except `gap` and `seen`, which are maxima.
+All numbers of `LossSums` are summed over micro-batches and ranks, except `gap` and `seen`, which are maxima.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from insitu.training.loss.losses import TokenLoss
@@ -40,6 +41,8 @@ class LossSums:
     rho: float = 0.0
     rho_squares: float = 0.0
     tokens: int = 0
+    kl_of_sets: dict[str, list[float]] = field(default_factory=dict)
+    """Named task set -> `ref_kl` and number of its tokens."""
 
     def add(self, out: TokenLoss, advantage: Tensor) -> None:
         """Add a micro-batch's tokens."""
@@ -50,6 +53,13 @@ class LossSums:
         if out.kl is not None:
             self.ref_kl += float(out.kl.double().sum())
         self.tokens += len(out.cut)
+
+    def add_sets(self, kl: Tensor, parts: Sequence[str], counts: Sequence[int]) -> None:
+        """Add the divergence of a micro-batch's tokens to their task sets. parts, counts: of its rows."""
+        for part, own in zip(parts, torch.split(kl.double(), list(counts)), strict=True):
+            if part:
+                total, tokens = self.kl_of_sets.get(part, (0.0, 0))
+                self.kl_of_sets[part] = [total + float(own.sum()), tokens + len(own)]
 
     def compare(self, log_rho: Tensor, current: Tensor) -> None:
         """Add the ratios [N] of trainer to sampler before the first update."""
@@ -90,6 +100,7 @@ def result_of(epochs: Sequence[LossSums], config: TrainConfig) -> StepResult:
         off_policy_kl=off_policy_kl,
         ess=first.ess,
         ref_kl=ref_kl,
+        ref_kl_of_sets={name: kl / tokens for name, (kl, tokens) in first.kl_of_sets.items() if tokens},
         alarm=_alarm(off_policy_kl, ref_kl, config),
         max_logprob_gap=first.gap,
         max_logprob_gap_seen=first.seen,

@@ -67,7 +67,7 @@ class Ranks:
         return tensor
 
     def combine(self, parameters: Sequence[torch.nn.Parameter], measures: Any) -> None:
-        """Sum gradients and the fields of a dataclass of numbers over ranks, in place."""
+        """Sum gradients and the numbers among the fields of a dataclass over ranks, in place."""
 
     def agree(self, parameters: Iterable[Tensor]) -> None:
         """Raise TrainError on all ranks unless they hold the same bits."""
@@ -110,7 +110,7 @@ class Together(Ranks):
 
     def combine(self, parameters: Sequence[torch.nn.Parameter], measures: Any) -> None:
         self._add_gradients(parameters)
-        named = fields(measures)
+        named = [f for f in fields(measures) if isinstance(getattr(measures, f.name), int | float)]
         values = torch.stack(self._gather(self._numbers([float(getattr(measures, f.name)) for f in named])))
         for at, field in enumerate(named):
             column = values[:, at]

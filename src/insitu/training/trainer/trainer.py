@@ -237,9 +237,18 @@ class Trainer:
 
         sums, mismatch = self.ranks.attempt(lambda: self._in_memory(plan, accumulate))
         self.ranks.combine(list(self.optimiser.named.values()), sums)
+        if self.reference is not None:
+            self._combine_sets(plan, sums)
         if mismatch is not None:
             mismatch.judge(sums)
         return sums
+
+    def _combine_sets(self, plan: StepPlan, sums: LossSums) -> None:
+        """Sum the divergence of each task set over ranks; each may hold rows of other sets."""
+        names = sorted({row.part for row in plan.rows} - {""})
+        own = torch.tensor([sums.kl_of_sets.get(name, [0.0, 0.0]) for name in names], dtype=torch.float64)
+        total = self.ranks.total(own) if names else own
+        sums.kl_of_sets = dict(zip(names, total.tolist(), strict=True))
 
     def _in_memory(self, plan: StepPlan, work: Callable[[], T]) -> T:
         """Return `work()`, repeated with the next memory options when the device runs out of memory.
@@ -296,6 +305,8 @@ class Trainer:
             sums.loss += float(fused.total.detach())
             out = token_loss(scores.logp, given, self.config.loss)
             sums.add(out, batch.advantage)
+            if out.kl is not None:
+                sums.add_sets(out.kl.detach(), [row.part for row in batch.rows], batch.counts)
             if epoch == 0 and self._recorder is not None:
                 self._recorder.add(micro, batch, scores, out, self._excluded.get(micro))
             sums.entropy += float(scores.entropy.sum())

@@ -180,25 +180,30 @@ def compare_runs(runs: Sequence[RunHandle]) -> dict[str, Any]:
 def compare_tasks(a: RunHandle, b: RunHandle, of_a: tuple[str, int], of_b: tuple[str, int]) -> dict[str, Any]:
     """Return the same tasks on two sides, as a 2 x 2 table with the exact p of McNemar's test.
 
-    A side is (phase, step) of a run. A task is solved when more than half of its graded rollouts are.
+    A side is (phase, step) of a run. Tasks are paired by task set and id; where each side has one task set,
+    by id alone. A task is solved when more than half of its graded rollouts are.
     """
     sides = [_task_results(a, of_a), _task_results(b, of_b)]
+    if all(len({task_set for task_set, _ in side}) == 1 for side in sides):
+        sides = [{("", task): found for (_, task), found in side.items()} for side in sides]
     pairs = []
-    for task in [task for task in sides[0] if task in sides[1]]:
-        first, second = sides[0][task], sides[1][task]
+    for place in [place for place in sides[0] if place in sides[1]]:
+        first, second = sides[0][place], sides[1][place]
         cell = ("both", "only_a", "only_b", "neither")[2 * (not first["solved"]) + (not second["solved"])]
-        pairs.append({"task": task, "cell": cell, "a": first["ids"], "b": second["ids"]})
+        named = {"task_set": place[0], "task": place[1]}
+        pairs.append({**named, "cell": cell, "a": first["ids"], "b": second["ids"]})
     cells = Counter(pair["cell"] for pair in pairs)
     table = {cell: cells[cell] for cell in ("both", "only_a", "only_b", "neither")}
     return {"table": table, "p": mcnemar(table["only_a"], table["only_b"]), "pairs": pairs}
 
 
-def _task_results(run: RunHandle, place: tuple[str, int]) -> dict[str, dict[str, Any]]:
+def _task_results(run: RunHandle, place: tuple[str, int]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the results of one evaluation by task set and id of the task."""
     with run.reader() as reader:
         rows = reader.all(sql.PAIRS, phase=place[0], step=place[1])
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
-        task = found.setdefault(row["task"], {"ids": [], "rewards": []})
+        task = found.setdefault((row["task_set"], row["task"]), {"ids": [], "rewards": []})
         task["ids"].append(row["id"])
         task["rewards"].append(row["reward"])
     for task in found.values():

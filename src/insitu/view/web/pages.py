@@ -155,7 +155,8 @@ def _group_row(place: tuple[str, int, int], members: Sequence[dict[str, Any]]) -
     rewards = [row["reward"] for row in members if row["reward"] is not None]
     reasons = {row["untrained"] for row in members}
     return {
-        "phase": place[0], "step": place[1], "group": place[2], "task": members[0]["task"],
+        "phase": place[0], "step": place[1], "group": place[2],
+        "task_set": members[0]["task_set"], "task": members[0]["task"],
         "category": members[0]["category"], "graded": len(rewards),
         "solved": sum(reward >= 1.0 for reward in rewards),
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,
@@ -185,6 +186,7 @@ def group_page(
     ]
     return {
         **place,
+        "task_set": rows[0]["task_set"] if rows else None,
         "task": rows[0]["task"] if rows else None,
         "account": account,
         "prompt": prompt,
@@ -255,12 +257,12 @@ def tasks_page(run: RunHandle, phase: str) -> dict[str, Any]:
             places = [(phase, third) for third in range(3)]
             names = ["first third", "middle third", "last third"]
             found = reader.all(sql.TASK_THIRDS, phase=phase, first=first, span=last - first + 1)
-    parts: dict[str, list[list[int]]] = {row["task"]: [[0, 0] for _ in names] for row in rows}
+    parts = {(row["task_set"], row["task"]): [[0, 0] for _ in names] for row in rows}
     for row in found:
-        if row["task"] in parts:
-            parts[row["task"]][places.index((row["phase"], row["part"]))] = [row["solved"], row["n"]]
+        if own := parts.get((row["task_set"], row["task"])):
+            own[places.index((row["phase"], row["place"]))] = [row["solved"], row["n"]]
     for row in rows:
-        row["parts"] = parts[row["task"]]
+        row["parts"] = parts[row["task_set"], row["task"]]
         score = Score(solved=row["solved"], total=row["n"] - row["failed"], reward_sum=row["reward_sum"])
         row["low"], row["high"] = score.interval
         row["rate"] = score.rate if score.total else None

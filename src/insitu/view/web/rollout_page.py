@@ -40,7 +40,7 @@ def rollout_page(run: RunHandle, credits: Credits, rollout_id: str) -> dict[str,
         attempts = [sql.read_attempt(attempt) for attempt in reader.all(sql.ATTEMPTS, id=rollout_id)]
         found["attempts"] = attempts
         if row is not None:
-            found |= _decided(reader, row)
+            found |= _decided(run, reader, row)
             own = next((a for a in attempts if a["attempt"] == row["attempt"]), {"began_s": None})
             found["began_s"] = own["began_s"] or row["ended_s"] - row["total_s"]
             found["neighbours"] = neighbours(reader, row)
@@ -54,7 +54,7 @@ def rollout_page(run: RunHandle, credits: Credits, rollout_id: str) -> dict[str,
     return found
 
 
-def _decided(reader: RunReader, row: dict[str, Any]) -> dict[str, Any]:
+def _decided(run: RunHandle, reader: RunReader, row: dict[str, Any]) -> dict[str, Any]:
     rollout_id = row["id"]
     stored = reader.one(sql.ROLLOUT, id=rollout_id) or {}
     notes = reader.one(sql.NOTES, id=rollout_id)
@@ -64,6 +64,7 @@ def _decided(reader: RunReader, row: dict[str, Any]) -> dict[str, Any]:
         segment["turns"] = [span.turn for span in held]
         segment["sampled"] = held[0].sampled if held else 0
     return {
+        "agent": run.config().agent_of(stored["part"] or ""),
         "components": orjson.loads(stored["components"]),
         "deleted": orjson.loads(stored["deleted"]),
         "verdict": _verdict(reader.one(sql.VERDICT, id=rollout_id)),
@@ -139,7 +140,7 @@ def _verdict(row: dict[str, Any] | None) -> dict[str, Any] | None:
 def neighbours(reader: RunReader, row: dict[str, Any]) -> dict[str, Any]:
     """Return ids around a rollout: in storage order, in its group, and of the same task at other steps."""
     group = reader.all(sql.GROUP_STATES, phase=row["phase"], step=row["step"], group=row["group"])
-    same = reader.all(sql.SAME_TASK, task=row["task"], phase=row["phase"])
+    same = reader.all(sql.SAME_TASK, **{name: row[name] for name in ("task", "task_set", "phase")})
     earlier = [other["id"] for other in same if other["step"] < row["step"]]
     later = [other["id"] for other in same if other["step"] > row["step"]]
     older, newer = reader.one(sql.PREVIOUS_ROW, row=row["row"]), reader.one(sql.NEXT_ROW, row=row["row"])

@@ -100,7 +100,8 @@ def run_info(run: RunHandle, reader: RunReader | None = None) -> Mapping[str, An
     """
     info: dict[str, Any] = {
         "name": run.name, "path": str(run.path), "state": run.state(), "problem": "", "kind": "train",
-        "agent": "", "model": "", "tasks": "", "engine": "", "seed": None, "step": 0, "steps": None,
+        "agent": "", "model": "", "tasks": "", "task_sets": [], "engine": "", "seed": None, "step": 0,
+        "steps": None,
         "rollouts": 0, "heldout_before": None, "heldout_now": None, "spark": [], "last_write_s": None,
         "store_bytes": sum(size for size, _ in run.signature()), "private": _private(run.path),
         "has_tokens": True, "started_s": None, "last_rollout_s": None,
@@ -114,6 +115,7 @@ def run_info(run: RunHandle, reader: RunReader | None = None) -> Mapping[str, An
             "agent": config.agent_names,
             "model": model or "warm start of the demo",
             "tasks": " + ".join(f"{one.source} {Path(one.path).name}".strip() for one in config.tasks),
+            "task_sets": config.set_names,
             "engine": config.engine.kind,
             "seed": config.run.seed,
             "steps": config.run.steps,
@@ -122,7 +124,7 @@ def run_info(run: RunHandle, reader: RunReader | None = None) -> Mapping[str, An
         with contextlib.nullcontext(reader) if reader else run.reader() as opened:
             info |= _stored_info(opened)
         if info["kind"] == "serve":  # agent and tasks are not those of the configuration
-            info |= {"agent": "served sessions", "tasks": ""}
+            info |= {"agent": "served sessions", "tasks": "", "task_sets": []}
     except EmptyStore:
         info["problem"] = "no rollouts yet"
     except InsituError as error:

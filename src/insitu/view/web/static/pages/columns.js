@@ -8,10 +8,12 @@ import { Line } from "../text.js";
 const dim = (text) => html`<span class="dim">${text}</span>`;
 const seconds = (key, label, title) => ({ key, label, title, num: true, sortable: true, cell: (row) => secs(row[key]) });
 
+/** `mix`: only shown of a run with several task sets. */
 export const COLUMNS = [
   { key: "id", label: "Rollout", sortable: true, cls: "id", cell: () => "" },
   { key: "phase", label: "Phase", cell: (row) => words(row.phase) },
   { key: "step", label: "Step", num: true, sortable: true, cell: (row, run) => (row.account === null ? int(row.step) : html`<a href=${href(run, "step", [row.account])}>${int(row.account)}</a>`) },
+  { key: "task_set", label: "Task set", sortable: true, mix: true, cell: (row) => html`<${Line} text=${row.task_set} max=${32} />` },
   { key: "task", label: "Task", sortable: true, cell: (row, run) => html`<a class="plainlink" href=${href(run, "task", [row.task])}><${Line} text=${row.task} max=${48} /></a>` },
   { key: "category", label: "Category", cell: (row) => (row.category ? html`<${Line} text=${row.category} max=${32} />` : dim(NONE)) },
   { key: "status", label: "Status", sortable: true, cell: (row) => html`<${Badge} value=${row.status} />` },
@@ -36,4 +38,4 @@ export const COLUMNS = [
   { key: "ended_s", label: "Ended", num: true, cell: (row) => ago(row.ended_s) },
 ];
 
-export const DEFAULT_COLUMNS = ["id", "task", "outcome", "reward", "status", "reason", "calls", "sampled", "trained", "total_s", "ended_s"];
+export const DEFAULT_COLUMNS = ["id", "task_set", "task", "outcome", "reward", "status", "reason", "calls", "sampled", "trained", "total_s", "ended_s"];

@@ -7,7 +7,7 @@ import { setQuery } from "../router.js";
 import { useData } from "../ui.js";
 import { cleanRuns, Line } from "../text.js";
 
-const CHIPS = ["phase", "outcome", "status"];
+const CHIPS = ["task_set", "phase", "outcome", "status"];
 const SWITCHES = [["dropped", "1", "protected paths changed"], ["egress", "1", "network attempts"], ["retried", "1", "retried"]];
 
 export function Filters({ run, query }) {
@@ -44,7 +44,7 @@ function countsOf(facets, key, query) {
 
 function Facet({ name, counts, chosen }) {
   if (counts.length < 2 && !chosen) return "";
-  return html`<div class="facet"><span class="label">${name}</span>${counts.map(([value, n]) => html`<${Chip} key=${value} on=${chosen === value} label=${words(value)} n=${n} onClick=${() => setQuery({ [name]: chosen === value ? "" : value })} />`)}</div>`;
+  return html`<div class="facet"><span class="label">${words(name)}</span>${counts.map(([value, n]) => html`<${Chip} key=${value} on=${chosen === value} label=${words(value)} n=${n} onClick=${() => setQuery({ [name]: chosen === value ? "" : value })} />`)}</div>`;
 }
 
 function Chip({ on = false, label, n = undefined, title = undefined, onClick }) {

@@ -5,14 +5,15 @@ import { int, num, plural, secs, signed, words } from "../format.js";
 import { compareHref, href, rolloutHref } from "../router.js";
 import { Badge, Empty, Panel, Reward, useData, Waiting } from "../ui.js";
 import { Block, Line } from "../text.js";
-import { useRunVersion } from "../live.js";
+import { useRun, useRunVersion } from "../live.js";
 import { Proof } from "./step.js";
 
 export function GroupPage({ route }) {
   const [phase, step, group] = route.parts;
   const loaded = useData(apiPath([route.run, "group"], { phase, step, group }), useRunVersion(5));
+  const { run } = useRun();
   const title = html`<div class="title"><h1>Group ${group} <span class="dim">of ${phase === "train" ? `step ${Number(step)}` : words(phase)}</span></h1>
-    ${loaded.data?.task && html`<span class="sub">Task <a href=${href(route.run, "task", [loaded.data.task])}><${Line} text=${loaded.data.task} /></a>${loaded.data.account !== null && html` · trained in <a href=${href(route.run, "step", [loaded.data.account])}>step ${loaded.data.account}</a>`}</span>`}</div>`;
+    ${loaded.data?.task && html`<span class="sub">Task <a href=${href(route.run, "task", [loaded.data.task])}><${Line} text=${loaded.data.task} /></a>${run?.task_sets.length ? html`, task set <${Line} text=${loaded.data.task_set} />` : ""}${loaded.data.account !== null && html` · trained in <a href=${href(route.run, "step", [loaded.data.account])}>step ${loaded.data.account}</a>`}</span>`}</div>`;
   if (!loaded.data) return html`${title}<${Waiting} of=${loaded} />`;
   const { rollouts, reference, states } = loaded.data;
   const waiting = states.filter((state) => !rollouts.some((row) => row.id === state.id));

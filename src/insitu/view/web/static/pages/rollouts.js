@@ -19,7 +19,9 @@ export function RolloutsPage({ route }) {
   const [marked, setMarked] = useState(/** @type {string[]} */ ([]));
   const [chosen, setChosen] = useStored("columns", DEFAULT_COLUMNS);
   const [box, first, last] = useWindow(list.rows.length, ROW);
-  const columns = COLUMNS.filter(({ key }) => chosen.includes(key));
+  const { run } = useRun();
+  const offered = COLUMNS.filter(({ mix }) => !mix || run?.task_sets.length);
+  const columns = offered.filter(({ key }) => chosen.includes(key));
   useEffect(() => {
     if (last >= list.rows.length - 60) list.more();
   }, [last, list.rows.length, list.next]);
@@ -53,7 +55,7 @@ export function RolloutsPage({ route }) {
       ${list.fresh > 0 && html`<button class="chip" aria-pressed="true" onClick=${list.refresh}>${int(list.fresh)} new, show</button>`}
       <span class="grow"></span>
       <button disabled=${marked.length !== 2} onClick=${compare}>Compare ${marked.length === 2 ? "2 marked" : `(mark 2 with x)`}</button>
-      <${ColumnMenu} chosen=${chosen} onChange=${setChosen} /></div>
+      <${ColumnMenu} offered=${offered} chosen=${chosen} onChange=${setChosen} /></div>
     <${Filters} run=${route.run} query=${route.query} />
     ${list.error ? html`<div class="notice bad" role="alert"><${Line} text=${list.error} /></div>` : ""}
     <div class="window" ref=${box} tabindex="0" role="region" aria-label="rollouts" aria-busy=${list.loading}>
@@ -72,9 +74,9 @@ function Row({ row, index, here, marked, columns, run, onPick }) {
   </tr>`;
 }
 
-function ColumnMenu({ chosen, onChange }) {
+function ColumnMenu({ offered, chosen, onChange }) {
   return html`<details class="menu"><summary class="button">Columns</summary><div class="pop">
-    ${COLUMNS.map(({ key, label }) => html`<label><input type="checkbox" checked=${chosen.includes(key)} disabled=${key === "id"} onChange=${(event) => onChange(event.currentTarget.checked ? [...chosen, key] : chosen.filter((other) => other !== key))} /> ${label}</label>`)}
+    ${offered.map(({ key, label }) => html`<label><input type="checkbox" checked=${chosen.includes(key)} disabled=${key === "id"} onChange=${(event) => onChange(event.currentTarget.checked ? [...chosen, key] : chosen.filter((other) => other !== key))} /> ${label}</label>`)}
     <button class="quiet" onClick=${() => onChange(DEFAULT_COLUMNS)}>Reset</button>
   </div></details>`;
 }

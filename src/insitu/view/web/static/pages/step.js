@@ -59,12 +59,13 @@ export function Proof({ proof, problem, hash }) {
 }
 
 function Groups({ groups, run }) {
+  const mix = useRun().run?.task_sets.length > 0;
   return html`<${Panel} title="Groups" note="one cell per rollout; hatched = not trained">
     <${RewardLegend} />
     <ul class="heat">${groups.map((group) => html`<li key=${`${group.step}/${group.group}`}>
       <a class="mono" href=${href(run, "group", [group.phase, group.step, group.group])}>${group.step}/${group.group}</a>
       <span class="cells">${group.rollouts.map((row) => html`<${Cell} row=${row} run=${run} />`)}</span>
-      <span class="dim what"><${Line} text=${group.task} max=${60} /> · ${group.solved} of ${group.graded} solved${group.untrained ? html` · <b class="warn-text">${words(group.untrained)}</b>` : ""}</span>
+      <span class="dim what"><${Line} text=${group.task} max=${60} />${mix ? html`, task set <${Line} text=${group.task_set} max=${32} />` : ""} · ${group.solved} of ${group.graded} solved${group.untrained ? html` · <b class="warn-text">${words(group.untrained)}</b>` : ""}</span>
     </li>`)}</ul>
     ${!groups.length && html`<${Empty}>No rollout belongs to this step.<//>`}
   <//>`;

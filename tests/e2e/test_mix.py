@@ -72,8 +72,8 @@ def test_every_number_of_an_evaluation_is_there_by_name(reference: tuple[Path, d
     gains = [found["sets"][name]["gain"]["value"] for name in ("operators", "swaps")]
     assert sum(gains) / 2 == pytest.approx(found["gain"]["value"], abs=1e-3)
     report = (run_dir / "report.txt").read_text()
-    assert "\n  operators  script       training " in report
-    assert "\n  swaps      single_turn  training " in report
+    assert "\n  operators  script  training " in report
+    assert "\n  swaps      pi      training " in report
 
 
 @pytest.mark.full

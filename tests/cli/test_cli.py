@@ -343,6 +343,9 @@ SUMMARY = {
     "max_logprob_gap": 1e-6,
     "max_logprob_gap_seen": 1e-6,
     "mismatched": 0,
+    "evaluations": {},
+    "best_step": None,
+    "stopped_early": False,
 }
 
 

@@ -30,16 +30,29 @@ FIXED: set[str] = {f"{table}.{key}" for table in ("tasks", "eval") for key in LA
 """Keys that `Config.of_set` reads in a loop."""
 
 
+def bound(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield targets of assignments and loops with their values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            yield from ((target, node.value) for target in node.targets)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            yield node.target, node.iter
+
+
 def keys_read(tree: ast.AST) -> Iterator[str]:
-    """`x.table.key`, and `name.key` where the same file has `name = x.table` or an argument of that class."""
+    """Yield the keys that a file reads.
+
+    `x.table.key`; `name.key` where the file has `name = x.table`, `for name in x.table` or an argument of its
+    class.
+    """
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name):
             names[node.arg] = CLASSES.get(node.annotation.id, names.get(node.arg, ""))
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
-            for target in node.targets:
-                if isinstance(target, ast.Name) and ALIASES.get(node.value.attr, node.value.attr) in TABLES:
-                    names[target.id] = ALIASES.get(node.value.attr, node.value.attr)
+    for target, value in bound(tree):
+        if isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
+            table = ALIASES.get(value.attr, value.attr)
+            names |= {target.id: table} if table in TABLES else {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield f"*.{node.attr}"

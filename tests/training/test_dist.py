@@ -189,7 +189,7 @@ def test_what_one_rank_refuses_all_refuse_and_nothing_changes(tmp_path: Path) ->
     mu = row.logprobs.copy()
     mu[row.mask] -= 0.5
     bad = dataclasses.replace(row, logprobs=mu)
-    wrong = dataclasses.dataclasses.replace(plan, rows=tuple(bad if r is row else r for r in plan.rows))
+    wrong = dataclasses.replace(plan, rows=tuple(bad if r is row else r for r in plan.rows))
 
     def refused(ranks: Together) -> tuple[str, Named]:
         model = small_model(0)

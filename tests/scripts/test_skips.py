@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_only_listed_skips_pass(tmp_path: Path, body: str, strict: str, code: int) -> None:
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    for name in ("conftest.py", "fast.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path)
     (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
     (tmp_path / "test_two.py").write_text(f"import pytest\n{body}\n")
     env = os.environ | {"INSITU_KNOWN_SKIPS_ONLY": strict, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

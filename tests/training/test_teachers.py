@@ -380,6 +380,9 @@ def test_a_teacher_is_checked_before_anything_starts(tmp_path: Path) -> None:
     check_reference(load_config(base=base))
     (theirs / "config.json").write_text(json.dumps(described | {"vocab_size": VOCAB - 1}))
     refused("^tasks.reference: .*theirs has 49 rows for 50 tokens")
+    own = json.loads((ours / "config.json").read_text())
+    (ours / "config.json").write_text(json.dumps(own | {"vocab_size": VOCAB - 1}))
+    check_reference(load_config(base=base))  # what the student cannot sample, no teacher needs to score
     (theirs / "tokenizer.json").unlink()
     refused("^tasks.reference: .*theirs has no tokenizer.json to compare")
     base["tasks"] = {"reference": str(tmp_path / "none")}

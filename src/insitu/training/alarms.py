@@ -91,9 +91,8 @@ class InfraFailureRate:
         counts = _InfraFailures(tries=tries.total(), masked=masked.total(), worst=worst)
         lines = []
         if self._unsampled:
-            lines.append(
-                f"{self._unsampled} of {self._decided} rollouts sampled no token; last error: {self._why}"
-            )
+            why = self._why or "the agent ended without a reply of the model"
+            lines.append(f"{self._unsampled} of {self._decided} rollouts sampled no token; last error: {why}")
         self._decided = self._unsampled = 0
         if not counts.masked:
             return replace(counts, lines=lines)

@@ -374,8 +374,6 @@ def finished_run(path: Path, say: Callable[[str], None], kind: str = "") -> Mapp
 
 START_MODEL = "start_model"
 """Metadata key: checksum of the weights before the first step."""
-
-
 REFERENCE = "reference"
 """Metadata key: checksum of the reference policy; empty without one."""
 

@@ -84,4 +84,7 @@ def test_rollouts_that_sampled_nothing_are_noted_with_their_error() -> None:
     assert counts.lines == [
         "1 of 3 rollouts sampled no token; last error: exit code 1: the context is 128 tokens"
     ]
+    rate.decided(rollout("b", 0.0, sampled=0))
+    [line] = rate.close_step().lines
+    assert line.endswith("last error: the agent ended without a reply of the model")
     assert rate.close_step().lines == []

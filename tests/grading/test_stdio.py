@@ -101,6 +101,23 @@ async def test_time_is_the_candidates(grader: Grader) -> None:
     assert re.search(r"input 0: out of (CPU )?time", verdict.reason)
 
 
+THREADS = """
+import hashlib, threading
+def hash_always():
+    while True:
+        hashlib.sha256(bytes(1 << 26))
+for _ in range(4):
+    threading.Thread(target=hash_always).start()
+"""
+"""Use more CPU time than time passes, on more than one core."""
+
+
+@pytest.mark.slow
+async def test_threads_that_use_up_the_time_are_the_candidates(grader: Grader) -> None:
+    verdict = await judge(grader, make(timeout_s=1.0), THREADS)
+    assert (verdict.outcome, verdict.reward) == (Outcome.TEST_TIMEOUT, 0.0), verdict
+
+
 @pytest.mark.full
 @pytest.mark.slow
 async def test_all_inputs_together_may_wait_as_long_as_one(

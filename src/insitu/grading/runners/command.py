@@ -13,6 +13,7 @@ from insitu.errors import TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.runners.base import RunLimits, RunReport
 from insitu.grading.runners.common import (
+    LIMIT_CPU,
     RunnerBase,
     control_task,
     failing_checks,
@@ -34,7 +35,7 @@ from insitu.types import (
     Trust,
 )
 
-LIMITED = 'ulimit -t "$1" && exec sh -c "$2"'
+LIMITED = f'{LIMIT_CPU} && exec sh -c "$2"'
 MAX_OUTPUT_BYTES = 32 << 20
 """Limit of output, generous: a candidate may print before a marker."""
 

@@ -74,6 +74,14 @@ async def run_in(
     return result
 
 
+LIMIT_CPU = 'ulimit -S -t "$1" && ulimit -H -t "$(($1 + 1))"'
+"""Shell code that limits each process to $1 seconds of CPU time: SIGXCPU at the limit, SIGKILL a second later.
+
+With one limit for both the kernel sends SIGKILL alone, and the duration cannot name the cause: several threads
+use a second of CPU time in less than a second.
+"""
+
+
 def out_of_cpu(result: ExecResult, cpu_s: int) -> bool:
     """Return whether SIGXCPU, or SIGKILL a second later, ended the process or a shell's child.
 

@@ -17,6 +17,7 @@ from insitu.grading.candidate import Candidate
 from insitu.grading.diff import DEFAULT_POLICY, bad_path
 from insitu.grading.runners.base import RunLimits, RunReport
 from insitu.grading.runners.common import (
+    LIMIT_CPU,
     RunnerBase,
     control_task,
     failing_checks,
@@ -30,7 +31,7 @@ from insitu.sandbox.base_tree import is_plain
 from insitu.tasks.user_functions import UserFunction, load_function
 from insitu.types import Exchange, FailingCheck, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, Trust
 
-LIMITED = 'ulimit -t "$1" && ulimit -v "$2" && exec "$3" -s -B "$4"'
+LIMITED = f'{LIMIT_CPU} && ulimit -v "$2" && exec "$3" -s -B "$4"'
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONINTMAXSTRDIGITS": "0"}
 MORE_OUTPUT = 1 << 16
 """Bytes that a program may print beyond the expected output."""

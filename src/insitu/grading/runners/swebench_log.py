@@ -15,6 +15,7 @@ from insitu.errors import GradeError, TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.runners.base import RunLimits, RunReport
 from insitu.grading.runners.common import (
+    LIMIT_CPU,
     RunnerBase,
     control_task,
     failing_checks,
@@ -30,11 +31,11 @@ from insitu.grading.runners.log_parsers import PARSERS, SKIPPED, XFAIL, read_log
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.types import FailingCheck, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
 
-FRAMED = """
+FRAMED = f"""
 IFS= read -r nonce || exit 97
 script=$(cat)
 printf '%s start\\n' "$nonce"
-( ulimit -t "$1"; unset nonce; eval "$script" ) </dev/null 2>&1
+( {LIMIT_CPU}; unset nonce; eval "$script" ) </dev/null 2>&1
 code=$?
 printf '\\n%s end %s\\n' "$nonce" "$code"
 """

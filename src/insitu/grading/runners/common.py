@@ -75,11 +75,7 @@ async def run_in(
 
 
 LIMIT_CPU = 'ulimit -S -t "$1" && ulimit -H -t "$(($1 + 1))"'
-"""Shell code that limits each process to $1 seconds of CPU time: SIGXCPU at the limit, SIGKILL a second later.
-
-With one limit for both the kernel sends SIGKILL alone, and the duration cannot name the cause: several threads
-use a second of CPU time in less than a second.
-"""
+"""Shell code: SIGXCPU after $1 seconds of CPU time, SIGKILL a second later; `ulimit -t` alone gives SIGKILL only."""
 
 
 def out_of_cpu(result: ExecResult, cpu_s: int) -> bool:

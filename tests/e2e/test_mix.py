@@ -88,3 +88,21 @@ def test_a_killed_mix_resumes_to_the_same_bits(
     summary = finish(command("train", "--plain", "--json", "--resume", run_dir))
     assert summary["weights"] == reference[1]["weights"]
     assert plans(run_dir) == plans(reference[0])
+
+
+def test_a_group_of_two_agents_is_one_group(tmp_path: Path) -> None:
+    file, run_dir = tmp_path / "agents.toml", tmp_path / "run"
+    file.write_text('[[tasks]]\nagents = [{ agent = "script" }, { agent = "single_turn" }]\n')
+    one_step = ["run.steps=1", *SMALL[1:]]
+    summary = finish(command("train", file, "--plain", "--json", f"run.dir={run_dir}", *one_step))
+    assert summary["agent"] == "script + single_turn"
+    with read_store(run_dir) as store:
+        rollouts = store.rollouts("train", 1)
+        assert store.ledger().balanced
+    ids = [(rollout.id.split("/")[2:], rollout.part) for rollout in rollouts]
+    for (group, slot), part in ids:
+        assert part == ("@+script", "@+single_turn")[(int(group) + int(slot)) % 2]
+    (step,) = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["event"] == "step"]
+    assert (step["script/rollouts"], step["single_turn/rollouts"]) == (6, 6)
+    assert step["script/solve_rate"] + step["single_turn/solve_rate"] == pytest.approx(2 * step["solve_rate"])
+    assert "\nAgents\n  script " in (run_dir / "report.txt").read_text()

@@ -168,3 +168,43 @@ def test_an_evaluation_larger_than_its_tasks_is_refused(
     config = load_config(None, (), tables)
     with pytest.raises(ConfigError, match=why) if why else contextlib.nullcontext():
         check_evaluations(config.eval, open_mix(config))
+
+
+AGENTS = [{"agent": "script"}, {"command": ["my-agent", "{task}"]}]
+
+
+def test_rollouts_of_a_group_take_the_agents_of_its_set_in_turn(tmp_path: Path) -> None:
+    second = {"agents": AGENTS, "limits": {"wall_s": 7.0}}
+    evaluations = [{"name": "heldout"}, {"name": "short", "limits": {"wall_s": 5.0}}]
+    evaluations += [{"name": "pi", "harness": {"agent": "pi"}}]
+    config = load_config(None, (), {**mixed(rows(tmp_path, 1), **second), "eval": evaluations})
+    parts = config.parts
+    assert {name: own.harness.label for name, own in parts.items() if name.startswith("own")} == {
+        "own": "script", "own@+script": "script", "own@+my-agent": "my-agent",
+        "own@short": "script", "own@short+script": "script", "own@short+my-agent": "my-agent",
+        "own@pi": "pi",
+    }  # fmt: skip
+    assert [parts[name].limits.wall_s for name in ("own@+my-agent", "own@short+my-agent")] == [7.0, 5.0]
+    assert (config.agent_names, config.agent_of("own")) == ("pi + script + my-agent", "script + my-agent")
+    mix = open_mix(config)
+    (task,) = mix.sets[1].tasks("train", 0, 1)
+    given = [task.of_rollout(number) for number in range(3)]
+    assert [one.part for one in given] == ["own@+script", "own@+my-agent", "own@+script"]
+    assert [mix.of(one).name for one in (task, *given)] == ["own"] * 4
+    stored = name_run(config)
+    assert load_config(base=tomllib.loads(dump_toml(stored))) == stored
+
+
+@pytest.mark.parametrize(
+    ("agents", "why"),
+    [
+        ([{"agent": "script"}], "agents names several agents"),
+        ([{"agent": "pi"}, {"version": "0.1"}], "tasks.own.agents: two of them have the same name"),
+        ([{"agent": "script"}, {"agent": "nobody"}], "tasks.own.harness.agent: unknown name 'nobody'"),
+        ([{"agent": "script"}, {"agnt": "pi"}], r"in tasks.agents: unknown key harness.agnt; did you mean"),
+        ([{"agent": "script"}, {"agent": "pi", "workers": 2}], "tasks.own: harness.workers is that"),
+    ],
+)
+def test_wrong_agents_are_named(tmp_path: Path, agents: list[Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_config(None, (), mixed(rows(tmp_path, 1), agents=agents))

@@ -66,3 +66,8 @@ class HarnessTable(AgentCommand):
         if self.command and (self.version or self.agent != "pi"):
             raise ValueError("agent and version have no effect with command")
         return self
+
+    @property
+    def label(self) -> str:
+        """Name of the agent in reports."""
+        return self.command[0] if self.command else self.agent

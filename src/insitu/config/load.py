@@ -121,9 +121,13 @@ def _with_named_layers(config: Config, context: str | None) -> Config:
         return table.model_copy(update=layers)
 
     _check_sets(config)
-    sets = tuple(named(table, config.of_set(table, context)) for table in config.tasks)
+    sets = []
+    for table in config.tasks:
+        each = zip(table.agents, config.of_agents(table, context).values(), strict=True)
+        agents = tuple({key: own.harness.__dict__[key] for key in keys} for keys, own in each)
+        sets += [named(table, config.of_set(table, context)).model_copy(update={"agents": agents})]
     evaluations = tuple(named(one, config.of_eval(one, context)[0]) for one in config.eval)
-    return config.model_copy(update={"tasks": sets, "eval": evaluations})
+    return config.model_copy(update={"tasks": tuple(sets), "eval": evaluations})
 
 
 def _check_sets(config: Config) -> None:
@@ -260,6 +264,8 @@ def _check_keys(raw: Raw, origin: str) -> None:
                     raise ConfigError(f"{origin}: unknown key {table}.{key}{_hint(table, key, known)}")
                 if table in REPEATED and key in LAYERS:
                     _check_keys({key: value}, f"{origin}: in {table}")
+                for agent in value if (table, key) == ("tasks", "agents") else ():
+                    _check_keys({"harness": agent}, f"{origin}: in {table}.{key}")
 
 
 def _hint(table: str, key: str, known: Sequence[str]) -> str:

@@ -6,7 +6,8 @@ describes. No field holds a secret: secrets are read from environment variables 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
@@ -211,22 +212,36 @@ class Config(Table):
         return self.tasks[0]
 
     def of_set(self, table: TaskSetTable, context: object = None) -> Self:
-        """Return the configuration with one task set, whose own tables are laid over the run's."""
+        """Return the configuration with one task set, whose own tables are laid over the run's.
+
+        Of several agents it has the first.
+        """
         tables = dict(self.__dict__)
         for name in LAYERS:
-            if own := getattr(table, name):
+            if own := table.harnesses[0] if name == "harness" else getattr(table, name):
                 tables[name] = laid_over(tables[name].__dict__, own)
         bare: dict[str, Any] = {key: {} for key in LAYERS}
-        tables["tasks"] = (table.model_copy(update=bare),)
+        tables["tasks"] = (table.model_copy(update={**bare, "agents": ()}),)
         # evaluations may name the other sets
         tables["eval"] = tuple(one.model_copy(update={**bare, "tasks": ()}) for one in self.eval)
         return type(self).model_validate(tables, context=context)
 
+    def of_agents(self, table: TaskSetTable, context: object = None) -> Mapping[str, Self]:
+        """Return the configuration with each of several agents of a task set by its part (`Task.part`)."""
+        found: dict[str, Self] = {}
+        for keys in table.harnesses if table.agents else ():
+            agent = self.of_set(table.with_agent("", keys), context).harness.label
+            part = table.with_agent(re.sub(r"[^A-Za-z0-9_-]", "-", agent), keys)
+            found[part.name] = self.of_set(part, context)
+        return found
+
     def of_eval(self, evaluation: EvalTable, context: object = None) -> Sequence[Self]:
         """Return the configuration of each task set of an evaluation, with its own tables laid over those."""
+        return [self.of_set(table, context) for table in self._evaluated(evaluation)]
+
+    def _evaluated(self, evaluation: EvalTable) -> Sequence[TaskSetTable]:
         chosen = (table for table in self.tasks if evaluation.covers(table))
-        tables = (evaluation.over(table) if evaluation.layered else table for table in chosen)
-        return [self.of_set(table, context) for table in tables]
+        return [evaluation.over(table) if evaluation.layered else table for table in chosen]
 
     def evaluated_after(self, step: int) -> bool:
         """Return whether there is an evaluation during training after this step."""
@@ -243,15 +258,17 @@ class Config(Table):
         return due or self.evaluated_after(step)
 
     @property
-    def evaluated(self) -> Sequence[Self]:
-        """The configuration of each task set of the evaluations that have tables of their own."""
-        tables = [one for one in self.eval if one.count and one.layered]
-        return [own for one in tables for own in self.of_eval(one)]
+    def evaluated(self) -> Sequence[TaskSetTable]:
+        """The task sets of the evaluations that have tables of their own, as they are for those."""
+        return [table for one in self.eval if one.count and one.layered for table in self._evaluated(one)]
 
     @property
     def parts(self) -> Mapping[str, Self]:
         """The configuration of each part of the run by its name (`Task.part`)."""
-        return {own.task_set.name: own for own in (*map(self.of_set, self.tasks), *self.evaluated)}
+        found: dict[str, Self] = {}
+        for table in (*self.tasks, *self.evaluated):
+            found |= {table.name: self.of_set(table), **self.of_agents(table)}
+        return found
 
     @model_validator(mode="after")
     def _is_a_mix(self, info: ValidationInfo) -> Self:
@@ -261,7 +278,7 @@ class Config(Table):
         for table in self.tasks:
             if table.reference and self.train.kl == "none":
                 raise ValueError("tasks.reference has no effect with train.kl = 'none'")
-            self._check_layers("tasks", table, partial(self.of_set, table, info.context))
+            self._check_layers("tasks", table, partial(self._check_set, table, info.context))
         return self
 
     @model_validator(mode="after")
@@ -278,12 +295,20 @@ class Config(Table):
             raise ValueError(f"run.stop_after_evals needs eval.{self.eval[0].name}.every_steps and count")
         return self
 
+    def _check_set(self, table: TaskSetTable, context: object) -> None:
+        """Raise ValidationError for an invalid key of a layer, ValueError for two agents of one name."""
+        self.of_set(table, context)
+        if len(self.of_agents(table, context)) < len(table.agents):
+            where = ".".join(filter(None, ["tasks", table.name, "agents"]))
+            raise ValueError(f"{where}: two of them have the same name")
+
     @staticmethod
     def _check_layers(kind: str, table: TaskSetTable | EvalTable, apply: Callable[[], object]) -> None:
         """Raise ValueError that names the table for an invalid key in one of its layers."""
-        if shared := {"workers", "mode"} & {*table.harness}:
+        agents = table.agents if isinstance(table, TaskSetTable) else ()
+        if shared := {"workers", "mode"} & {*table.harness}.union(*agents):
             raise ValueError(f"{kind}.{table.name}: harness.{min(shared)} is that of the run")
-        if not any(getattr(table, layer) for layer in LAYERS):
+        if not (agents or any(getattr(table, layer) for layer in LAYERS)):
             return
         try:
             apply()
@@ -296,15 +321,16 @@ class Config(Table):
         return [table.name for table in self.tasks] if len(self.tasks) > 1 else []
 
     def agent_of(self, part: str) -> str:
-        """Return the name of the agent of a part of a mix; empty where the run has no such part."""
-        own = self.parts.get(part) if self.set_names else None
-        return "" if own is None else own.agent_names
+        """Return the names of the agents of a part; empty where the run has no such part, or only one."""
+        parts = self.parts
+        own = [parts[part]] if len(parts) > 1 and part in parts else []
+        own += [each for table in self.tasks if table.name == part for each in self.of_agents(table).values()]
+        return _names(own)
 
     @property
     def agent_names(self) -> str:
         """Names of the agents, of each task set in use."""
-        tables = [self.of_set(table).harness for table in self.tasks]
-        return " + ".join(dict.fromkeys(one.command[0] if one.command else one.agent for one in tables))
+        return _names(each for t in self.tasks for each in (self.of_set(t), *self.of_agents(t).values()))
 
     @property
     def longest_wall_s(self) -> float:
@@ -463,3 +489,8 @@ class Config(Table):
         if self.engine.publish_mode == "keep" and not self.collect.max_staleness:
             raise ValueError("engine.publish_mode keep has no effect with collect.max_staleness = 0")
         return self
+
+
+def _names(configs: Iterable[Config]) -> str:
+    """Return the names of their agents, each once."""
+    return " + ".join(dict.fromkeys(config.harness.label for config in configs))

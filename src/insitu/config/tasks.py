@@ -5,7 +5,7 @@ Both may hold tables of the run, e.g. `limits = { wall_s = 60 }`, whose keys rep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -23,7 +23,7 @@ from insitu.config.base import (
     unless,
 )
 from insitu.config.harness import AgentCommand
-from insitu.types import MIN_TEMPERATURE, OF_EVAL
+from insitu.types import MIN_TEMPERATURE, OF_AGENT, OF_EVAL
 
 ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 LAYERS = ("harness", "limits", "sandbox", "grade", "reward")
@@ -83,6 +83,9 @@ class TaskSetTable(Table):
     train.reference."""
     harness: Mapping[str, Any] = {}
     """Keys of [harness] for this set, e.g. { agent = "mini_swe" }."""
+    agents: Annotated[tuple[Mapping[str, Any], ...], Field(strict=False)] = ()
+    """Keys of [harness] for each of several agents that the rollouts of a group use in turn, so advantages
+    compare them; empty = one agent."""
     limits: Mapping[str, Any] = {}
     """Keys of [limits] for this set."""
     sandbox: Mapping[str, Any] = {}
@@ -96,7 +99,21 @@ class TaskSetTable(Table):
     def _fits_source(self) -> Self:
         if self.source in registry.BUILT_IN["tasks"] and self.source != "toy" and not self.path:
             raise ValueError(f"source = {self.source!r} needs path: the file or folder of the data set")
+        if len(self.agents) == 1:
+            raise ValueError("agents names several agents; the keys of one belong into harness")
         return self
+
+    @property
+    def harnesses(self) -> Sequence[Mapping[str, Any]]:
+        """Keys of [harness] of each agent."""
+        return [laid_over(self.harness, one) for one in self.agents] or [self.harness]
+
+    def with_agent(self, name: str, harness: Mapping[str, Any]) -> Self:
+        """Return the set with one of its agents alone, under a name of its own."""
+        of = "" if OF_EVAL in self.name else OF_EVAL
+        return self.model_copy(
+            update={"name": f"{self.name}{of}{OF_AGENT}{name}", "harness": harness, "agents": ()}
+        )
 
 
 class EvalTable(Table):
@@ -152,4 +169,7 @@ class EvalTable(Table):
     def over(self, table: TaskSetTable) -> TaskSetTable:
         """Return the task set with the evaluation's own tables laid over its own, under a name of its own."""
         layers = {layer: laid_over(getattr(table, layer), getattr(self, layer)) for layer in LAYERS}
-        return table.model_copy(update={"name": f"{table.name}{OF_EVAL}{self.name}", **layers})
+        agents = [laid_over(one, self.harness) for one in table.agents]
+        several = any(one != agents[0] for one in agents)
+        name = f"{table.name}{OF_EVAL}{self.name}"
+        return table.model_copy(update={"name": name, "agents": tuple(agents) if several else (), **layers})

@@ -187,10 +187,10 @@ async def _grade_again(
 
     The reward of a function that needs the whole group stays as stored.
     """
-    task = tasks.get((rollout.part, rollout.task_id))
-    if task is None:
+    task = tasks.get((rollout.task_set, rollout.task_id))
+    if task is None or rollout.part not in judges:
         return f"the task source no longer has {rollout.task_id}"
-    judge = judges[task.part]
+    judge = judges[rollout.part]
     if task.content_hash != stored.task_hash:
         return f"task {task.id} has changed since it was graded"
     if stored.outcome is Outcome.REFUSED and not rollout.changed and not rollout.deleted:

@@ -20,7 +20,7 @@ from insitu.runtime.sandboxes import NO_AGENT, check_network, make_pool
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.pool import Pool
 from insitu.tasks.factory import action_of
-from insitu.types import OF_EVAL, Limits
+from insitu.types import OF_AGENT, OF_EVAL, Limits
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ def make_setups(
 
 def agents_of(setups: Mapping[str, AgentSetup]) -> tuple[str, str]:
     """Return names and versions of the agents of the task sets, each once."""
-    harnesses = list(dict.fromkeys(setup.harness for part, setup in setups.items() if OF_EVAL not in part))
+    parts = [part for part in setups if not part.partition(OF_AGENT)[0].partition(OF_EVAL)[2]]
+    harnesses = list(dict.fromkeys(setups[part].harness for part in parts))
     return " + ".join(one.name for one in harnesses), " + ".join(one.version for one in harnesses)
 
 

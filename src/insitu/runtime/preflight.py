@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
-from insitu.config import Config, model_folder
+from insitu.config import Config, TaskSetTable, model_folder
 from insitu.config.base import is_url
 from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
@@ -45,7 +45,7 @@ from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tracking.names import GROUPS
 from insitu.tracking.start import check_trackers
 from insitu.training.trainer.scoring_server import ScoringServer
-from insitu.types import OF_EVAL, Oracle, Task
+from insitu.types import OF_AGENT, OF_EVAL, Oracle, Task
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -140,7 +140,7 @@ def _naming_part(config: Config) -> Iterator[None]:
     try:
         yield
     except InsituError as error:
-        name, _, evaluation = config.task_set.name.partition(OF_EVAL)
+        name, _, evaluation = config.task_set.name.partition(OF_AGENT)[0].partition(OF_EVAL)
         if not (name or evaluation):
             raise
         raise type(error)(f"{f'eval.{evaluation}' if evaluation else f'tasks.{name}'}: {error}") from error
@@ -149,14 +149,14 @@ def _naming_part(config: Config) -> Iterator[None]:
 def open_mix(config: Config, say: Callable[[str], None] = log.info) -> TaskMix:
     """Open every task set; sets with less trusted verdicts are rejected or skipped by `grade.min_trust`."""
 
-    def opened(own: Config) -> TaskSet:
+    def opened(table: TaskSetTable) -> TaskSet:
+        own = config.of_set(table)
         with _naming_part(own):
             source = open_source(own, limits_of(own), runner_for)
             filter_by_trust(own, source, say)
-        return TaskSet(config=own, source=source)
+        return TaskSet(config=own, source=source, agents=tuple(config.of_agents(table)))
 
-    sets = [opened(config.of_set(table)) for table in config.tasks]
-    return TaskMix(sets, [opened(own) for own in config.evaluated])
+    return TaskMix(list(map(opened, config.tasks)), list(map(opened, config.evaluated)))
 
 
 def prepare_tasks(

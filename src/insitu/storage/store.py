@@ -43,7 +43,9 @@ from insitu.storage.ulid import new_ulid
 from insitu.types import DriftNote, Ledger, Rollout, Status
 from insitu.types.values import Value
 
-__all__ = ["EmptyStore", "Score", "StepRecord", "Store", "add_ledgers"]
+__all__ = ["EmptyStore", "Score", "ScoresBy", "StepRecord", "Store", "add_ledgers"]
+
+ScoresBy = Literal["category", "task_set", "part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,23 +179,21 @@ class Store(Lifecycle):
         return {(row["phase"], row["step"]): row["n"] for row in self._all(query)}
 
     def group_outcomes(self) -> list[sqlite3.Row]:
-        """Return part, task, graded rollouts and sums of rewards of the settled groups of training."""
+        """Return task set, task, graded rollouts and sums of rewards of the settled groups of training."""
         return self._all(
-            "SELECT COALESCE(r.part, '') AS part, r.task_id, COUNT(*) AS graded, SUM(r.reward) AS reward_sum,"
+            f"SELECT {TASK_SET} AS task_set, r.task_id, COUNT(*) AS graded, SUM(r.reward) AS reward_sum,"
             " SUM(r.reward * r.reward) AS square_sum FROM rollouts r JOIN states s USING (rollout_id)"
             " WHERE r.phase = 'train' AND r.reward IS NOT NULL AND s.state IN ('trained', 'discarded')"
             " GROUP BY r.step, r.group_no ORDER BY r.step, r.group_no"
         )
 
-    def scores(
-        self, phase: str, step: int | None, by: Literal["category", "task_set"] = "category"
-    ) -> dict[str, Score]:
-        """Map task categories or task sets to the scores of one phase and step; the key "" is the total.
+    def scores(self, phase: str, step: int | None, by: ScoresBy = "category") -> dict[str, Score]:
+        """Map task categories, task sets or parts to the scores of one phase and step; "" is the total.
 
         step: None = of all steps.
         """
         query = (
-            f"SELECT category, reward, {TASK_SET} AS task_set, task_id FROM rollouts"
+            f"SELECT category, reward, part, {TASK_SET} AS task_set, task_id FROM rollouts"
             " WHERE phase = :phase AND step = COALESCE(:step, step) AND reward IS NOT NULL"
             f" ORDER BY {by}, group_no, slot"
         )

@@ -23,6 +23,8 @@ class TaskSet:
     config: Config
     """The run's configuration with this set alone, under its own tables and the evaluation's."""
     source: TaskSource
+    agents: tuple[str, ...] = ()
+    """Parts of its agents, where it has several."""
 
     @property
     def name(self) -> str:
@@ -49,7 +51,7 @@ class TaskSet:
         )
 
     def _marked(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        return [replace(task, part=self.name) for task in tasks]
+        return [replace(task, part=self.name, agents=self.agents) for task in tasks]
 
 
 class TaskMix:
@@ -59,6 +61,7 @@ class TaskMix:
         """Set up. evaluated: sets as they are for evaluations with tables of their own."""
         self.sets = sets
         self._by_name = {one.name: one for one in (*sets, *evaluated)}
+        self._by_part = self._by_name | {part: one for one in self._by_name.values() for part in one.agents}
 
     @property
     def name(self) -> str:
@@ -104,9 +107,9 @@ class TaskMix:
 
     def of(self, task: Task) -> TaskSet:
         """Return the set of a task; raise TaskError."""
-        if task.part not in self._by_name:
+        if task.part not in self._by_part:
             raise TaskError(f"task {task.id} does not come from this source: no task set {task.part!r}")
-        return self._by_name[task.part]
+        return self._by_part[task.part]
 
 
 def _spread(sets: Sequence[TaskSet], split: Split, start: int, count: int) -> Sequence[Task]:

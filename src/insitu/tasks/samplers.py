@@ -42,7 +42,7 @@ _STRIDE = (5**0.5 - 1) / 2
 class GroupOutcome:
     """Rewards of a settled group of training."""
 
-    part: str
+    task_set: str
     task_id: str
     graded: int
     reward_sum: float
@@ -153,7 +153,7 @@ class _SetDraws:
     def _history(self) -> History:
         settled = self._outcomes()
         if self._known is None or self._known[0] is not settled:
-            own = [one for one in settled if one.part == self._set.name and one.task_id in self._indices]
+            own = [one for one in settled if one.task_set == self._set.name and one.task_id in self._indices]
             rows = [(self._indices[one.task_id], one.graded, one.reward_sum, one.square_sum) for one in own]
             self._known = settled, np.array(rows, np.float64).reshape(-1, 4)
         return self._known[1]

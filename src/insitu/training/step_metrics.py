@@ -13,7 +13,7 @@ from insitu.config import Config
 from insitu.storage.score import Score
 from insitu.storage.store import Store
 from insitu.training.options import StepResult
-from insitu.types import Group, Ledger, Rollout
+from insitu.types import OF_AGENT, Group, Ledger, Rollout, part_label
 
 SHOWN = (
     "reward_mean",
@@ -140,6 +140,16 @@ def _of_sets(groups: Sequence[Group]) -> dict[str, Any]:
             "unscorable": sum(r.reward is None for r in rollouts),
         }
         found |= {f"{name}/{metric}": value for metric, value in values.items()}
+    return found | _of_agents([r for g in groups for r in g.rollouts])
+
+
+def _of_agents(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return what is measured of each of several agents that share groups, as `name/metric`."""
+    found: dict[str, Any] = {}
+    for part in sorted({r.part for r in rollouts if OF_AGENT in r.part}):
+        own = [r for r in rollouts if r.part == part]
+        values = {**_means(own), "unscorable": sum(r.reward is None for r in own)}
+        found |= {f"{part_label(part)}/{metric}": value for metric, value in values.items()}
     return found
 
 

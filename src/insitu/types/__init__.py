@@ -44,6 +44,7 @@ from insitu.types.judgement import (
 from insitu.types.limits import Limits
 from insitu.types.messages import Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 from insitu.types.tasks import (
+    OF_AGENT,
     OF_EVAL,
     WORKDIR,
     Case,
@@ -57,6 +58,7 @@ from insitu.types.tasks import (
     Setup,
     Task,
     Tree,
+    part_label,
     task_hash,
 )
 
@@ -64,6 +66,7 @@ __all__ = [
     "EXCLUSIONS",
     "MIN_TEMPERATURE",
     "NOT_TIMED",
+    "OF_AGENT",
     "OF_EVAL",
     "WORKDIR",
     "BoolArray",
@@ -112,5 +115,6 @@ __all__ = [
     "Verdict",
     "VersionRuns",
     "equal_rewards",
+    "part_label",
     "task_hash",
 ]

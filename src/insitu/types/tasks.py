@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from insitu.types.limits import Limits
@@ -13,7 +13,14 @@ from insitu.types.values import Value
 WORKDIR = "/work"
 """Inside path of the work folder of a sandbox whose task names none."""
 OF_EVAL = "@"
-"""Between the names of a task set and an evaluation with tables of its own: no name contains it."""
+"""Behind the name of a task set in `Task.part`; no name contains it."""
+OF_AGENT = "+"
+"""Before the name of one of several agents in `Task.part`."""
+
+
+def part_label(part: str) -> str:
+    """Return the name of a part in metrics; that of an agent is SET+AGENT, or AGENT in a set without name."""
+    return part.replace(OF_EVAL + OF_AGENT, OF_AGENT).removeprefix(OF_AGENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +87,16 @@ class Task(Value):
     category: str = ""
     """Free label for per-category statistics, e.g. the kind of fault."""
     part: str = ""
-    """Name of its task set in a mix; followed by OF_EVAL and the name of an evaluation with own tables."""
+    """Name of its task set in a mix; SET@EVAL for an evaluation with own tables, SET@+AGENT and
+    SET@EVAL+AGENT for one of several agents."""
+    agents: tuple[str, ...] = ()
+    """Parts of the agents that the rollouts of a group use in turn; empty = `part` for all."""
     content_hash: str = ""
     """Hex SHA-256 over prompt, files, setup and grading plan; see `task_hash`."""
+
+    def of_rollout(self, number: int) -> Task:
+        """Return the task as one rollout gets it: with the agent whose turn it is."""
+        return replace(self, part=self.agents[number % len(self.agents)]) if self.agents else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,8 @@ def render_report(report: FinalReport, width: int = 100) -> str:
     for shown in report.shown:
         lines += [*_rollout(shown, width), ""]
     lines += [*_scores(report), ""]
-    for heading, more in (("Further evaluations", _further(report)), ("Task sets", set_lines(report.sets))):
+    sets = "Task sets" if any(one.name != one.agent for one in report.sets) else "Agents"
+    for heading, more in (("Further evaluations", _further(report)), (sets, set_lines(report.sets))):
         if found := list(more):
             lines += [heading, *found, ""]
     lines += [*_ledger(report.ledger), ""]

@@ -65,7 +65,8 @@ def rollout_text(found: Mapping[str, Any]) -> Iterator[str]:
     if row is None:
         yield printable(f"state: {found['state']['state']}; it has no verdict yet")
         return
-    named = f", task set {row['task_set']}, agent {found['agent']}" if found["agent"] else ""
+    named = f", task set {row['task_set']}" if row["task_set"] else ""
+    named += f", agent {found['agent']}" if found["agent"] else ""
     yield printable(f"task {row['task']}{named}, step {row['step']}, attempt {row['attempt']}")
     yield _verdict_line(row)
     yield from _checks(found["verdict"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from insitu.capture.drift_log import drift_totals
 from insitu.config import Config
@@ -14,8 +14,8 @@ from insitu.storage.files import write_text
 from insitu.storage.phases import When, eval_name, eval_phase
 from insitu.storage.run_dir import KIND, read_config, read_store, read_summary
 from insitu.storage.score import Score, describe_rewards
-from insitu.storage.store import Store
-from insitu.types import Ledger
+from insitu.storage.store import ScoresBy, Store
+from insitu.types import Ledger, part_label
 from insitu.view.base import rate_text
 from insitu.view.curve import curve_of, curve_svg
 from insitu.view.report import (
@@ -83,16 +83,13 @@ def report_of(
 
 
 def _evaluations(
-    store: Store, config: Config, numbers: Mapping[str, Any], task_set: str = ""
+    store: Store, config: Config, numbers: Mapping[str, Any], by: ScoresBy = "category", of: str = ""
 ) -> list[EvaluationReport]:
-    """Return what each evaluation found, the first one as `held-out`; task_set: of its tasks alone."""
+    """Return what each evaluation found, the first one as `held-out`; of: what `by` is for its rollouts."""
     found = []
     for number, table in enumerate(config.eval):
         phases = [eval_phase(when, table.name if number else "") for when in _ENDS]
-        before, after = (
-            _scores(store, phase, "task_set" if task_set else "category").get(task_set, _NONE)
-            for phase in phases
-        )
+        before, after = (_scores(store, phase, by).get(of, _NONE) for phase in phases)
         own = numbers.get(table.name, {})
         name = table.name if number else "held-out"
         found.append(EvaluationReport(name=name, before=before, after=after, numbers=own))
@@ -100,16 +97,17 @@ def _evaluations(
 
 
 def _task_sets(store: Store, config: Config) -> tuple[TaskSetReport, ...]:
-    """Return the scores of each task set of a mix; empty for a run with one."""
-    trained = store.scores("train", None, "task_set")
+    """Return the scores of each task set of a mix and each of several agents; empty for one set and agent."""
+    rows: list[tuple[ScoresBy, str]] = [("task_set", name) for name in config.set_names]
+    rows += [("part", part) for table in config.tasks for part in config.of_agents(table)]
     return tuple(
         TaskSetReport(
-            name=name,
+            name=part_label(name),
             agent=config.agent_of(name),
-            trained=trained.get(name, _NONE),
-            evaluations=_evaluations(store, config, {}, name),
+            trained=store.scores("train", None, by).get(name, _NONE),
+            evaluations=_evaluations(store, config, {}, by, name),
         )
-        for name in config.set_names
+        for by, name in rows
     )
 
 
@@ -185,7 +183,7 @@ def _decided_lines(run_dir: Path, store: Store, kind: str) -> Iterator[str]:
         yield f"not finished; continue with: insitu {kind} --resume {run_dir}"
 
 
-def _scores(store: Store, phase: str, by: Literal["category", "task_set"] = "category") -> dict[str, Score]:
+def _scores(store: Store, phase: str, by: ScoresBy = "category") -> dict[str, Score]:
     """Return the scores of the newest step with this phase; empty when there is none."""
     steps = [step for name, step in store.phases() if name == phase]
     return store.scores(phase, max(steps), by) if steps else {}

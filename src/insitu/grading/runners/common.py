@@ -75,7 +75,7 @@ async def run_in(
 
 
 LIMIT_CPU = 'ulimit -S -t "$1" && ulimit -H -t "$(($1 + 1))"'
-"""Shell code: SIGXCPU after $1 seconds of CPU time, SIGKILL a second later; `ulimit -t` alone gives SIGKILL only."""
+"""Shell code: SIGXCPU after $1 seconds of CPU time, SIGKILL a second later. Plain `ulimit -t` only kills."""
 
 
 def out_of_cpu(result: ExecResult, cpu_s: int) -> bool:

@@ -81,7 +81,7 @@ class PlanRow:
     group_id: str
     rollout_id: str
     part: str = ""
-    """`Task.part` of its task: which reference policy scores it."""
+    """Name of its task set: which reference policy scores it."""
     segment: int
     advantage: float
     weight: float
@@ -312,7 +312,7 @@ def _weights(slots: Sequence[PlannedRollout], config: PlanConfig) -> list[float]
 def row_of(slot: PlannedRollout, segment: Segment) -> tuple[PlanRow, FloatArray]:
     """Return the row of a segment and its trained tokens' log-probabilities, which must be usable."""
     row = cut_row(slot.group_id, slot.rollout.id, segment, slot.advantage or 0.0, slot.weight)
-    row = replace(row, part=slot.rollout.part)
+    row = replace(row, part=slot.rollout.task_set)
     mu = row.logprobs[row.mask]
     # nan fails every comparison
     if not (float(mu.min()) > -np.inf and float(mu.max()) <= 0):

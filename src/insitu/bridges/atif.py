@@ -119,20 +119,21 @@ class AtifWriter:
 
     def __init__(self, folder: Path, config: Config, words: Words) -> None:
         self._job, self._words = folder / "data" / Path(config.run.dir).name, words
-        version = config.harness.version or "unknown"
-        model = Path(config.model.path).name or "demo"
-        self._agent = {"name": config.agent_names, "version": version, "model_name": model}
+        self._model = Path(config.model.path).name or "demo"
+        self._config, self._parts = config, config.parts
 
     def add(self, stored: StoredRollout) -> None:
         """Write one rollout."""
         rollout = stored.item.rollout
         trial = self._job / rollout.id.replace("/", "-")
         (trial / "agent").mkdir(parents=True)
-        made = to_atif(stored, self._words, self._agent)
+        harness = self._parts.get(rollout.part, self._config).harness  # served sessions are of no part
+        agent = {"name": harness.label, "version": harness.version or "unknown", "model_name": self._model}
+        made = to_atif(stored, self._words, agent)
         (trial / "agent" / "trajectory.json").write_bytes(orjson.dumps(made))
-        (trial / "result.json").write_bytes(orjson.dumps(dict(self._result(stored, trial))))
+        (trial / "result.json").write_bytes(orjson.dumps(dict(self._result(stored, trial, agent))))
 
-    def _result(self, stored: StoredRollout, trial: Path) -> Iterator[tuple[str, Any]]:
+    def _result(self, stored: StoredRollout, trial: Path, agent: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         rollout = stored.item.rollout
         task = {"path": rollout.task_id}
         checksum = rollout.verdict.task_hash if rollout.verdict else ""
@@ -142,6 +143,6 @@ class AtifWriter:
         yield "task_id", task
         yield "task_checksum", checksum
         yield "config", {"task": task, "trial_name": trial.name}
-        yield "agent_info", {"name": self._agent["name"], "version": self._agent["version"]}
+        yield "agent_info", {"name": agent["name"], "version": agent["version"]}
         if rollout.reward is not None:
             yield "verifier_result", {"rewards": {"reward": rollout.reward}}

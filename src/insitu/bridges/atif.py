@@ -133,7 +133,9 @@ class AtifWriter:
         (trial / "agent" / "trajectory.json").write_bytes(orjson.dumps(made))
         (trial / "result.json").write_bytes(orjson.dumps(dict(self._result(stored, trial, agent))))
 
-    def _result(self, stored: StoredRollout, trial: Path, agent: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def _result(
+        self, stored: StoredRollout, trial: Path, agent: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Any]]:
         rollout = stored.item.rollout
         task = {"path": rollout.task_id}
         checksum = rollout.verdict.task_hash if rollout.verdict else ""

@@ -99,10 +99,15 @@ def test_a_set_with_the_name_of_other_metrics_is_refused(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_agent_that_the_context_cannot_hold_is_refused_by_name() -> None:
-    other = {"name": "other", "count": 1, "harness": {"agent": "claude_code"}}
-    config = load_config(None, (), tables({}, other))
+@pytest.mark.parametrize(
+    ("agent", "context", "tokens"), [("claude_code", 2048, "46,300"), ("terminus", 512, "729")]
+)
+def test_an_agent_that_the_context_cannot_hold_is_refused_by_name(
+    agent: str, context: int, tokens: str
+) -> None:
+    other = {"name": "other", "count": 1, "harness": {"agent": agent}}
+    config = load_config(None, [f"model.max_context_tokens={context}"], tables({}, other))
     with pytest.raises(
-        ConfigError, match=r"eval.other: harness.agent claude_code: its first prompt has about 46"
+        ConfigError, match=rf"eval.other: harness.agent {agent}: its first prompt has about {tokens}"
     ):
         prepare(config, lambda line: None, lambda config, mix: mix.examples())

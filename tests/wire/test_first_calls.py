@@ -11,8 +11,10 @@ from recordings_lab import FOLDER, read
 from insitu.chat.load import load_renderer
 from insitu.config.load import WARM_START
 from insitu.gateway.prompt_ids import leading_system
-from insitu.runtime.prompt_sizes import FIRST_CALLS, PromptFit
+from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit
 from insitu.serving.agent_setup import agent_names
+from insitu.storage.run_dir import read_store
+from tests.e2e.test_runs import command, finish
 
 
 def test_the_table_is_what_the_recordings_say() -> None:
@@ -39,3 +41,17 @@ def test_what_fits_depends_on_context_and_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     assert PromptFit(tmp_path, 32_768).summary(agent_names()) == ""
     assert [agent for agent in agent_names() if not PromptFit(tmp_path, 16_384).fits(agent)] == ["qwen_code"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", OWN_FIRST_CALLS)
+def test_the_sizes_of_own_agents_are_those_of_a_rollout(agent: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    limits = ["rollout.tasks=1", "limits.max_calls=1", "harness.workers=1"]
+    finish(command("rollout", "--json", "--plain", f"harness.agent={agent}", f"run.dir={run_dir}", *limits))
+    with read_store(run_dir) as store:
+        (rollout,) = [one for phase, step in store.phases() for one in store.rollouts(phase, step)]
+    ids = rollout.turns[0].context_ids
+    held = OWN_FIRST_CALLS[agent]
+    assert held.shipped_tokens == pytest.approx(len(ids), rel=0.01)
+    assert held.characters == pytest.approx(len(load_renderer(WARM_START).decode(ids)), rel=0.01)

@@ -34,7 +34,7 @@ from insitu.grading.reward import reward_function
 from insitu.grading.trust import below, trust_of
 from insitu.runtime.agents import AgentSetup, check_listener, find_pools, limits_of, make_setups
 from insitu.runtime.gateway import gateway_config
-from insitu.runtime.prompt_sizes import FIRST_CALLS, PromptFit
+from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit
 from insitu.runtime.sandboxes import check_agents, check_tasks
 from insitu.runtime.transcripts import transcript_reader
 from insitu.runtime.upstream import upstream_options
@@ -180,7 +180,8 @@ def _check_reward(config: Config) -> None:
 def _check_context(config: Config) -> None:
     """Raise ConfigError if a shipped agent's first prompt exceeds the model's context."""
     agent, context = config.harness.agent, config.model.max_context_tokens
-    if config.engine.kind == "upstream" or config.harness.command or agent not in FIRST_CALLS:
+    measured = agent in FIRST_CALLS or agent in OWN_FIRST_CALLS
+    if config.engine.kind == "upstream" or config.harness.command or not measured:
         return
     size = PromptFit(model_folder(config), context).tokens(agent)
     if size >= context:

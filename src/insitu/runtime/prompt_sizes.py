@@ -31,6 +31,11 @@ FIRST_CALLS: Mapping[str, _FirstCall] = {
 (tests/wire/recordings), rendered by the shipped model's renderer. Recordings contain made-up words of the
 same lengths as the originals. Pi's constant lines are tokens of the shipped vocabulary, so the tokens of pi
 and mini_swe are from real runs under `insitu serve`."""
+OWN_FIRST_CALLS: Mapping[str, _FirstCall] = {
+    "script": _FirstCall(characters=1_076, shipped_tokens=44),
+    "terminus": _FirstCall(characters=902, shipped_tokens=729),
+}
+"""Those of the agents that insitu brings along, which `insitu serve` does not set up."""
 CHARACTERS_PER_TOKEN = 4
 """Approximate value of ordinary vocabularies on such prompts."""
 
@@ -45,7 +50,7 @@ class PromptFit:
 
     def tokens(self, agent: str) -> int:
         """Return the approximate size of the agent's first prompt in tokens."""
-        call = FIRST_CALLS[agent]
+        call = FIRST_CALLS.get(agent) or OWN_FIRST_CALLS[agent]
         return call.shipped_tokens if self._shipped else call.characters // CHARACTERS_PER_TOKEN
 
     def fits(self, agent: str) -> bool:

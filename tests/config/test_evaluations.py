@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -84,6 +85,19 @@ def test_an_evaluation_of_no_tasks_needs_nothing() -> None:
     config = load_config(None, (), tables({}, none))
     assert list(config.parts) == ["plus", "swaps"]
     check_evaluations(config.eval, open_mix(config))
+
+
+@pytest.mark.parametrize(
+    ("max_s", "samples", "refused"), [(59.0, 2, True), (60.0, 2, False), (59.0, 1, False)]
+)
+def test_an_evaluation_that_may_take_longer_than_its_time_is_refused(
+    max_s: float, samples: int, refused: bool
+) -> None:
+    table = {"count": 9, "samples": samples, "max_s": max_s, "limits": {"wall_s": 20.0}}
+    config = load_config(None, ["harness.workers=8"], tables(table))
+    why = r"^eval.heldout.max_s = 59: 18 rollouts of up to 20 s on 8 workers may take 60 s; lower count, "
+    with pytest.raises(ConfigError, match=why) if refused else nullcontext():
+        check_evaluations(config.eval, open_mix(config))
 
 
 def test_stopping_early_needs_evaluations_during_training() -> None:

@@ -10,6 +10,7 @@ policy version and stored under a phase of its own, so a resumed run goes on wit
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,7 +22,7 @@ from insitu.collect.collector import Collector
 from insitu.collect.groups import open_groups
 from insitu.collect.options import AttemptRunner, RolloutObserver
 from insitu.collect.starvation import Activity
-from insitu.config import EvalTable
+from insitu.config import Config, EvalTable
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
 from insitu.storage.metrics import MetricsFile
@@ -333,7 +334,7 @@ def heldout_summary(when: str, result: EvalResult | None) -> dict[str, float | N
 
 
 def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
-    """Raise ConfigError for an evaluation that asks for more tasks than there are.
+    """Raise ConfigError for an evaluation that asks for more tasks or time than there is.
 
     The default of `count` stands for all tasks of a smaller set.
     """
@@ -341,6 +342,8 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
     for table in tables:
         sets = source.of_eval(table) if table.count else ()
         sizes = [one.size(table.split) for one in sets]
+        if sets and table.max_s:
+            _check_time(table, len(source.evaluated(table)), [one.config for one in sets])
         if not sets or None in sizes:
             continue
         there = sum(size or 0 for size in sizes)
@@ -350,3 +353,15 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
                 f"eval.{table.name}.count = {table.count}: {names} has {there} tasks in the {table.split}"
                 " split"
             )
+
+
+def _check_time(table: EvalTable, tasks: int, configs: Sequence[Config]) -> None:
+    """Raise ConfigError if the rollouts may take longer than the evaluation, by their own limits."""
+    rollouts, workers = tasks * table.samples, configs[0].harness.workers
+    wall_s = max(config.limits.wall_s for config in configs)
+    may_s = math.ceil(rollouts / workers) * wall_s
+    if may_s > table.max_s:
+        raise ConfigError(
+            f"eval.{table.name}.max_s = {table.max_s:g}: {rollouts} rollouts of up to {wall_s:g} s on"
+            f" {workers} workers may take {may_s:g} s; lower count, samples or limits.wall_s"
+        )

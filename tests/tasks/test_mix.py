@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -79,6 +80,29 @@ def test_a_set_has_its_own_tables(tmp_path: Path) -> None:
 def test_an_override_holds_for_every_set(tmp_path: Path) -> None:
     config = load_config(None, ["tasks.sampler=epochs", "tasks.weight=2"], mixed(rows(tmp_path, 1)))
     assert [table.weight for table in config.tasks] == [2.0, 2.0]
+
+
+def test_an_override_may_hold_for_one_set(tmp_path: Path) -> None:
+    more = {"harness": {"agent": "script"}, "limits": {"max_calls": 2}, "name": "own"}
+    changes = ["tasks.own.weight=2", "tasks.own.limits.wall_s=7", "tasks.toy.kinds=swapped,operator"]
+    config = load_config(None, changes, mixed(rows(tmp_path, 1), **more))
+    toy, own = config.tasks
+    assert (toy.weight, toy.kinds, toy.limits) == (3.0, ("swapped", "operator"), {})
+    assert (own.weight, own.limits, own.harness["agent"]) == (2.0, {"max_calls": 2, "wall_s": 7.0}, "script")
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("tasks.oen.weight=2", "no tasks named 'oen'; there are: toy, own"),
+        ("tasks.own.wieght=2", "unknown key tasks.own.wieght; did you mean tasks.weight?"),
+        ("tasks.own.limits.wal_s=2", "unknown key tasks.own.limits.wal_s; did you mean limits.wall_s?"),
+        ("tasks.own.weight.x=2", "unknown key tasks.own.weight.x"),
+    ],
+)
+def test_a_wrong_override_of_one_set_is_named(tmp_path: Path, override: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        load_config(None, [override], mixed(rows(tmp_path, 1)))
 
 
 @pytest.mark.parametrize(

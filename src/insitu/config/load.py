@@ -73,8 +73,9 @@ def load_config(
 ) -> Config:
     """Merge defaults < `base` < file at `path` < `tables` < `overrides` and validate the result.
 
-    Overrides are "table.key=value" strings, or a mapping from "table.key" to the value. `stored`: names of
-    plug-ins are not looked up. Raises ConfigError with one line.
+    Overrides are "table.key=value" strings, or a mapping from "table.key" to the value; tasks.NAME.key and
+    eval.NAME.key change one of several tables. `stored`: names of plug-ins are not looked up. Raises
+    ConfigError with one line.
     """
     layers: list[tuple[str, Raw]] = []
     if base is not None:
@@ -91,7 +92,7 @@ def load_config(
     for origin, raw in layers:
         _check_keys(raw, origin)
         for table, values in raw.items():
-            merged[table] = _merged(table, merged.get(table), values)
+            merged[table] = _merged(table, merged.get(table), values, origin)
     context = STORED if stored else None
     try:
         return _with_named_layers(Config.model_validate(merged, context=context), context)
@@ -102,13 +103,32 @@ def load_config(
         raise ConfigError("; ".join(_describe(item, merged) for item in found)) from error
 
 
-def _merged(table: str, known: Any, values: Any) -> Any:
-    """Return a table with the keys of `values`; for a repeated table in each, unless `values` is a list."""
+def _merged(table: str, known: Any, values: Any, origin: str) -> Any:
+    """Return a table with the keys of `values`; for a repeated table in each, unless `values` is a list.
+
+    A key NAME.key is that of one table.
+    """
     if table not in REPEATED:
         return {**(known or {}), **values}
     if not isinstance(values, Mapping):
         return [dict(one) for one in values]
-    return [{**one, **values} for one in known or [{}]]
+    tables = [dict(one) for one in known or [{}]]
+    for key, value in values.items():
+        name, path = _split(key)
+        usual = table_classes()[table].model_fields["name"].default
+        chosen = [one for one in tables if not name or one.get("name", usual) == name]
+        if not chosen:
+            names = ", ".join(filter(None, (one.get("name", usual) for one in tables))) or "none with a name"
+            raise ConfigError(f"{origin}: no {table} named {name!r}; there are: {names}")
+        for one in chosen:
+            one[path[0]] = value if len(path) == 1 else {**one.get(path[0], {}), path[1]: value}
+    return tables
+
+
+def _split(key: str) -> tuple[str, Sequence[str]]:
+    """Return the name in a key of a repeated table, or "", and the key or layer and key behind it."""
+    name, dot, rest = key.partition(".")
+    return (name, rest.split(".", 1)) if dot and name not in LAYERS else ("", key.split(".", 1))
 
 
 def _with_named_layers(config: Config, context: str | None) -> Config:
@@ -220,7 +240,7 @@ def _parse_override(text: str) -> Raw:
     if not (equals and dot and table and key):
         hint = _suggest(name.strip(), dotted_keys()) if equals else ""
         raise ConfigError(f"override {text!r} is not of the form table.key=value{hint}")
-    return {table: {key: _override_value(table, key, value.strip())}}
+    return {table: {key: _override_value(*_place(table, key), value.strip())}}
 
 
 def _nested(name: str, value: object) -> Raw:
@@ -260,20 +280,25 @@ def _check_keys(raw: Raw, origin: str) -> None:
             if not isinstance(one, Mapping):
                 raise ConfigError(f"{origin}: {table} must be a table [{table}]")
             for key, value in one.items():
-                if f"{table}.{key}" not in known:
-                    raise ConfigError(f"{origin}: unknown key {table}.{key}{_hint(table, key, known)}")
+                place = key_of(f"{table}.{key}")
+                if place not in known:
+                    raise ConfigError(f"{origin}: unknown key {table}.{key}{_suggest(place, known)}")
                 if table in REPEATED and key in LAYERS:
                     _check_keys({key: value}, f"{origin}: in {table}")
                 for agent in value if (table, key) == ("tasks", "agents") else ():
                     _check_keys({"harness": agent}, f"{origin}: in {table}.{key}")
 
 
-def _hint(table: str, key: str, known: Sequence[str]) -> str:
-    """Return what to write instead of an unknown key; `key` may name one of a repeated table."""
-    name = f"{table}.{key.rpartition('.')[2]}"
-    if table in REPEATED and "." in key and name in known:
-        return f"; {name} is that of all [[{table}]], one of them is changed in the file"
-    return _suggest(f"{table}.{key}", known)
+def key_of(override: str) -> str:
+    """Return table.key of "table.key=value"; tasks.NAME.key is tasks.key."""
+    table, _, key = override.partition("=")[0].strip().partition(".")
+    return ".".join(_place(table, key))
+
+
+def _place(table: str, key: str) -> tuple[str, str]:
+    """Return table and key that describe a value; for one of a layer those of the layer."""
+    path = _split(key)[1] if table in REPEATED else [key]
+    return (path[0], path[1]) if len(path) > 1 and path[0] in LAYERS else (table, ".".join(path))
 
 
 def _unknown_table(table: str, values: object, known: Sequence[str]) -> str:

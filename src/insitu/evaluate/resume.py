@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from insitu.config import Config, load_config
+from insitu.config import Config, key_of, load_config
 from insitu.errors import ConfigError
 from insitu.storage.run_dir import name_run, read_config
 
@@ -35,8 +35,7 @@ def resumed_config(path: Path, overrides: Sequence[str], changeable: Sequence[st
     Raises ConfigError, RecordError.
     """
     for text in overrides:
-        name = text.partition("=")[0].strip()
-        if name not in changeable:
+        if key_of(text) not in changeable:
             raise ConfigError(
                 f"a resumed run keeps its configuration; drop {text} (changeable: {', '.join(changeable)})"
             )

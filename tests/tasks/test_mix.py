@@ -14,8 +14,9 @@ import pytest
 
 from insitu.config import dump_toml, load_config
 from insitu.errors import ConfigError, TaskError
+from insitu.evaluate.resume import TRAINING, resumed_config
 from insitu.runtime.preflight import open_mix, prepare
-from insitu.storage.run_dir import name_run
+from insitu.storage.run_dir import RunDir, name_run
 from insitu.tasks.mix import schedule
 from insitu.tasks.samplers import TaskDraws
 from insitu.training.evaluations import check_evaluations
@@ -89,6 +90,16 @@ def test_an_override_may_hold_for_one_set(tmp_path: Path) -> None:
     toy, own = config.tasks
     assert (toy.weight, toy.kinds, toy.limits) == (3.0, ("swapped", "operator"), {})
     assert (own.weight, own.limits, own.harness["agent"]) == (2.0, {"max_calls": 2, "wall_s": 7.0}, "script")
+
+
+def test_a_resumed_run_may_move_the_teacher_of_one_set(tmp_path: Path) -> None:
+    second = {"reference": "https://one.example/v1"}
+    values = {"run.dir": str(tmp_path / "run"), "train.kl": "k3"}
+    with RunDir.create(load_config(None, values, mixed(rows(tmp_path, 1), **second))) as run:
+        moved = resumed_config(run.path, ["tasks.own.reference=https://two.example/v1"], TRAINING)
+        with pytest.raises(ConfigError, match="a resumed run keeps its configuration; drop tasks.own.weight"):
+            resumed_config(run.path, ["tasks.own.weight=2"], TRAINING)
+    assert [table.reference for table in moved.tasks] == ["", "https://two.example/v1"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks._arguments import Arguments, count, count_or_zero
-from insitu.errors import SetupError
+from insitu.errors import SetupError, boundary
 from insitu.storage.metrics import read_metrics
 
 SAMPLERS = ("epochs", "signal")
@@ -57,7 +57,7 @@ lr = 1e-3
 def write_tasks(path: Path, tasks: int, unsolvable: int) -> None:
     """Write toy tasks as rows, of which the given number, evenly spread, cannot be solved."""
     export = ["tasks", "export", "tasks.source=toy", "--limit", str(tasks), "--out", str(path)]
-    subprocess.run([sys.executable, "-m", "insitu", *export], stdout=subprocess.DEVNULL, check=True)
+    _insitu("export of tasks", *export)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for number, row in enumerate(rows):
         if (number + 1) * unsolvable // tasks > number * unsolvable // tasks:
@@ -73,13 +73,8 @@ def train(folder: Path, tasks: Path, sampler: str, seed: int, steps: int, heldou
     values = {"steps": steps, "seed": seed, "run": run, "tasks": tasks, "sampler": sampler}
     file.write_text(_CONFIG.format(**values, heldout=heldout, every=every))
     if not (run / "summary.json").is_file():
-        command = [sys.executable, "-m", "insitu", "train", "--plain"]
         chosen = ["--resume", str(run)] if run.exists() else [str(file)]
-        done = subprocess.run(
-            [*command, *chosen], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        if done.returncode:
-            raise SetupError(f"{run.name}: {(done.stdout.strip().splitlines() or ['no output'])[-1]}")
+        _insitu(run.name, "train", "--plain", *chosen)
     lines = list(read_metrics(run / "metrics.jsonl"))
     trained = {line["step"]: line for line in lines if line["event"] == "step"}
     curve = {line["version"]: line["solve_rate"] for line in lines if line["event"].startswith("eval_")}
@@ -88,6 +83,14 @@ def train(folder: Path, tasks: Path, sampler: str, seed: int, steps: int, heldou
         "effective": sum(line["effective_groups"] for line in trained.values())
         / sum(line["groups"] for line in trained.values()),
     }
+
+
+def _insitu(name: str, *arguments: str) -> None:
+    """Run a command; raise SetupError with its last line if it fails."""
+    command = [sys.executable, "-m", "insitu", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SetupError(f"{name}: {(done.stdout.strip().splitlines() or ['no output'])[-1]}")
 
 
 def compared(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -112,13 +115,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="keep the runs here, and go on where they stood")
     parser.add_argument("--json", action="store_true", help="no table, only the JSON line")
     options = parser.parse_args(arguments)
+    if max(options.unsolvable) > options.tasks:
+        parser.error(f"--unsolvable {max(options.unsolvable)} of --tasks {options.tasks}")
     with tempfile.TemporaryDirectory() as scratch:
         out = (options.out or Path(scratch)).absolute()
         found: dict[str, dict[str, Any]] = {}
         try:
             for unsolvable in options.unsolvable:
-                folder = out / f"unsolvable-{unsolvable}"
-                folder.mkdir(parents=True, exist_ok=True)
+                sizes = f"{options.tasks}-tasks-{options.steps}-steps-{options.heldout}-heldout"
+                folder = out / f"{unsolvable}-unsolvable-of-{sizes}"
+                with boundary(SetupError, f"create {folder}"):
+                    folder.mkdir(parents=True, exist_ok=True)
                 write_tasks(folder / "tasks.jsonl", options.tasks, unsolvable)
                 runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SAMPLERS}
                 for seed in range(options.seeds):

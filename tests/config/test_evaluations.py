@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +87,16 @@ def test_an_evaluation_of_no_tasks_needs_nothing() -> None:
     config = load_config(None, (), tables({}, none))
     assert list(config.parts) == ["plus", "swaps"]
     check_evaluations(config.eval, open_mix(config))
+
+
+def test_the_time_of_an_evaluation_counts_the_limits_of_its_tasks(tmp_path: Path) -> None:
+    row = {"id": "a", "prompt": "Fix it.", "entry": "m.py", "files": {"m.py": "def f():\n    return 1\n"}}
+    row |= {"cases": [{"function": "f", "args": [], "expected": 2}], "limits": {"wall_s": 900.0}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    own = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "eval_share": 1.0}
+    config = load_config(None, (), {"tasks": [own], "eval": [{"max_s": 100.0}]})
+    with pytest.raises(ConfigError, match="1 rollouts of up to 900 s"):
+        check_evaluations(config.eval, open_mix(config))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -99,10 +101,24 @@ def test_a_group_of_two_agents_is_one_group(tmp_path: Path) -> None:
     with read_store(run_dir) as store:
         rollouts = store.rollouts("train", 1)
         assert store.ledger().balanced
-    ids = [(rollout.id.split("/")[2:], rollout.part) for rollout in rollouts]
-    for (group, slot), part in ids:
-        assert part == ("@+script", "@+single_turn")[(int(group) + int(slot)) % 2]
+    parts = [rollout.part for rollout in rollouts]
+    both = ["@+script", "@+single_turn"]
+    for group in (parts[:4], parts[4:8], parts[8:]):
+        assert group in (both * 2, both[::-1] * 2)
     (step,) = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["event"] == "step"]
     assert (step["script/rollouts"], step["single_turn/rollouts"]) == (6, 6)
     assert step["script/solve_rate"] + step["single_turn/solve_rate"] == pytest.approx(2 * step["solve_rate"])
-    assert "\nAgents\n  script " in (run_dir / "report.txt").read_text()
+    report = (run_dir / "report.txt").read_text()
+    assert re.search(r"\nAgents\n  script  .* held-out .*\n  single_turn  .* held-out ", report)
+    ends = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["event"] == "eval_after"]
+    assert [line["script/total"] + line["single_turn/total"] for line in ends] == [6]
+
+
+def test_rollouts_without_training_are_counted_by_agent(tmp_path: Path) -> None:
+    file, run_dir = tmp_path / "agents.toml", tmp_path / "run"
+    file.write_text('[[tasks]]\nagents = [{ agent = "script" }, { agent = "single_turn" }]\n')
+    numbers = ["rollout.tasks=3", "rollout.per_task=1", "harness.workers=2", f"run.dir={run_dir}"]
+    summary = finish(command("rollout", file, "--plain", "--json", *numbers))
+    assert {name: one["graded"] for name, one in summary["sets"].items()} == {"script": 2, "single_turn": 1}
+    lines = [json.loads(line) for line in (run_dir / "results.jsonl").read_text().splitlines()]
+    assert [line["agent"] for line in lines] == ["script", "single_turn", "script"]

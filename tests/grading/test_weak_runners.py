@@ -114,6 +114,15 @@ def test_only_a_script_that_lays_its_tests_may_write_them(script: str, own: bool
 
 
 @pytest.mark.slow
+async def test_a_script_that_uses_up_its_cpu_time_is_a_timeout(grader: Grader) -> None:
+    tests = HiddenTests(script="python3 app.py", parser="pytest", fail_to_pass=("a::new",))
+    task, oracle = make("swebench_log", tests, timeout_s=1.0)
+    verdict = await judge(grader, task, oracle, "while True: pass\n")
+    assert (verdict.outcome, verdict.reason) == (Outcome.TEST_TIMEOUT, "out of CPU time"), verdict
+    assert (await judge(grader, task, oracle, "print('PASSED a::new')\n")).outcome is Outcome.RESOLVED
+
+
+@pytest.mark.slow
 async def test_a_log_is_read_between_the_hosts_own_lines(grader: Grader) -> None:
     task, oracle = log_task("set -x; echo noise; python3 app.py; exit 3")
     assert (await judge(grader, task, oracle, f"print('{GOOD}')\n")).outcome is Outcome.RESOLVED

@@ -15,7 +15,7 @@ import pytest
 from insitu.config import dump_toml, load_config
 from insitu.errors import ConfigError, TaskError
 from insitu.evaluate.resume import TRAINING, resumed_config
-from insitu.runtime.preflight import open_mix, prepare
+from insitu.runtime.preflight import check_names, open_mix, prepare
 from insitu.storage.run_dir import RunDir, name_run
 from insitu.tasks.mix import schedule
 from insitu.tasks.samplers import TaskDraws
@@ -212,7 +212,7 @@ def test_rollouts_of_a_group_take_the_agents_of_its_set_in_turn(tmp_path: Path) 
     second = {"agents": AGENTS, "limits": {"wall_s": 7.0}}
     evaluations = [{"name": "heldout"}, {"name": "short", "limits": {"wall_s": 5.0}}]
     evaluations += [{"name": "pi", "harness": {"agent": "pi"}}]
-    config = load_config(None, (), {**mixed(rows(tmp_path, 1), **second), "eval": evaluations})
+    config = load_config(None, (), {**mixed(rows(tmp_path, 3), **second), "eval": evaluations})
     parts = config.parts
     assert {name: own.harness.label for name, own in parts.items() if name.startswith("own")} == {
         "own": "script", "own@+script": "script", "own@+my-agent": "my-agent",
@@ -225,14 +225,46 @@ def test_rollouts_of_a_group_take_the_agents_of_its_set_in_turn(tmp_path: Path) 
     (task,) = mix.sets[1].tasks("train", 0, 1)
     given = [task.of_rollout(number) for number in range(3)]
     assert [one.part for one in given] == ["own@+script", "own@+my-agent", "own@+script"]
+    later = [task.of_rollout(0).part for task in mix.sets[1].tasks("train", 0, 3)]
+    assert later == ["own@+script", "own@+my-agent", "own@+script"]
     assert [mix.of(one).name for one in (task, *given)] == ["own"] * 4
     stored = name_run(config)
     assert load_config(base=tomllib.loads(dump_toml(stored))) == stored
 
 
+def test_keys_of_one_agent_do_not_reach_another(tmp_path: Path) -> None:
+    agents = [{"agent": "script", "artifacts": ["b"]}, {"artifacts": ["c"]}, {"agent": "pi"}]
+    second = {"agents": agents, "harness": {"command": ["mine"], "artifacts": ["a"]}}
+    config = load_config(None, (), mixed(rows(tmp_path, 1), **second))
+    for one in (config, load_config(base=tomllib.loads(dump_toml(name_run(config))))):
+        found = [own.harness for own in one.of_agents(one.tasks[1]).values()]
+        assert [own.label for own in found] == ["script", "mine", "pi"]
+        assert [own.artifacts for own in found] == [("b",), ("c",), ("a",)]
+
+
+def test_an_evaluation_inside_one_agent_has_no_key_of_the_others(tmp_path: Path) -> None:
+    agents = [{"agent": "script"}, {"agent": "pi", "max_rollouts_per_process": 7}]
+    tables = {**mixed(rows(tmp_path, 1), agents=agents), "eval": [{"harness": {"agent": "mini_swe"}}]}
+    config = load_config(None, (), tables)
+    own = config.of_eval(config.eval[0])[1]
+    assert (own.harness.agent, own.harness.max_rollouts_per_process) == ("mini_swe", 64)
+    assert [name for name in config.parts if "@heldout" in name] == ["toy@heldout", "own@heldout"]
+
+
+def test_metrics_of_an_agent_need_a_name_of_their_own() -> None:
+    agents = [{"command": ["loss"]}, {"command": ["other"]}]
+    with pytest.raises(ConfigError, match="tasks.agents: metrics of a run have the name loss; name the task"):
+        check_names(load_config(None, (), {"tasks": [{"agents": agents}]}))
+
+
 @pytest.mark.parametrize(
     ("agents", "why"),
     [
+        (5, "in tasks.agents: must be a list of tables"),
+        ("pi", "in tasks.agents: must be a list of tables"),
+        ({"agent": "pi"}, "in tasks.agents: must be a list of tables"),
+        ([1, 2], "in tasks.agents: must be a list of tables"),
+        ([{"command": [str(n)]} for n in range(9)], "tasks.own.agents: 9 agents need collect.group_size of"),
         ([{"agent": "script"}], "agents names several agents"),
         ([{"agent": "pi"}, {"version": "0.1"}], "tasks.own.agents: two of them have the same name"),
         ([{"agent": "script"}, {"agent": "nobody"}], "tasks.own.harness.agent: unknown name 'nobody'"),

@@ -357,7 +357,7 @@ class Collector:
         member.tried += 1
         spec = AttemptSpec(
             rollout_id=member.slot.rollout_id,
-            task=task.of_rollout(member.slot.group + member.slot.slot),
+            task=task.of_rollout(member.slot.slot),
             seed=o.seed,
             attempt=member.tried,
             temperature=o.temperature,

@@ -145,7 +145,8 @@ def _with_named_layers(config: Config, context: str | None) -> Config:
     for table in config.tasks:
         each = zip(table.agents, config.of_agents(table, context).values(), strict=True)
         agents = tuple({key: own.harness.__dict__[key] for key in keys} for keys, own in each)
-        sets += [named(table, config.of_set(table, context)).model_copy(update={"agents": agents})]
+        alone = table.model_copy(update={"agents": ()})
+        sets += [named(alone, config.of_set(alone, context)).model_copy(update={"agents": agents})]
     evaluations = tuple(named(one, config.of_eval(one, context)[0]) for one in config.eval)
     return config.model_copy(update={"tasks": tuple(sets), "eval": evaluations})
 
@@ -156,6 +157,11 @@ def _check_sets(config: Config) -> None:
     if not sum(table.weight for table in config.tasks):
         raise ConfigError("the weights of [[tasks]] sum to 0: there is nothing to train on")
     for table in config.tasks:
+        if table.weight and len(table.agents) > config.collect.group_size:
+            where = ".".join(filter(None, ["tasks", table.name, "agents"]))
+            raise ConfigError(
+                f"{where}: {len(table.agents)} agents need collect.group_size of as many or more"
+            )
         if table.reference and not table.weight:
             where = ".".join(filter(None, ["tasks", table.name, "reference"]))
             raise ConfigError(f"{where} has no effect with weight = 0")
@@ -285,8 +291,15 @@ def _check_keys(raw: Raw, origin: str) -> None:
                     raise ConfigError(f"{origin}: unknown key {table}.{key}{_suggest(place, known)}")
                 if table in REPEATED and key in LAYERS:
                     _check_keys({key: value}, f"{origin}: in {table}")
-                for agent in value if (table, key) == ("tasks", "agents") else ():
-                    _check_keys({"harness": agent}, f"{origin}: in {table}.{key}")
+                if (table, _split(key)[1][0]) == ("tasks", "agents"):
+                    _check_agents(value, f"{origin}: in {table}.{key}")
+
+
+def _check_agents(value: object, origin: str) -> None:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
+        raise ConfigError(f"{origin}: must be a list of tables with keys of [harness]")
+    for agent in value:
+        _check_keys({"harness": agent}, origin)
 
 
 def key_of(override: str) -> str:

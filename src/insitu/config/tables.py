@@ -297,17 +297,20 @@ class Config(Table):
 
     def _check_set(self, table: TaskSetTable, context: object) -> None:
         """Raise ValidationError for an invalid key of a layer, ValueError for two agents of one name."""
-        self.of_set(table, context)
+        self.of_set(table.model_copy(update={"agents": ()}), context)
         if len(self.of_agents(table, context)) < len(table.agents):
             where = ".".join(filter(None, ["tasks", table.name, "agents"]))
-            raise ValueError(f"{where}: two of them have the same name")
+            raise ValueError(
+                f"{where}: two of them have the same name; agents of a group need different ones"
+            )
 
     @staticmethod
     def _check_layers(kind: str, table: TaskSetTable | EvalTable, apply: Callable[[], object]) -> None:
         """Raise ValueError that names the table for an invalid key in one of its layers."""
         agents = table.agents if isinstance(table, TaskSetTable) else ()
         if shared := {"workers", "mode"} & {*table.harness}.union(*agents):
-            raise ValueError(f"{kind}.{table.name}: harness.{min(shared)} is that of the run")
+            where = ".".join(filter(None, [kind, table.name]))
+            raise ValueError(f"{where}: harness.{min(shared)} is that of the run")
         if not (agents or any(getattr(table, layer) for layer in LAYERS)):
             return
         try:

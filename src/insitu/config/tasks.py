@@ -172,7 +172,7 @@ class EvalTable(Table):
     def over(self, table: TaskSetTable) -> TaskSetTable:
         """Return the task set with the evaluation's own tables laid over its own, under a name of its own."""
         layers = {layer: laid_over(getattr(table, layer), getattr(self, layer)) for layer in LAYERS}
-        agents = [laid_over(one, self.harness) for one in table.agents]
-        several = any(one != agents[0] for one in agents)
+        named = "agent" in self.harness or "command" in self.harness
+        agents = () if named else tuple({**one, **self.harness} for one in table.agents)
         name = f"{table.name}{OF_EVAL}{self.name}"
-        return table.model_copy(update={"name": name, "agents": tuple(agents) if several else (), **layers})
+        return table.model_copy(update={"name": name, "agents": agents, **layers})

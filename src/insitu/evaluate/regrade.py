@@ -188,7 +188,9 @@ async def _grade_again(
     The reward of a function that needs the whole group stays as stored.
     """
     task = tasks.get((rollout.task_set, rollout.task_id))
-    if task is None or rollout.part not in judges:
+    if rollout.part not in judges:
+        return f"the configuration has no part {rollout.part!r}"
+    if task is None:
         return f"the task source no longer has {rollout.task_id}"
     judge = judges[rollout.part]
     if task.content_hash != stored.task_hash:

@@ -18,7 +18,7 @@ from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
-from insitu.types import Outcome, Status, Task
+from insitu.types import OF_AGENT, Outcome, Status, Task, part_label
 from insitu.view.base import duration
 
 RESULTS = "results.jsonl"
@@ -57,7 +57,7 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "rollouts": len(rollouts),
         "graded": len(rewards),
         "pass_at": _levels(c, per_task),
-        "sets": _sets(c, tasks, per_task),
+        "sets": {**_sets(c, tasks, per_task), **_agents(c, len(tasks), rollouts)},
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,
         "status": {status.value: sum(o.status is status for o in rollouts) for status in Status},
         "verdict": {kind.value: sum(o.outcome is kind for o in rollouts) for kind in Outcome},
@@ -82,14 +82,27 @@ def _sets(config: Config, tasks: Sequence[Task], counts: Sequence[TaskCounts]) -
     found = {}
     for name in config.set_names:
         own = [count for task, count in zip(tasks, counts, strict=True) if task.part == name]
-        found[name] = {
-            "agent": config.agent_of(name),
-            "tasks": len(own),
-            "graded": sum(count.graded for count in own),
-            "resolved": sum(count.resolved for count in own),
-            "pass_at": _levels(config, own),
-        }
+        found[name] = _numbers(config, name, own)
     return found
+
+
+def _agents(config: Config, tasks: int, rollouts: Sequence[RolloutSummary]) -> Mapping[str, Any]:
+    """Return the numbers of each of several agents of a task set, of the tasks that it had."""
+    found = {}
+    for part in (part for table in config.tasks for part in config.of_agents(table)):
+        counts = count_per_task([one for one in rollouts if one.part == part], tasks)
+        found[part_label(part)] = _numbers(config, part, [one for one in counts if one.graded])
+    return found
+
+
+def _numbers(config: Config, part: str, counts: Sequence[TaskCounts]) -> Mapping[str, Any]:
+    return {
+        "agent": config.agent_of(part),
+        "tasks": len(counts),
+        "graded": sum(count.graded for count in counts),
+        "resolved": sum(count.resolved for count in counts),
+        "pass_at": _levels(config, counts),
+    }
 
 
 def _infra_failures(store: Store, rollouts: Sequence[RolloutSummary]) -> Mapping[str, int]:
@@ -150,6 +163,7 @@ def write_results(path: Path, store: Store) -> None:
 def _line(rollout: RolloutSummary) -> Mapping[str, Any]:
     return {
         "task_set": rollout.task_set,
+        "agent": rollout.part.partition(OF_AGENT)[2],
         "task_id": rollout.task_id,
         "slot": rollout.slot,
         "rollout_id": rollout.rollout_id,

@@ -45,7 +45,7 @@ from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tracking.names import GROUPS
 from insitu.tracking.start import check_trackers
 from insitu.training.trainer.scoring_server import ScoringServer
-from insitu.types import OF_AGENT, OF_EVAL, Oracle, Task
+from insitu.types import OF_AGENT, OF_EVAL, Oracle, Task, part_label
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -225,10 +225,12 @@ def _check_engine(config: Config) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Raise ConfigError for a task set whose metrics would have the names of others."""
+    """Raise ConfigError for a task set or agent whose metrics would have the names of others."""
     for table in config.tasks:
         if table.name in GROUPS:
             raise ConfigError(f"tasks.{table.name}.name: metrics of a run have this name; choose another")
+        if taken := {part_label(part) for part in config.of_agents(table)} & {*GROUPS}:
+            raise ConfigError(f"tasks.agents: metrics of a run have the name {min(taken)}; name the task set")
 
 
 def check_weights(config: Config) -> None:

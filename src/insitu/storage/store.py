@@ -40,7 +40,7 @@ from insitu.storage.schema import TASK_SET
 from insitu.storage.score import Score
 from insitu.storage.summaries import RolloutSummary, read_summaries
 from insitu.storage.ulid import new_ulid
-from insitu.types import DriftNote, Ledger, Rollout, Status
+from insitu.types import DriftNote, Ledger, Rollout, Status, part_label
 from insitu.types.values import Value
 
 __all__ = ["EmptyStore", "Score", "ScoresBy", "StepRecord", "Store", "add_ledgers"]
@@ -188,7 +188,7 @@ class Store(Lifecycle):
         )
 
     def scores(self, phase: str, step: int | None, by: ScoresBy = "category") -> dict[str, Score]:
-        """Map task categories, task sets or parts to the scores of one phase and step; "" is the total.
+        """Map task categories, task sets or labels of parts to the scores of one phase and step; "" = total.
 
         step: None = of all steps.
         """
@@ -199,7 +199,7 @@ class Store(Lifecycle):
         )
         found: dict[str, list[sqlite3.Row]] = {}
         for row in self._all(query, {"phase": phase, "step": step}):
-            found.setdefault(row[by], []).append(row)
+            found.setdefault(part_label(row[by] or "") if by == "part" else row[by], []).append(row)
         every = [row for rows in found.values() for row in rows]
         return {
             name: _score(rows)

@@ -19,6 +19,8 @@ class RolloutSummary:
     group: int
     slot: int
     task_set: str
+    part: str
+    """`Task.part` of its task."""
     task_id: str
     task_hash: str
     """Hash of the task as graded; empty when not graded."""
@@ -63,6 +65,7 @@ def _summary(db: sqlite3.Connection, row: sqlite3.Row) -> RolloutSummary:
         group=row["group_no"],
         slot=row["slot"],
         task_set=row["task_set"],
+        part=row["part"] or "",
         task_id=row["task_id"],
         task_hash=row["task_hash"] or "",
         category=row["category"],

@@ -34,7 +34,7 @@ class TaskSet:
         return self.source.size(split)
 
     def tasks(self, split: Split, start: int, count: int) -> Sequence[Task]:
-        return self._marked(self.source.tasks(split, start, count))
+        return self._marked(self.source.tasks(split, start, count), start)
 
     def train_ids(self) -> Sequence[str]:
         """Return the ids of the training split by their indices; the set must have an end."""
@@ -50,8 +50,15 @@ class TaskSet:
             source.examples() if isinstance(source, RowSource) else source.tasks("train", 0, 1)
         )
 
-    def _marked(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        return [replace(task, part=self.name, agents=self.agents) for task in tasks]
+    def _marked(self, tasks: Sequence[Task], start: int = 0) -> Sequence[Task]:
+        # The next task begins with the next agent: with fewer samples than agents all are used.
+        return [
+            replace(task, part=self.name, agents=self._from(index)) for index, task in enumerate(tasks, start)
+        ]
+
+    def _from(self, index: int) -> tuple[str, ...]:
+        first = index % len(self.agents) if self.agents else 0
+        return self.agents[first:] + self.agents[:first]
 
 
 class TaskMix:

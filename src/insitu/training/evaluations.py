@@ -35,7 +35,7 @@ from insitu.tasks.mix import TaskMix
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.batch_source import StoreSink, collect_options
 from insitu.training.step_metrics import by_set
-from insitu.types import Group
+from insitu.types import Group, Task
 
 _STAGES: Mapping[When, str] = {
     "before": "{name} tasks before training",
@@ -343,7 +343,7 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
         sets = source.of_eval(table) if table.count else ()
         sizes = [one.size(table.split) for one in sets]
         if sets and table.max_s:
-            _check_time(table, len(source.evaluated(table)), [one.config for one in sets])
+            _check_time(table, source.evaluated(table), sets[0].config)
         if not sets or None in sizes:
             continue
         there = sum(size or 0 for size in sizes)
@@ -355,10 +355,10 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
             )
 
 
-def _check_time(table: EvalTable, tasks: int, configs: Sequence[Config]) -> None:
+def _check_time(table: EvalTable, tasks: Sequence[Task], config: Config) -> None:
     """Raise ConfigError if the rollouts may take longer than the evaluation, by their own limits."""
-    rollouts, workers = tasks * table.samples, configs[0].harness.workers
-    wall_s = max(config.limits.wall_s for config in configs)
+    workers = config.harness.workers * max(1, config.fleet.nodes)
+    rollouts, wall_s = len(tasks) * table.samples, max((task.limits.wall_s for task in tasks), default=0.0)
     may_s = math.ceil(rollouts / workers) * wall_s
     if may_s > table.max_s:
         raise ConfigError(

@@ -6,7 +6,7 @@ A number that was not measured is None, never 0.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from insitu.config import Config
@@ -123,13 +123,17 @@ def step_metrics(
 
 
 def by_set(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Return the groups of each named task set."""
+    """Return the groups of each named task set, and what each of several agents has of its groups."""
     names = sorted({r.task_set for g in groups for r in g.rollouts} - {""})
-    return {name: [g for g in groups if any(r.task_set == name for r in g.rollouts)] for name in names}
+    found = {name: [g for g in groups if any(r.task_set == name for r in g.rollouts)] for name in names}
+    for part in sorted({r.part for g in groups for r in g.rollouts if OF_AGENT in r.part}):
+        own = [replace(g, rollouts=tuple(r for r in g.rollouts if r.part == part)) for g in groups]
+        found[part_label(part)] = [g for g in own if g.rollouts]
+    return found
 
 
 def _of_sets(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return what is measured of each named task set, as `name/metric`."""
+    """Return what is measured of each named task set and each of several agents, as `name/metric`."""
     found: dict[str, Any] = {}
     for name, own in by_set(groups).items():
         rollouts = [r for g in own for r in g.rollouts]
@@ -140,16 +144,6 @@ def _of_sets(groups: Sequence[Group]) -> dict[str, Any]:
             "unscorable": sum(r.reward is None for r in rollouts),
         }
         found |= {f"{name}/{metric}": value for metric, value in values.items()}
-    return found | _of_agents([r for g in groups for r in g.rollouts])
-
-
-def _of_agents(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return what is measured of each of several agents that share groups, as `name/metric`."""
-    found: dict[str, Any] = {}
-    for part in sorted({r.part for r in rollouts if OF_AGENT in r.part}):
-        own = [r for r in rollouts if r.part == part]
-        values = {**_means(own), "unscorable": sum(r.reward is None for r in own)}
-        found |= {f"{part_label(part)}/{metric}": value for metric, value in values.items()}
     return found
 
 

@@ -20,7 +20,8 @@ OF_AGENT = "+"
 
 def part_label(part: str) -> str:
     """Return the name of a part in metrics; that of an agent is SET+AGENT, or AGENT in a set without name."""
-    return part.replace(OF_EVAL + OF_AGENT, OF_AGENT).removeprefix(OF_AGENT)
+    name, plus, agent = part.partition(OF_AGENT)
+    return f"{name.partition(OF_EVAL)[0]}{plus}{agent}".removeprefix(OF_AGENT) if plus else part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

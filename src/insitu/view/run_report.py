@@ -104,8 +104,8 @@ def _task_sets(store: Store, config: Config) -> tuple[TaskSetReport, ...]:
         TaskSetReport(
             name=part_label(name),
             agent=config.agent_of(name),
-            trained=store.scores("train", None, by).get(name, _NONE),
-            evaluations=_evaluations(store, config, {}, by, name),
+            trained=store.scores("train", None, by).get(part_label(name), _NONE),
+            evaluations=_evaluations(store, config, {}, by, part_label(name)),
         )
         for by, name in rows
     )

@@ -173,7 +173,7 @@ class AgentEnvironment(TaskEnvironment):
         origin = call.base_url.rstrip("/").removesuffix("/v1")
         changes: dict[str, Any] = {"harness.workers": 1, "harness.mode": "fresh"}
         if call.agent:
-            changes["harness.agent"] = call.agent
+            changes |= {"harness.agent": call.agent, "tasks.agents": ()}
         if call.base_url or call.api_key or call.model:
             self.require_trust("a model endpoint of the caller")
             if not (call.base_url and call.model):

@@ -74,7 +74,7 @@ async def run_in(
     return result
 
 
-LIMIT_CPU = 'ulimit -S -t "$1" && ulimit -H -t "$(($1 + 1))"'
+LIMIT_CPU = 'ulimit -c 0; ulimit -S -t "$1" && { ulimit -H -t "$(($1 + 1))" 2>/dev/null || :; }'
 """Shell code: SIGXCPU after $1 seconds of CPU time, SIGKILL a second later. Plain `ulimit -t` only kills."""
 
 

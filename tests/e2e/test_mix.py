@@ -114,6 +114,7 @@ def test_a_group_of_two_agents_is_one_group(tmp_path: Path) -> None:
     assert [line["script/total"] + line["single_turn/total"] for line in ends] == [6]
 
 
+@pytest.mark.full
 def test_rollouts_without_training_are_counted_by_agent(tmp_path: Path) -> None:
     file, run_dir = tmp_path / "agents.toml", tmp_path / "run"
     file.write_text('[[tasks]]\nagents = [{ agent = "script" }, { agent = "single_turn" }]\n')

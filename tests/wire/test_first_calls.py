@@ -43,6 +43,7 @@ def test_what_fits_depends_on_context_and_vocabulary(tmp_path: Path) -> None:
     assert [agent for agent in agent_names() if not PromptFit(tmp_path, 16_384).fits(agent)] == ["qwen_code"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", OWN_FIRST_CALLS)
 def test_the_sizes_of_own_agents_are_those_of_a_rollout(agent: str, tmp_path: Path) -> None:

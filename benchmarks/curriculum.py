@@ -77,9 +77,9 @@ def train(folder: Path, tasks: Path, sampler: str, seed: int, steps: int, heldou
         _insitu(run.name, "train", "--plain", *chosen)
     lines = list(read_metrics(run / "metrics.jsonl"))
     trained = {line["step"]: line for line in lines if line["event"] == "step"}
-    curve = {line["version"]: line["solve_rate"] for line in lines if line["event"].startswith("eval_")}
+    curve = {line["step"]: line["solve_rate"] for line in lines if line["event"].startswith("eval_")}
     return {
-        "heldout": {str(version): curve[version] for version in sorted(curve)},
+        "heldout": {str(step): curve[step] for step in sorted(curve)},
         "effective": sum(line["effective_groups"] for line in trained.values())
         / sum(line["groups"] for line in trained.values()),
     }
@@ -94,7 +94,7 @@ def _insitu(name: str, *arguments: str) -> None:
 
 
 def compared(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means over seeds: held-out rate at each version, over the curve, and effective groups."""
+    """Return the means over seeds: held-out rate after each step, over the curve, and effective groups."""
     curve = {key: mean(run["heldout"][key] for run in runs) for key in runs[0]["heldout"]}
     return {
         "heldout": {key: round(value, 3) for key, value in curve.items()},

@@ -94,13 +94,11 @@ def _insitu(name: str, *arguments: str) -> None:
 
 
 def compared(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means over seeds: held-out rate after each step, over the curve, and effective groups."""
+    """Return the means over seeds: held-out rate after each step, and share of effective groups."""
     curve = {key: mean(run["heldout"][key] for run in runs) for key in runs[0]["heldout"]}
     return {
         "heldout": {key: round(value, 3) for key, value in curve.items()},
-        "after": round([*curve.values()][-1], 3),
-        "mean_of_curve": round(mean(curve.values()), 3),
-        "mean_of_curve_by_seed": [round(mean(run["heldout"].values()), 3) for run in runs],
+        "after_by_seed": [round([*run["heldout"].values()][-1], 3) for run in runs],
         "effective": round(mean(run["effective"] for run in runs), 3),
     }
 

@@ -251,6 +251,13 @@ def test_an_evaluation_inside_one_agent_has_no_key_of_the_others(tmp_path: Path)
     assert [name for name in config.parts if "@heldout" in name] == ["toy@heldout", "own@heldout"]
 
 
+def test_keys_of_an_evaluation_must_fit_each_agent(tmp_path: Path) -> None:
+    agents = [{"agent": "script"}, {"command": ["mine"]}]
+    tables = {**mixed(rows(tmp_path, 1), agents=agents), "eval": [{"harness": {"version": "1"}}]}
+    with pytest.raises(ConfigError, match="agent and version have no effect with command"):
+        load_config(None, (), tables)
+
+
 def test_metrics_of_an_agent_need_a_name_of_their_own() -> None:
     agents = [{"command": ["loss"]}, {"command": ["other"]}]
     with pytest.raises(ConfigError, match="tasks.agents: metrics of a run have the name loss; name the task"):

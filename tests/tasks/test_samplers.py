@@ -107,7 +107,7 @@ def test_the_history_is_made_once_for_all_draws_of_a_step(tmp_path: Path) -> Non
     draw = TaskDraws(mix, lambda: settled)
     for number in (0, 1):
         draw(number)
-    settled = [GroupOutcome(part="a", task_id="a4", graded=2, reward_sum=1.0, square_sum=1.0)]
+    settled = [GroupOutcome(task_set="a", task_id="a4", graded=2, reward_sum=1.0, square_sum=1.0)]
     for number in (2, 3):
         draw(number)
     assert found[0] is found[1]
@@ -151,7 +151,7 @@ def test_the_history_is_that_of_the_own_set(tmp_path: Path) -> None:
     draw = TaskDraws(mix, lambda: settled)
     ids = mix.sets[0].train_ids()
     settled += [
-        GroupOutcome(part="a", task_id=name, graded=4, reward_sum=4.0, square_sum=4.0) for name in ids[1:]
+        GroupOutcome(task_set="a", task_id=name, graded=4, reward_sum=4.0, square_sum=4.0) for name in ids[1:]
     ]
     tasks = [draw(number) for number in range(400)]
     of_a, of_b = (Counter(task.id for task in tasks if task.part == part) for part in "ab")

@@ -26,6 +26,7 @@ from insitu.config.base import (
 )
 from insitu.config.engines import EngineTable
 from insitu.config.fleet import FleetTable
+from insitu.config.gateway import GatewayTable
 from insitu.config.harness import HarnessTable
 from insitu.config.model import PolicyTable
 from insitu.config.sandbox import SandboxTable
@@ -34,48 +35,7 @@ from insitu.config.training import CollectTable, SftTable, TrainTable
 from insitu.errors import ConfigError, describe_invalid
 from insitu.types.limits import LimitKeys
 
-_SHIM = unless("shim_tool", "")
 _TABLES = Field(strict=False, min_length=1)
-
-
-class GatewayTable(Table):
-    """The server that agents use as their provider."""
-
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port that serves all sessions too, by their secrets; 0 = none."""
-    host: Annotated[str, unless("port", 0)] = "127.0.0.1"
-    """Address of `port`; 0.0.0.0 = reachable from other machines, behind a proxy with TLS."""
-    public_url: Annotated[str, unless("port", 0)] = ""
-    """URL at which `port` is reached from elsewhere, https by a proxy: agents in sandboxes of clouds call
-    it. It is probed before the first rollout. Empty = that of the Hugging Face Space in SPACE_HOST or in
-    SPACE_ID, else that of `tunnel`."""
-    tunnel: Annotated[str, unless("port", 0)] = ""
-    """Command that opens a tunnel to {origin} and prints its https URL, for example
-    "cloudflared tunnel --url {origin}"; it runs as long as the gateway."""
-    public_timeout_s: Annotated[Seconds, unless("port", 0)] = 60.0
-    """Timeout until the public URL answers, start of the tunnel included."""
-    max_concurrent_calls: Annotated[int, Field(ge=1)] = 16
-    """Concurrent model calls of one session; further ones wait."""
-    auxiliary: Literal["exclude", "train"] = "exclude"
-    """Side calls (titles, summaries without tools, commit messages): exclude = not trained; train = trained
-    like a sub-agent's."""
-    tools: OwnPath = ""
-    """JSON file with host tools, a list of {name, description, parameters}: offered to the model in every
-    session beside the agent's own tools, checked, acknowledged and recorded; empty = none."""
-    shim_tool: str = ""
-    """For a model that cannot call tools: the agent's tool that runs a command. A reply that writes a command
-    as text (JSON, a fenced shell block, a call in Python) becomes a call of it; empty = off."""
-    shim_argument: Annotated[str, _SHIM] = "command"
-    """Argument of shim_tool for the command."""
-    shim_whole_text: Annotated[bool, _SHIM] = False
-    """Take a reply in any other form as a command as a whole."""
-
-    @property
-    def adds(self) -> str:
-        """The first key in use that adds to the model's tools or output; empty if none."""
-        return "gateway.tools" if self.tools else "gateway.shim_tool" if self.shim_tool else ""
-
-
 _FUNCTION = unless("function", "")
 
 
@@ -290,7 +250,7 @@ class Config(Table):
             if unknown := sorted({*one.tasks} - {*known}):
                 listed = ", ".join(filter(None, known)) or "none with a name"
                 raise ValueError(f"eval.{one.name}.tasks: no task set {unknown[0]!r}; there are: {listed}")
-            self._check_layers("eval", one, partial(self.of_eval, one, info.context))
+            self._check_layers("eval", one, partial(self._check_eval, one, info.context))
         if self.run.stop_after_evals and not (self.eval[0].count and self.eval[0].every_steps):
             raise ValueError(f"run.stop_after_evals needs eval.{self.eval[0].name}.every_steps and count")
         return self
@@ -303,6 +263,10 @@ class Config(Table):
             raise ValueError(
                 f"{where}: two of them have the same name; agents of a group need different ones"
             )
+
+    def _check_eval(self, evaluation: EvalTable, context: object) -> None:
+        for table in self._evaluated(evaluation):
+            self._check_set(table, context)
 
     @staticmethod
     def _check_layers(kind: str, table: TaskSetTable | EvalTable, apply: Callable[[], object]) -> None:

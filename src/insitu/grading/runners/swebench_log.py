@@ -106,10 +106,8 @@ def _judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> 
     if not mark:
         how = for_memory(result.out_of_memory)
         return _failed(Outcome.UNRESOLVED, total, f"the test script was killed before its end{how}")
-    code = (
-        int(tail.strip()) if tail.strip().isdigit() else None
-    )  # of the script; `result` has the outer shell's
-    late = out_of_cpu(replace(result, exit_code=code), cpu_s)
+    code = tail.strip()  # that of the script; `result` has that of the shell around it
+    late = out_of_cpu(replace(result, exit_code=int(code) if code.isdigit() else None), cpu_s)
     outcomes = read_log(tests.parser, _tests_part(tests.script, body).decode("utf-8", "replace"))
     found = _equal(tests, outcomes) if tests.expected else _required(tests, outcomes)
     if found.failing:

@@ -1,0 +1,49 @@
+"""The table [gateway]: the server that agents use as their provider."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from insitu.config.base import OwnPath, Seconds, Table, unless
+
+_SHIM = unless("shim_tool", "")
+
+
+class GatewayTable(Table):
+    """The server that agents use as their provider."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port that serves all sessions too, by their secrets; 0 = none."""
+    host: Annotated[str, unless("port", 0)] = "127.0.0.1"
+    """Address of `port`; 0.0.0.0 = reachable from other machines, behind a proxy with TLS."""
+    public_url: Annotated[str, unless("port", 0)] = ""
+    """URL at which `port` is reached from elsewhere, https by a proxy: agents in sandboxes of clouds call
+    it. It is probed before the first rollout. Empty = that of the Hugging Face Space in SPACE_HOST or in
+    SPACE_ID, else that of `tunnel`."""
+    tunnel: Annotated[str, unless("port", 0)] = ""
+    """Command that opens a tunnel to {origin} and prints its https URL, for example
+    "cloudflared tunnel --url {origin}"; it runs as long as the gateway."""
+    public_timeout_s: Annotated[Seconds, unless("port", 0)] = 60.0
+    """Timeout until the public URL answers, start of the tunnel included."""
+    max_concurrent_calls: Annotated[int, Field(ge=1)] = 16
+    """Concurrent model calls of one session; further ones wait."""
+    auxiliary: Literal["exclude", "train"] = "exclude"
+    """Side calls (titles, summaries without tools, commit messages): exclude = not trained; train = trained
+    like a sub-agent's."""
+    tools: OwnPath = ""
+    """JSON file with host tools, a list of {name, description, parameters}: offered to the model in every
+    session beside the agent's own tools, checked, acknowledged and recorded; empty = none."""
+    shim_tool: str = ""
+    """For a model that cannot call tools: the agent's tool that runs a command. A reply that writes a command
+    as text (JSON, a fenced shell block, a call in Python) becomes a call of it; empty = off."""
+    shim_argument: Annotated[str, _SHIM] = "command"
+    """Argument of shim_tool for the command."""
+    shim_whole_text: Annotated[bool, _SHIM] = False
+    """Take a reply in any other form as a command as a whole."""
+
+    @property
+    def adds(self) -> str:
+        """The first key in use that adds to the model's tools or output; empty if none."""
+        return "gateway.tools" if self.tools else "gateway.shim_tool" if self.shim_tool else ""

@@ -274,7 +274,7 @@ def test_metrics_of_an_agent_need_a_name_of_their_own() -> None:
         ([{"command": [str(n)]} for n in range(9)], "tasks.own.agents: 9 agents need collect.group_size of"),
         ([{"agent": "script"}], "agents names several agents"),
         ([{"agent": "pi"}, {"version": "0.1"}], "tasks.own.agents: two of them have the same name"),
-        ([{"agent": "script"}, {"agent": "nobody"}], "tasks.own.harness.agent: unknown name 'nobody'"),
+        ([{"agent": "script"}, {"agent": "pie"}], "tasks.own.harness.agent: unknown name 'pie'"),
         ([{"agent": "script"}, {"agnt": "pi"}], r"in tasks.agents: unknown key harness.agnt; did you mean"),
         ([{"agent": "script"}, {"agent": "pi", "workers": 2}], "tasks.own: harness.workers is that"),
     ],

@@ -112,6 +112,13 @@ def test_an_evaluation_that_may_take_longer_than_its_time_is_refused(
         check_evaluations(config.eval, open_mix(config))
 
 
+def test_the_workers_of_all_nodes_share_an_evaluation() -> None:
+    table = {"count": 9, "samples": 2, "max_s": 59.0, "limits": {"wall_s": 20.0}}
+    nodes = ["harness.workers=8", "fleet.kind=processes", "fleet.nodes=2"]
+    config = load_config(None, nodes, tables(table))
+    check_evaluations(config.eval, open_mix(config))
+
+
 def test_stopping_early_needs_evaluations_during_training() -> None:
     with pytest.raises(ConfigError, match=r"run.stop_after_evals needs eval.heldout.every_steps"):
         load_config(None, (), tables({"count": 4}, stop_after_evals=2))

@@ -30,6 +30,11 @@ def train(run_dir: Path) -> list[str]:
     return command("train", "examples/mix.toml", "--plain", "--json", f"run.dir={run_dir}", *SMALL)
 
 
+def run_text(*arguments: object) -> str:
+    """Run a command and return what it prints."""
+    return subprocess.run(command(*arguments), capture_output=True, text=True, check=True, timeout=120).stdout
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """One undisturbed run."""
@@ -110,6 +115,19 @@ def test_a_group_of_two_agents_is_one_group(tmp_path: Path) -> None:
     assert step["script/solve_rate"] + step["single_turn/solve_rate"] == pytest.approx(2 * step["solve_rate"])
     report = (run_dir / "report.txt").read_text()
     assert re.search(r"\nAgents\n  script  .* held-out .*\n  single_turn  .* held-out ", report)
+    counted = "SELECT agent, COUNT(*) AS n FROM v_rollouts GROUP BY agent ORDER BY agent"
+    rows = run_text("query", run_dir, counted, "--json").splitlines()
+    assert [json.loads(row) for row in rows] == [
+        {"agent": "script", "n": 12},
+        {"agent": "single_turn", "n": 12},
+    ]
+    run_text("export", run_dir, "--to", "atif", "--out", tmp_path / "atif")
+    names = [
+        json.loads(path.read_text())["agent_info"]["name"]
+        for path in (tmp_path / "atif").rglob("result.json")
+    ]
+    assert sorted(names) == ["script"] * 12 + ["single_turn"] * 12
+    assert "was " not in run_text("grade", run_dir)
     ends = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["event"] == "eval_after"]
     assert [line["script/total"] + line["single_turn/total"] for line in ends] == [6]
 

@@ -1,4 +1,4 @@
-"""Rules of `scripts/test --fast`: tests without the marks `slow` and `full`, which start no process."""
+"""Rules of `scripts/test --fast`: tests without a mark of LEFT_OUT, which start no process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hypothesis import settings
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"}
 """Audit events of a process start."""
-MARKED_FILE = re.compile(r"^pytestmark = .*\bmark\.(slow|full)\b", re.MULTILINE)
+LEFT_OUT = ("slow", "full", "bridge", "ray")
+"""Marks of the tests that `--fast` does not run; those of the last two have environments of their own."""
+MARKED_FILE = re.compile(rf"^pytestmark = .*\bmark\.({'|'.join(LEFT_OUT)})\b", re.MULTILINE)
 
 
 class ProcessRule:
@@ -34,7 +36,7 @@ class ProcessRule:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        marked = any(item.get_closest_marker(name) for name in ("slow", "full"))
+        marked = any(item.get_closest_marker(name) for name in LEFT_OUT)
         self._running, self._started = not marked, ""
         try:
             return (yield)

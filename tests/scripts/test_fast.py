@@ -41,6 +41,10 @@ def test_caught():
 @pytest.mark.slow
 def test_marked():
     start()
+
+@pytest.mark.bridge
+def test_bridge():
+    start()
 """
 
 
@@ -48,7 +52,12 @@ def test_marked():
 def test_a_process_without_a_mark_fails_and_marked_files_are_not_imported(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_suite.py").write_text(SUITE)
-    marks = "pytest.mark.slow", "[pytest.mark.numeric, pytest.mark.slow]", "pytest.mark.full"
+    marks = (
+        "pytest.mark.slow",
+        "[pytest.mark.numeric, pytest.mark.slow]",
+        "pytest.mark.full",
+        "pytest.mark.ray",
+    )
     for number, mark in enumerate(marks):
         (tmp_path / f"test_marked_{number}.py").write_text(f"pytestmark = {mark}\n")
     done = subprocess.run(
@@ -60,5 +69,5 @@ def test_a_process_without_a_mark_fails_and_marked_files_are_not_imported(tmp_pa
         timeout=120,
         check=False,
     )
-    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "2 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert "starts a process (subprocess.Popen): mark it with pytest.mark.slow" in done.stdout

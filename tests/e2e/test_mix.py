@@ -98,38 +98,37 @@ def test_a_killed_mix_resumes_to_the_same_bits(
 
 
 def test_a_group_of_two_agents_is_one_group(tmp_path: Path) -> None:
-    file, run_dir = tmp_path / "agents.toml", tmp_path / "run"
-    file.write_text('[[tasks]]\nagents = [{ agent = "script" }, { agent = "single_turn" }]\n')
+    file, run_dir = "examples/two-agents.toml", tmp_path / "run"
     one_step = ["run.steps=1", *SMALL[1:]]
     summary = finish(command("train", file, "--plain", "--json", f"run.dir={run_dir}", *one_step))
-    assert summary["agent"] == "script + single_turn"
+    assert summary["agent"] == "script + pi"
     with read_store(run_dir) as store:
         rollouts = store.rollouts("train", 1)
         assert store.ledger().balanced
     parts = [rollout.part for rollout in rollouts]
-    both = ["@+script", "@+single_turn"]
+    both = ["@+script", "@+pi"]
     for group in (parts[:4], parts[4:8], parts[8:]):
         assert group in (both * 2, both[::-1] * 2)
     (step,) = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["event"] == "step"]
-    assert (step["script/rollouts"], step["single_turn/rollouts"]) == (6, 6)
-    assert step["script/solve_rate"] + step["single_turn/solve_rate"] == pytest.approx(2 * step["solve_rate"])
+    assert (step["script/rollouts"], step["pi/rollouts"]) == (6, 6)
+    assert step["script/solve_rate"] + step["pi/solve_rate"] == pytest.approx(2 * step["solve_rate"])
     report = (run_dir / "report.txt").read_text()
-    assert re.search(r"\nAgents\n  script  .* held-out .*\n  single_turn  .* held-out ", report)
+    assert re.search(r"\nAgents\n  script  .* held-out .*\n  pi      .* held-out ", report)
     counted = "SELECT agent, COUNT(*) AS n FROM v_rollouts GROUP BY agent ORDER BY agent"
     rows = run_text("query", run_dir, counted, "--json").splitlines()
     assert [json.loads(row) for row in rows] == [
+        {"agent": "pi", "n": 12},
         {"agent": "script", "n": 12},
-        {"agent": "single_turn", "n": 12},
     ]
     run_text("export", run_dir, "--to", "atif", "--out", tmp_path / "atif")
     names = [
         json.loads(path.read_text())["agent_info"]["name"]
         for path in (tmp_path / "atif").rglob("result.json")
     ]
-    assert sorted(names) == ["script"] * 12 + ["single_turn"] * 12
+    assert sorted(names) == ["pi"] * 12 + ["script"] * 12
     assert "was " not in run_text("grade", run_dir)
     ends = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["event"] == "eval_after"]
-    assert [line["script/total"] + line["single_turn/total"] for line in ends] == [6]
+    assert [line["script/total"] + line["pi/total"] for line in ends] == [6]
 
 
 @pytest.mark.full

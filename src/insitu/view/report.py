@@ -194,15 +194,16 @@ def _levels(evaluation: EvaluationReport, indent: str = "") -> Iterator[str]:
 def set_lines(sets: Sequence[TaskSetReport]) -> Iterator[str]:
     """Yield a line for each task set: agent, and scores in training and in each evaluation."""
     wide = max((len(one.name) for one in sets), default=0)
-    agents = max((len(one.agent) for one in sets), default=0)
-    for one in sets:
+    agents = ["" if one.agent == one.name else one.agent for one in sets]
+    column = max((len(agent) + 2 for agent in agents if agent), default=0)
+    for one, agent in zip(sets, agents, strict=True):
         scores = [f"training {_counted(one.trained)}"] if one.trained.total else []
         scores += [
             f"{found.name} {_counted(found.before)} -> {_counted(found.after)}"
             for found in one.evaluations
             if found.before.total or found.after.total
         ]
-        yield f"  {one.name:<{wide}}  {one.agent:<{agents}}  {', '.join(scores)}".rstrip()
+        yield f"  {one.name:<{wide}}  {agent:<{column}}{', '.join(scores)}".rstrip()
 
 
 def _counted(score: Score) -> str:

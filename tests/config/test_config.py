@@ -69,6 +69,19 @@ def test_choices_that_exclude_each_other_are_one_line() -> None:
     load_config(None, ["train.advantage=maxrl", "train.truncated=mask"])
 
 
+def test_a_function_for_replies_needs_an_agent_that_calls_it() -> None:
+    function = "tasks.parse_answer=json:dumps"
+    with pytest.raises(
+        ConfigError, match=r"^tasks.parse_answer has no effect without the agent single_turn$"
+    ):
+        load_config(None, [function, "harness.agent=script"])
+    for used in (
+        'tasks.agents=[{ agent = "script" }, { agent = "single_turn" }]',
+        "eval.harness.agent=single_turn",
+    ):
+        load_config(None, [function, "harness.agent=script", used])
+
+
 def test_a_provider_keeps_or_drops_reasoning_by_its_own_rules() -> None:
     with pytest.raises(ConfigError, match=r"model\.keep_reasoning has no effect with engine\.kind upstream"):
         load_config(

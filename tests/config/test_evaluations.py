@@ -112,6 +112,14 @@ def test_an_evaluation_that_may_take_longer_than_its_time_is_refused(
         check_evaluations(config.eval, open_mix(config))
 
 
+def test_an_endless_set_is_not_read_to_learn_how_long_an_evaluation_may_take() -> None:
+    table = {"count": 10**9, "max_s": 100.0, "limits": {"wall_s": 20.0}}
+    config = load_config(None, ["harness.workers=8"], tables(table))
+    why = "1,000,000,000 rollouts of up to 20 s on 8 workers may take 2,500,000,000 s"
+    with pytest.raises(ConfigError, match=why):
+        check_evaluations(config.eval, open_mix(config))
+
+
 def test_the_workers_of_all_nodes_share_an_evaluation() -> None:
     table = {"count": 9, "samples": 2, "max_s": 59.0, "limits": {"wall_s": 20.0}}
     nodes = ["harness.workers=8", "fleet.kind=processes", "fleet.nodes=2"]

@@ -107,6 +107,7 @@ def test_each_task_set_gives_equally_many_tasks_and_has_a_line(tmp_path: Path) -
     ]  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
     assert [line["task_set"] for line in lines] == ["tools"] * 4 + ["single"] * 4
+    assert [line["agent"] for line in lines] == ["script"] * 4 + ["single_turn"] * 4
     assert lines[0]["task_id"] == lines[4]["task_id"]
     report = (tmp_path / "run" / "report.txt").read_text().splitlines()
     assert "  tools: script, 2 of 4 rollouts on 2 tasks resolved, pass@1 0.500, pass@2 1.000" in report

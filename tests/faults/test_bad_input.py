@@ -75,6 +75,7 @@ def test_an_imitation_keeps_its_directory(capsys: pytest.CaptureFixture[str], tm
     source = stored_run(tmp_path / "source", [said("train/1/0/0", "a", "right")])
     line = line_of(1, capsys, "sft", str(source), f"run.dir={source}", "--plain")
     assert "holds a run already" in line
+    assert line.count("continue") == 1
     assert "resumed run keeps its configuration" in line_of(
         2, capsys, "sft", str(source), "--resume", str(source), "--plain"
     )

@@ -62,6 +62,19 @@ CHECKS = HiddenTests(
 
 
 @pytest.mark.slow
+async def test_a_program_that_the_sandbox_lacks_is_no_failure_of_the_candidate(grader: Grader) -> None:
+    own = 'test -f app.py && python3 -c "import app, os; os.execvp(app.run, [app.run])"'
+    lacking = HiddenTests(checks=(Check(name="own", command=own), Check(name="julia", command="no-such x")))
+    verdict = await judge(grader, *make("command", lacking), "run = 'true'\n")
+    assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None)
+    assert verdict.reason == "the sandbox has no no-such, which a check calls"
+    # A program that only the candidate calls is its own fault.
+    task, oracle = make("command", HiddenTests(checks=lacking.checks[:1]))
+    verdict = await judge(grader, task, oracle, "run = 'no-such'\n")
+    assert (verdict.outcome, verdict.reward) == (Outcome.UNRESOLVED, 0.0)
+
+
+@pytest.mark.slow
 async def test_commands_pass_by_exit_code_and_marker_and_count_by_weight(grader: Grader) -> None:
     task, oracle = make("command", CHECKS, "fraction")
     solved = await judge(grader, task, oracle, "x = 2\n")

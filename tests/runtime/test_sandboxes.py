@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from insitu.config import load_config
+from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.runtime.preflight import open_mix
+from insitu.runtime.preflight import open_mix, prepare_tasks
 from insitu.runtime.sandboxes import UNSUPPORTED, check_tasks, make_backend
 
 FAKE = "sandbox.environment=tests.fakes.harbor:local_environment"
@@ -25,16 +25,37 @@ def test_the_table_says_what_the_backend_says_of_itself(kind: str) -> None:
     assert asked_for - capabilities == set(UNSUPPORTED[kind])
 
 
+@pytest.mark.slow
+def test_a_program_that_this_machine_lacks_is_refused_before_the_run(tmp_path: Path) -> None:
+    command = "cd . && FLAG=1 no-such-program --all x.py"
+    row = {"checks": [{"command": "python3 a.py"}, {"command": command}]}
+    config = write_rows(tmp_path, [CASES, row])
+    with pytest.raises(ConfigError) as raised:
+        prepare_tasks(config, print, lambda _config, mix: mix.examples())
+    assert str(raised.value) == (
+        "task t1 cannot run with sandbox.backend = local: its checks call no-such-program, which is not"
+        " installed for all users of this machine"
+    )
+    for change in ({"image": "debian:12"}, {"setup": ["make it"]}):
+        there = write_rows(tmp_path, [row | change], "sandbox.backend=docker", "sandbox.image=debian:12")
+        prepare_tasks(there, print, lambda _config, mix: mix.examples())
+
+
 CASES = {"entry": "a.py", "cases": [{"function": "f", "args": [], "expected": 2}]}
 TESTS = {"fail_to_pass": ["test_a.py::test_a"], "tests": {"test_a.py": "def test_a(): assert 0\n"}}
 
 
-def refused(tmp_path: Path, rows: list[dict[str, object]], *overrides: str) -> str:
-    """What is said of a data set of these rows."""
+def write_rows(tmp_path: Path, rows: list[dict[str, object]], *overrides: str) -> Config:
+    """Return the configuration of a data set of these rows."""
     path = tmp_path / "rows.jsonl"
     plain = {"prompt": "Fix it.", "files": {"a.py": "def f(): return 1\n"}}
     path.write_text("".join(json.dumps(plain | {"id": f"t{n}"} | row) + "\n" for n, row in enumerate(rows)))
-    config = load_config(None, ["tasks.source=jsonl", f"tasks.path={path}", *overrides])
+    return load_config(None, ["tasks.source=jsonl", f"tasks.path={path}", *overrides])
+
+
+def refused(tmp_path: Path, rows: list[dict[str, object]], *overrides: str) -> str:
+    """What is said of a data set of these rows."""
+    config = write_rows(tmp_path, rows, *overrides)
     try:
         check_tasks(config, open_mix(config).examples())
     except ConfigError as error:

@@ -17,7 +17,7 @@ from insitu.errors import ConfigError, TaskError
 from insitu.evaluate.resume import TRAINING, resumed_config
 from insitu.runtime.preflight import check_names, open_mix, prepare
 from insitu.storage.run_dir import RunDir, name_run
-from insitu.tasks.mix import schedule
+from insitu.tasks.mix import _shares, schedule
 from insitu.tasks.samplers import TaskDraws
 from insitu.training.evaluations import check_evaluations
 
@@ -185,6 +185,21 @@ def test_tasks_without_training_are_spread_over_the_sets(tmp_path: Path) -> None
     pieces = [task.id for start in range(9) for task in mix.spread("eval", start, 1)]
     assert sorted(pieces) == sorted(task.id for task in whole)
     assert Counter(task.part for task in mix.spread("eval", 2, 3)) == {"toy": 2, "own": 1}
+    table = load_config(None, (), {"eval": [{"count": 9}]}).eval[0]
+    assert mix.longest_eval(table) == (9, max(task.limits.wall_s for task in whole))
+
+
+@pytest.mark.parametrize("sizes", [[None, 3, 1], [2, 5, 3], [4], [0, 2], [None, None]])
+def test_the_shares_of_the_sets_are_those_of_giving_one_task_after_another(sizes: list[int | None]) -> None:
+    for count in range(14):
+        given = [0] * len(sizes)
+        while sum(given) < count:
+            open_sets = [n for n, size in enumerate(sizes) if size is None or given[n] < size]
+            if not open_sets:
+                break
+            for n in open_sets[: count - sum(given)]:
+                given[n] += 1
+        assert _shares(sizes, count) == given
 
 
 @pytest.mark.parametrize(

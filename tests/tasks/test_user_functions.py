@@ -237,7 +237,7 @@ async def test_close_cancels_running_coroutines_and_ends_their_thread() -> None:
 
 
 def test_a_build_action_is_found() -> None:
-    found = action_of(load_config(None, ["tasks.parse_answer=json:dumps"]))
+    found = action_of(load_config(None, ["tasks.parse_answer=json:dumps", "harness.agent=single_turn"]))
     assert found is not None
     assert found.name == "tasks.parse_answer json:dumps"
     assert action_of(load_config(None)) is None

@@ -328,6 +328,9 @@ def test_one_report_has_gain_best_step_early_stop_and_every_evaluation(tmp_path:
     with RunDir.open(tmp_path / "r") as run:
         run.write_summary(summary)
     assert show_run(tmp_path / "r").endswith(text)
+    for step in (1, 2):  # the last step is named too where the model before training was as good
+        text = finish(tmp_path / "r", {**summary, "best_step": step, "best_heldout_reward": 0.2})
+        assert f"  best    mean reward 0.20 after step {step} (before training 0.25): {how}" in text
     plain = render_report(report())
     assert not any(word in plain for word in ("gain", "best", "ended", "Further", "Task sets"))
 
@@ -460,6 +463,7 @@ SUMMARY = {
     "mismatched": 0,
     "evaluations": {},
     "best_step": None,
+    "best_heldout_reward": None,
     "stopped_early": False,
 }
 

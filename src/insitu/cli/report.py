@@ -22,6 +22,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 130
 def report_failure(error: BaseException, resume: str = "") -> int:
     """Print one line for a known failure and return the exit code; re-raise other exceptions."""
     first = next(_leaves(error))
+    resume = "" if "--resume" in str(first) else resume
     if os.environ.get("INSITU_DEBUG"):
         traceback.print_exception(error)
     if isinstance(first, KeyboardInterrupt):

@@ -165,6 +165,9 @@ def _check_sets(config: Config) -> None:
         if table.reference and not table.weight:
             where = ".".join(filter(None, ["tasks", table.name, "reference"]))
             raise ConfigError(f"{where} has no effect with weight = 0")
+    parsing = [table.parse_answer for table in config.tasks]
+    if any(parsing) and all(own.harness.agent != "single_turn" for own in config.parts.values()):
+        raise ConfigError("tasks.parse_answer has no effect without the agent single_turn")
     teachers = [config.train.reference, *(table.reference for table in config.tasks)]
     if config.train.advantage == "zero" and not any(teachers):
         raise ConfigError("train.advantage = 'zero' needs train.reference: a model teaches itself nothing")

@@ -288,9 +288,9 @@ class Config(Table):
         return [table.name for table in self.tasks] if len(self.tasks) > 1 else []
 
     def agent_of(self, part: str) -> str:
-        """Return the names of the agents of a part; empty where the run has no such part, or only one."""
+        """Return the names of the agents of a part; empty where the run has no such part."""
         parts = self.parts
-        own = [parts[part]] if len(parts) > 1 and part in parts else []
+        own = [parts[part]] if part in parts else []
         own += [each for table in self.tasks if table.name == part for each in self.of_agents(table).values()]
         return _names(own)
 

@@ -50,7 +50,7 @@ class TaskSetTable(Table):
 
     name: _Name = ""
     """Name in metrics and the viewer; needed with several sets."""
-    weight: Annotated[float, Field(ge=0)] = 1.0
+    weight: Annotated[float, Field(ge=0, le=1e9)] = 1.0
     """Share of the groups that work on this set, relative to the other sets; 0 = only evaluated."""
     source: TaskSourceName = "toy"
     """toy = generated bug-fix tasks; the format of the data set at `path`; or a list, an iterator or a

@@ -136,7 +136,7 @@ async def collect_rollouts(
         wall_s = float(store.meta()[WALL_S])
         summary = {**summarise(run, store, tasks, SESSIONS), **facts, "wall_s": round(wall_s, 1)}
         run.write_summary(summary)
-        write_results(run.path, store)
+        write_results(run, store)
         write_text(run.path / REPORT, render(summary))
         return summary
 

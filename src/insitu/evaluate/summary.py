@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -18,7 +18,7 @@ from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
-from insitu.types import OF_AGENT, Outcome, Status, Task, part_label
+from insitu.types import Outcome, Status, Task, part_label
 from insitu.view.base import duration
 
 RESULTS = "results.jsonl"
@@ -154,16 +154,18 @@ def _usage(run: RunDir, rollouts: Sequence[RolloutSummary], records: str) -> Map
     }
 
 
-def write_results(path: Path, store: Store) -> None:
+def write_results(run: RunDir, store: Store) -> None:
     """Write results.jsonl with one line per rollout."""
-    lines = [orjson.dumps(_line(rollout)).decode() for rollout in store.outcomes(PHASE, STEP)]
-    write_text(path / RESULTS, "".join(f"{line}\n" for line in lines))
+    agent_of = functools.cache(run.config.agent_of)
+    outcomes = store.outcomes(PHASE, STEP)
+    lines = [orjson.dumps(_line(rollout, agent_of(rollout.part))).decode() for rollout in outcomes]
+    write_text(run.path / RESULTS, "".join(f"{line}\n" for line in lines))
 
 
-def _line(rollout: RolloutSummary) -> Mapping[str, Any]:
+def _line(rollout: RolloutSummary, agent: str) -> Mapping[str, Any]:
     return {
         "task_set": rollout.task_set,
-        "agent": rollout.part.partition(OF_AGENT)[2],
+        "agent": agent,
         "task_id": rollout.task_id,
         "slot": rollout.slot,
         "rollout_id": rollout.rollout_id,

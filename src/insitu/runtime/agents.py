@@ -114,8 +114,8 @@ def make_setups(
 def agents_of(setups: Mapping[str, AgentSetup]) -> tuple[str, str]:
     """Return names and versions of the agents of the task sets, each once."""
     parts = [part for part in setups if not part.partition(OF_AGENT)[0].partition(OF_EVAL)[2]]
-    harnesses = list(dict.fromkeys(setups[part].harness for part in parts))
-    return " + ".join(one.name for one in harnesses), " + ".join(one.version for one in harnesses)
+    used = dict.fromkeys((setups[part].harness.name, setups[part].harness.version) for part in parts)
+    return " + ".join(name for name, _ in used), " + ".join(version for _, version in used)
 
 
 def _same_agent(a: Config, b: Config) -> bool:

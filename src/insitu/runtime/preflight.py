@@ -35,7 +35,7 @@ from insitu.grading.trust import below, trust_of
 from insitu.runtime.agents import AgentSetup, check_listener, find_pools, limits_of, make_setups
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit
-from insitu.runtime.sandboxes import check_agents, check_tasks
+from insitu.runtime.sandboxes import check_agents, check_programs, check_tasks
 from insitu.runtime.transcripts import transcript_reader
 from insitu.runtime.upstream import upstream_options
 from insitu.tasks.base import TaskSource
@@ -169,6 +169,7 @@ def prepare_tasks(
         own = mix.of(task).config
         with _naming_part(own):
             check_tasks(own, [task])
+            check_programs(own, task, mix.oracle(task))
     return mix, tasks
 
 

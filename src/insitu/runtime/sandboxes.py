@@ -9,6 +9,7 @@ to take over any sandbox.
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -24,8 +25,10 @@ from insitu.sandbox.harbor import HarborBackend
 from insitu.sandbox.harbor_sdk import Factory
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import DEFAULT_MAX_SANDBOXES, Pool, PoolOptions
+from insitu.sandbox.rootfs import search_path
 from insitu.storage.temp_dirs import cache_folder
-from insitu.types import Task
+from insitu.tasks.commands import FIND, programs_of
+from insitu.types import Oracle, Task
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +176,25 @@ def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
             raise ConfigError(
                 f"task {task.id} cannot run with {_key(config, kind)} = {kind}: {what}, and {why}"
             )
+
+
+def check_programs(config: Config, task: Task, oracle: Oracle) -> None:
+    """Raise ConfigError if checks of a task call a program that local sandboxes lack.
+
+    Not of an image, of setup commands or of another machine: there the grader finds it missing.
+    """
+    names = programs_of(oracle)
+    elsewhere = task.setup.image or task.setup.commands or config.fleet.kind != "none"
+    if not names or elsewhere or "local" not in config.sandbox.kinds:
+        return
+    command = ["sh", "-c", FIND, "sh", *names]
+    path = {"PATH": search_path()}
+    done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=30, check=False)
+    if missing := done.stdout.split():
+        raise ConfigError(
+            f"task {task.id} cannot run with {_key(config, 'local')} = local: its checks call {missing[0]},"
+            " which is not installed for all users of this machine"
+        )
 
 
 def _key(config: Config, kind: str) -> str:

@@ -102,6 +102,11 @@ def environment(spec: SandboxSpec) -> dict[str, str]:
     return base | _own_library() | dict(spec.env)
 
 
+def search_path() -> str:
+    """Return the PATH by which this machine finds the programs that a sandbox finds."""
+    return environment(SandboxSpec())["PATH"].replace(OWN_PYTHON, sys.base_prefix)
+
+
 def _system(hidden: Sequence[Path]) -> list[Step]:
     steps: list[Step] = []
     for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"):

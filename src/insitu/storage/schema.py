@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sqlite3
 
-from insitu.types import OF_AGENT, OF_EVAL
+from insitu.types import OF_EVAL
 
 SCHEMA_VERSION = 8
 OLDEST_VERSION = 5
@@ -77,8 +77,6 @@ pages of tokens."""
 
 TASK_SET = f"COALESCE(substr(part, 1, instr(part || '{OF_EVAL}', '{OF_EVAL}') - 1), '')"
 """SQL of `Rollout.task_set`."""
-AGENT = f"substr(part, NULLIF(instr(part, '{OF_AGENT}'), 0) + 1)"
-"""SQL of the name of one of several agents; null where the task set has one."""
 
 
 def migrate(db: sqlite3.Connection) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +10,15 @@ from pathlib import Path
 
 from insitu.errors import RecordError
 from insitu.storage.queries import RunReader
-from insitu.storage.schema import AGENT, TASK_SET
+from insitu.storage.run_dir import KIND, read_config
+from insitu.storage.schema import TASK_SET
 
 SQL_S = 10.0
 """Most CPU time of one statement."""
 VIEWS = f"""
 CREATE TEMP VIEW v_rollouts AS
 SELECT r.rollout_id AS id, r.phase, r.step, r.group_no, r.slot, {TASK_SET} AS task_set, r.task_id AS task,
-  r.category, {AGENT} AS agent, r.status,
+  r.category, agent_of(r.part) AS agent, r.status,
   v.outcome, r.reward, v.passed, v.total, v.trust, v.reason, r.error, s.state, s.reason AS fate,
   s.account AS counted_by, s.oldest AS version, r.attempt, r.egress,
   COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) AS calls,
@@ -62,6 +64,14 @@ class SqlReader(RunReader):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, query_s=SQL_S)
+        # Sessions of `insitu serve` are of agents that no configuration names.
+        config = None if self.meta().get(KIND) == "serve" else read_config(run_dir)
+
+        @functools.cache
+        def agent_of(part: str | None) -> str | None:
+            return config.agent_of(part or "") or None if config else None
+
+        self._db.create_function("agent_of", 1, agent_of, deterministic=True)
         with self._reading() as db:
             db.execute("PRAGMA temp_store = MEMORY")
             for statement in VIEWS.split(";\n"):

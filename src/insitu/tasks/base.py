@@ -87,7 +87,9 @@ def same_task(place: str, task: Task | None, task_id: str, content_hash: str = "
         now = "now with other content"
     else:
         return task
-    raise TaskError(f"the data set has changed since the run began: {place} was task {task_id}, {now}")
+    raise TaskError(
+        f"the data set has changed since the run began: {place} was task {task_id}, {now}; restore it"
+    )
 
 
 def split_of(content_hash: str, eval_share: float) -> Split:

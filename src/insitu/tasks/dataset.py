@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from insitu.errors import TaskError, describe_invalid
 from insitu.tasks.base import Item, Split, split_of
+from insitu.tasks.commands import programs_of
 from insitu.tasks.row_files import MAX_REASON_CHARS, RawRow, RowLocation, read_places, row_id
 from insitu.types import Limits, Oracle, Task
 
@@ -89,8 +90,8 @@ class _Entry:
     id: str
     content_hash: str
     place: RowLocation
-    needs: tuple[bool, str]
-    """Whether it is made of an image, and the runner that grades it."""
+    needs: tuple[bool | str, ...]
+    """Whether it is made of an image, the runner that grades it, and programs of its checks."""
 
 
 class RowSource:
@@ -155,7 +156,7 @@ class RowSource:
         return (self._load(entry) for entries in self._split.values() for entry in entries)
 
     def examples(self) -> Sequence[Task]:
-        """Return one task of each kind: with an image or without, and by runner."""
+        """Return one task of each kind: with an image or without, by runner and by programs of its checks."""
         used = [entry for entries in self._split.values() for entry in entries]
         return [self._item(entry).task for entry in {entry.needs: entry for entry in used}.values()]
 
@@ -247,7 +248,7 @@ class RowSource:
             id=task.id,
             content_hash=task.content_hash,
             place=place,
-            needs=(bool(task.setup.image), task.grading.runner),
+            needs=(bool(task.setup.image), task.grading.runner, *programs_of(item.oracle)),
         )
 
 

@@ -102,6 +102,20 @@ class TaskMix:
         """Return the tasks of an evaluation: equally many of each of its sets, as far as they have them."""
         return _spread(self.of_eval(table), table.split, 0, table.count)
 
+    def longest_eval(self, table: EvalTable) -> tuple[int, float]:
+        """Return how many tasks an evaluation has, and the longest time limit of one in seconds."""
+        sets = self.of_eval(table)
+        counts = _shares([one.size(table.split) for one in sets], table.count)
+        # A set without an end is generated: one task has the limits of all.
+        read = [
+            min(count, 1) if one.size(table.split) is None else count
+            for one, count in zip(sets, counts, strict=True)
+        ]
+        tasks = [
+            task for one, count in zip(sets, read, strict=True) for task in one.tasks(table.split, 0, count)
+        ]
+        return sum(counts), max((task.limits.wall_s for task in tasks), default=0.0)
+
     def oracle(self, task: Task) -> Oracle:
         return self.of(task).source.oracle(task)
 
@@ -137,8 +151,9 @@ def _shares(sizes: Sequence[int | None], count: int) -> list[int]:
         more = [n for n, size in enumerate(sizes) if size is None or taken[n] < size]
         if not more:
             break
+        each = max(1, left // len(more))
         for n in more[:left]:
-            taken[n] += 1
+            taken[n] = min(taken[n] + each, sizes[n] or taken[n] + each)
     return taken
 
 

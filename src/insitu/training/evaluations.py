@@ -35,7 +35,7 @@ from insitu.tasks.mix import TaskMix
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.batch_source import StoreSink, collect_options
 from insitu.training.step_metrics import by_set
-from insitu.types import Group, Task
+from insitu.types import Group
 
 _STAGES: Mapping[When, str] = {
     "before": "{name} tasks before training",
@@ -343,7 +343,7 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
         sets = source.of_eval(table) if table.count else ()
         sizes = [one.size(table.split) for one in sets]
         if sets and table.max_s:
-            _check_time(table, source.evaluated(table), sets[0].config)
+            _check_time(table, *source.longest_eval(table), sets[0].config)
         if not sets or None in sizes:
             continue
         there = sum(size or 0 for size in sizes)
@@ -355,13 +355,13 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
             )
 
 
-def _check_time(table: EvalTable, tasks: Sequence[Task], config: Config) -> None:
+def _check_time(table: EvalTable, tasks: int, wall_s: float, config: Config) -> None:
     """Raise ConfigError if the rollouts may take longer than the evaluation, by their own limits."""
     workers = config.harness.workers * max(1, config.fleet.nodes)
-    rollouts, wall_s = len(tasks) * table.samples, max((task.limits.wall_s for task in tasks), default=0.0)
+    rollouts = tasks * table.samples
     may_s = math.ceil(rollouts / workers) * wall_s
     if may_s > table.max_s:
         raise ConfigError(
-            f"eval.{table.name}.max_s = {table.max_s:g}: {rollouts} rollouts of up to {wall_s:g} s on"
-            f" {workers} workers may take {may_s:g} s; lower count, samples or limits.wall_s"
+            f"eval.{table.name}.max_s = {table.max_s:g}: {rollouts:,} rollouts of up to {wall_s:g} s on"
+            f" {workers} workers may take {may_s:,.0f} s; lower count, samples or limits.wall_s"
         )

@@ -386,7 +386,9 @@ def keep_start_model(store: Store, learner: Learner) -> None:
         store.set_meta(START_MODEL, learner.weights)
         store.set_meta(REFERENCE, learner.reference)
     if store.meta().get(REFERENCE, learner.reference) != learner.reference:
-        raise RecordError("another reference policy or teacher than the run began with (train.reference)")
+        raise RecordError(
+            "another reference policy or teacher than the run began with (train.reference, tasks.reference)"
+        )
 
 
 def check_start_model(store: Store, learner: Learner) -> None:

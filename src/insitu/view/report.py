@@ -77,7 +77,9 @@ class FinalReport:
     categories: Mapping[str, tuple[Score, Score]] = field(default_factory=dict)
     """Task category -> (before, after)."""
     best: tuple[int, float] | None = None
-    """Step with the best held-out result and its mean reward, where it is not the last one."""
+    """Best step and its mean reward on held-out tasks; None if it is the last one and `base` is None."""
+    base: float | None = None
+    """Mean reward before training, where no step has a better one."""
     further: tuple[EvaluationReport, ...] = ()
     """The evaluations after the first one."""
     sets: tuple[TaskSetReport, ...] = ()
@@ -150,7 +152,8 @@ def _scores(report: FinalReport) -> Iterator[str]:
     if report.best is not None:
         step, reward = report.best
         how = f"insitu export {shlex.quote(str(report.run_dir))} --checkpoint best --out DIR"
-        yield f"  best    mean reward {rounded(reward)} after step {step}: {how}"
+        base = "" if report.base is None else f" (before training {rounded(report.base)})"
+        yield f"  best    mean reward {rounded(reward)} after step {step}{base}: {how}"
     wide = max((len(name) for name in report.categories), default=0)
     for name, (before, after) in report.categories.items():
         counts = f"({before.solved}/{before.total} -> {after.solved}/{after.total})"

@@ -56,7 +56,9 @@ def report_of(
     before, after = (_scores(store, eval_phase(when)) for when in _ENDS)
     categories = [name for name in before | after if name]
     heldout, *further = _evaluations(store, config, summary["evaluations"])
-    best, limit = summary["best_step"], config.run.stop_after_evals
+    best, reward, limit = summary["best_step"], summary["best_heldout_reward"], config.run.stop_after_evals
+    base = before[""].reward_mean if "" in before else 0.0
+    as_good = best is not None and base >= reward > 0.0
     ended = (
         f"ended after step {steps} of {config.run.steps}: {limit} evaluations without a better held-out"
         " result (run.stop_after_evals)"
@@ -64,7 +66,8 @@ def report_of(
     return FinalReport(
         run_dir=run_dir,
         heldout=heldout,
-        best=None if best in (None, steps) else (best, summary["best_heldout_reward"]),
+        best=(best, reward) if as_good or best not in (None, steps) else None,
+        base=base if as_good else None,
         further=tuple(one for one in further if one.numbers),
         sets=_task_sets(store, config),
         ended=ended if summary["stopped_early"] else "",

@@ -162,7 +162,7 @@ async def test_task_sets_are_told_apart_on_every_page(mixed_run: Path, lab_run: 
         assert (page["row"]["task_set"], page["agent"]) == ("o", "single_turn")
     async with viewing(lab_run) as client:
         assert (await client.json("/api/runs"))["runs"][0]["task_sets"] == []
-        assert (await client.json("/api/lab/rollout", id=ONE))["agent"] == ""
+        assert (await client.json("/api/lab/rollout", id=ONE))["agent"] == "pi"
 
 
 async def test_bad_parameters_are_one_line(lab_run: Path) -> None:

@@ -113,6 +113,8 @@ def test_two_agents_on_the_same_task_are_told_apart(mixed_run: Path, lab_run: Pa
     assert "A    eval_after 3   0.50    0.15 to 0.85  2 of 4" in text
     by_set = "SELECT task_set, COUNT(*) AS n FROM v_rollouts WHERE task = 'task-0-0' GROUP BY 1"
     assert looked(capsys, "query", mixed_run, by_set, "--csv") == "task_set,n\no,2\ns,2\n"
+    by_agent = "SELECT agent, COUNT(*) AS n FROM v_rollouts WHERE task = 'task-0-0' GROUP BY 1"
+    assert looked(capsys, "query", mixed_run, by_agent, "--csv") == "agent,n\nscript,2\nsingle_turn,2\n"
     line = looked(capsys, "show", mixed_run, "train/00001/001/00").splitlines()[1]
     assert line == "task task-1-0, task set o, agent single_turn, step 1, attempt 1"
     assert ", task set s\n" in looked(capsys, "show", mixed_run, "--failed", 9)

@@ -23,6 +23,7 @@ from insitu.grading.runners.common import (
     text_tail,
 )
 from insitu.sandbox.base import Sandbox
+from insitu.tasks.commands import FIND, programs_of
 from insitu.types import (
     Check,
     FailingCheck,
@@ -81,6 +82,14 @@ class CommandRunner(RunnerBase):
     async def run(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
+        # Before the candidate is there: it can hide no program.
+        if missing := await _missing(sandbox, oracle, limits):
+            return RunReport(
+                outcome=Outcome.INFRA,
+                passed=0,
+                total=len(oracle.tests.checks),
+                reason=f"the sandbox has no {missing}, which a check calls",
+            )
         await candidate.lay(sandbox, candidate.hidden(oracle.tests), owner="root")
         done: list[_CheckResult] = []
         for check in oracle.tests.checks:
@@ -89,6 +98,15 @@ class CommandRunner(RunnerBase):
                 break
             await sandbox.kill_all()
         return _report(oracle.tests.checks, done)
+
+
+async def _missing(sandbox: Sandbox, oracle: Oracle, limits: RunLimits) -> str:
+    """Return the name of a program that checks call and the sandbox has not; empty if it has all."""
+    names = programs_of(oracle)
+    if not names:
+        return ""
+    found = await run_in(sandbox, ["sh", "-c", FIND, "sh", *names], limits)
+    return found.stdout.decode().partition("\n")[0]
 
 
 async def _run_check(sandbox: Sandbox, check: Check, limits: RunLimits) -> _CheckResult:

@@ -14,6 +14,7 @@ from insitu.errors import RecordError
 from insitu.storage import queries as sql
 from insitu.storage.logs import MAX_LOG_BYTES
 from insitu.storage.queries import RunReader
+from insitu.storage.run_dir import KIND
 from insitu.view.web.credit import Credits
 from insitu.view.web.runs import RunHandle, open_inside
 from insitu.view.web.token_page import row_spans
@@ -59,12 +60,13 @@ def _decided(run: RunHandle, reader: RunReader, row: dict[str, Any]) -> dict[str
     stored = reader.one(sql.ROLLOUT, id=rollout_id) or {}
     notes = reader.one(sql.NOTES, id=rollout_id)
     heads, segments = reader.all(sql.TURN_HEADS, id=rollout_id), reader.all(sql.SEGMENT_HEADS, id=rollout_id)
+    served = reader.meta().get(KIND) == "serve"
     spans = row_spans(heads, segments)
     for segment, held in zip(segments, spans, strict=True):
         segment["turns"] = [span.turn for span in held]
         segment["sampled"] = held[0].sampled if held else 0
     return {
-        "agent": run.config().agent_of(stored["part"] or ""),
+        "agent": "" if served else run.config().agent_of(stored["part"] or ""),
         "components": orjson.loads(stored["components"]),
         "deleted": orjson.loads(stored["deleted"]),
         "verdict": _verdict(reader.one(sql.VERDICT, id=rollout_id)),

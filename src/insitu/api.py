@@ -22,6 +22,7 @@ from insitu.demo.run import DemoOptions as DemoOptions
 from insitu.demo.run import run_demo as demo_with
 from insitu.engines.server_command import describe_servers as describe_servers
 from insitu.errors import ConfigError, RecordError
+from insitu.evaluate.resume import CHANGEABLE
 from insitu.evaluate.resume import TRAINING as TRAINING
 from insitu.evaluate.resume import resumed_config as resumed_config
 from insitu.evaluate.run import REPORT, collect_rollouts
@@ -163,7 +164,7 @@ async def train_async(
         resolved, found = await asyncio.to_thread(from_hub, str(resume), config, overrides, tables)
         resume = resolved.run.dir if found else None
     else:
-        resolved = resolve(config, overrides, resume, tables)
+        resolved = resolve(config, overrides, resume, tables, changeable=TRAINING)
     await train_with(resolved, CallbackView(progress), TrainOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
@@ -183,8 +184,8 @@ def train(
     (`{"run.steps": 8}`) win over it. A keyword is a table (`run={"steps": 8}`) or one of these:
     `agent` (name, path, command as a list, or Recipe), `model` (folder, or URL of a provider),
     `tasks` (list of Task, name or path of a source), `reward` (function or its path). `resume` continues a
-    run directory and takes no configuration. `progress` gets every RunEvent on the run's event loop and must
-    return at once. Raises InsituError.
+    run directory, a finished one with `overrides={"run.steps": 16}`, and takes no other configuration.
+    `progress` gets every RunEvent on the run's event loop and must return at once. Raises InsituError.
     """
     return blocking(
         lambda: train_async(config, overrides=overrides, resume=resume, progress=progress, **tables)
@@ -205,7 +206,7 @@ async def rollout_async(
         tables["rollout"] = {**tables.get("rollout", {}), "per_task": n}
     if "tasks" in tables and not (isinstance(tables["tasks"], str | Path) or _is_table(tables["tasks"])):
         tables["tasks"] = {"source": tables["tasks"], "eval_share": 1.0}  # no task is held back
-    resolved = resolve(config, overrides, resume, tables)
+    resolved = resolve(config, overrides, resume, tables, changeable=CHANGEABLE)
     await rollout_with(resolved, CallbackView(progress), RolloutOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
@@ -275,12 +276,16 @@ def resolve(
     resume: Path | str | None,
     tables: Mapping[str, Any],
     base: Mapping[str, Any] | None = None,
+    changeable: Sequence[str] = (),
 ) -> Config:
-    """Return the configuration of a new run with its directory named, or the stored one of `resume`."""
+    """Return the configuration of a new run with its directory named, or the stored one of `resume`.
+
+    `changeable`: keys that overrides of a resumed run may have.
+    """
     if resume is not None:
-        if config is not None or overrides or tables:
-            raise ConfigError("a resumed run keeps its configuration: drop config, overrides and tables")
-        return read_config(Path(resume))
+        if config is not None or tables:
+            raise ConfigError("a resumed run keeps its configuration: drop config and tables")
+        return resumed_config(Path(resume), overrides, changeable)
     if isinstance(overrides, str):
         raise ConfigError(f"overrides must be a mapping or a list of table.key=value, got {overrides!a}")
     given = _expanded(tables)

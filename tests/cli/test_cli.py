@@ -57,7 +57,7 @@ def only_line(text: str) -> str:
 
 KEPT = (
     "insitu: a resumed run keeps its configuration; drop {}"
-    " (changeable: train.on_bad_step, train.reference, tasks.reference)"
+    " (changeable: run.steps, run.stop_after_evals, train.on_bad_step, train.reference, tasks.reference)"
 )
 
 
@@ -91,9 +91,9 @@ KEPT = (
         ),
         (["demo", "--resume", "none"], 1, "insitu: none is not a run directory: it has no config.toml"),
         (
-            ["train", "--resume", "none", "run.steps=3"],
+            ["train", "--resume", "none", "run.seed=3"],
             2,
-            KEPT.format("run.steps=3"),
+            KEPT.format("run.seed=3"),
         ),
         (
             ["demo", "--resume", "none", "--agent", "pi"],

@@ -101,6 +101,20 @@ def test_the_same_seed_gives_the_same_bits(reference: tuple[Path, dict[str, Any]
     assert plans(tmp_path / "again") == plans(reference[0])
 
 
+def test_a_finished_run_goes_on_for_more_steps(
+    reference: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "longer"
+    shorter = finish(demo(run_dir, "run.steps=2"))
+    assert (shorter["rl_steps"], shorter["weights"] != reference[1]["weights"]) == (2, True)
+    longer = finish(command("train", "--plain", "--json", "--resume", run_dir, "run.steps=3"))
+    assert (longer["rl_steps"], longer["weights"]) == (3, reference[1]["weights"])
+    assert longer["heldout_after"] == reference[1]["heldout_after"]
+    assert plans(run_dir) == plans(reference[0])
+    again = finish(command("train", "--plain", "--json", "--resume", run_dir))
+    assert again == longer
+
+
 @pytest.mark.full
 def test_kill_9_at_any_moment_loses_and_repeats_nothing(
     reference: tuple[Path, dict[str, Any]], tmp_path: Path

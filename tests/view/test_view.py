@@ -463,7 +463,6 @@ SUMMARY = {
     "mismatched": 0,
     "evaluations": {},
     "best_step": None,
-    "best_heldout_reward": None,
     "stopped_early": False,
 }
 

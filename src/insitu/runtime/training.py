@@ -21,7 +21,7 @@ from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import Checks, Prepared, check_names, check_reference, check_weights, prepare
 from insitu.runtime.run import open_agents
 from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, RunDir, restore_steps
+from insitu.storage.run_dir import KIND, RunDir, read_config, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.mix import TaskMix
@@ -196,10 +196,16 @@ async def _assemble_served(
         yield RunParts(agents=None, learner=learner, supervisor=supervisor, plan_config=plan_config)
 
 
+def _length(config: Config) -> tuple[int, int]:
+    """Return what decides when a run ends."""
+    return config.run.steps, config.run.stop_after_evals
+
+
 async def run_training(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
     """Run or continue a training run to its end; return what summary.json holds. Raises InsituError."""
     resume = options.resume
-    if resume is not None and (summary := finished_run(resume, view.note)) is not None:
+    longer = resume is not None and _length(config) != _length(read_config(resume))
+    if resume and not longer and (summary := finished_run(resume, view.note)) is not None:
         return summary
     view.begin(f"{config.agent_names}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
@@ -210,14 +216,14 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
         stack.push(run.drop_unused)
-        if resume and (config.train, config.tasks) != (run.config.train, run.config.tasks):
-            run.change(config)
         stack.enter_context(log_to(run.logs / "insitu.log"))
         store = stack.enter_context(run.store())
         metrics = stack.enter_context(run.metrics())
         if KIND in store.meta():
             raise RecordError(f"{run.path} holds a run of `insitu {store.meta()[KIND]}`, not a training run")
         check_steps(run, store)
+        if resume and any((config.train != run.config.train, config.tasks != run.config.tasks, longer)):
+            run.change(config)
         clock = WallClock(store, options.began)
         store.recover()
         restore_steps(run, store, metrics)

@@ -146,8 +146,9 @@ class RunDir:
         return MetricsFile(self.path / "metrics.jsonl")
 
     def change(self, config: Config) -> None:
-        """Replace the stored configuration."""
+        """Replace the stored configuration; a finished run is unfinished then."""
         self.config = config
+        (self.path / "summary.json").unlink(missing_ok=True)
         write_text(self.path / "config.toml", dump_toml(config))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

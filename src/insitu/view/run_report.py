@@ -56,9 +56,10 @@ def report_of(
     before, after = (_scores(store, eval_phase(when)) for when in _ENDS)
     categories = [name for name in before | after if name]
     heldout, *further = _evaluations(store, config, summary["evaluations"])
-    best, reward, limit = summary["best_step"], summary["best_heldout_reward"], config.run.stop_after_evals
+    step, limit = summary["best_step"], config.run.stop_after_evals
+    best = None if step is None else (step, summary["best_heldout_reward"])
     base = before[""].reward_mean if "" in before else 0.0
-    as_good = best is not None and base >= reward > 0.0
+    as_good = best is not None and base >= best[1] > 0.0
     ended = (
         f"ended after step {steps} of {config.run.steps}: {limit} evaluations without a better held-out"
         " result (run.stop_after_evals)"
@@ -66,7 +67,7 @@ def report_of(
     return FinalReport(
         run_dir=run_dir,
         heldout=heldout,
-        best=(best, reward) if as_good or best not in (None, steps) else None,
+        best=best if as_good or step != steps else None,
         base=base if as_good else None,
         further=tuple(one for one in further if one.numbers),
         sets=_task_sets(store, config),

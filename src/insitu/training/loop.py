@@ -226,11 +226,12 @@ class TrainingLoop:
 
     def _stops(self, step: int) -> bool:
         """Return whether the result after this step ends the run: it has not improved for too long."""
-        limit = self._run.config.run.stop_after_evals
-        if not limit or not self._run.config.eval[0].due(step):
+        limit, heldout = self._run.config.run.stop_after_evals, self._run.config.eval[0]
+        if not limit or not heldout.due(step):
             return False
-        # without the evaluation after training, which may have begun before a resume
-        scores = {at: score for at, score in heldout_scores(self._store).items() if at <= step}
+        # without the evaluations after training: of this step, before a resume, or before steps were added
+        found = heldout_scores(self._store).items()
+        scores = {at: score for at, score in found if at <= step and (heldout.due(at) or not at)}
         best = max(scores, key=lambda at: (scores[at], -at), default=step)
         since = sum(at > best for at in scores)
         if since < limit:

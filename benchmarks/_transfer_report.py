@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks._transfer_runs import AGENTS, ALL, START, Cell, Workshop
-from insitu.storage.score import Score
+from insitu.storage.pass_at_k import wilson_interval
 
 RESAMPLES = 2000
 LABELS = {
@@ -57,7 +57,7 @@ def rate(found: Outcomes, base: Outcomes | None = None) -> dict[str, float]:
     if base is None and value in (0.0, 1.0):
         # Every resample is the same: the interval would have no width.
         count = int(np.isfinite(found).sum())
-        low, high = Score.of([value] * count).interval
+        low, high = wilson_interval(value, count)
     return {"value": round(value, 3), "low": round(low, 3), "high": round(high, 3)}
 
 

@@ -108,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(None, [f"harness.agent={options.agent}", *options.overrides], demo_preset())
     scores = asyncio.run(measure(config, options.tasks, anchor=options.anchor))
     for name, score in scores.items():
-        low, high = score.interval
         print(
-            f"{name or 'all':12} {score.rate:.3f}  {score.solved}/{score.total}  95 % {low:.3f} to {high:.3f}"
+            f"{name or 'all':12} {score.rate:.3f}  {score.solved}/{score.total}  95 %"
+            f" {score.low:.3f} to {score.high:.3f}"
         )
     print(json.dumps({name or "all": score.rate for name, score in scores.items()}))
     return 0

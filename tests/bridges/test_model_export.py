@@ -91,7 +91,7 @@ def test_the_best_checkpoint_is_a_model_of_transformers(
     assert torch.equal(logits(out), logits(full / "checkpoints" / "step-00002"))
     assert AutoTokenizer.from_pretrained(out).encode("x")
     card = (out / "README.md").read_text()
-    assert "| held-out solve rate after it | 1.000 of 1 tasks |" in card
+    assert "| held-out solve rate after it | 1.000, 1 of 1 rollouts |" in card
     assert "| optimizer steps | 2 of 3 |" in card
     texts = [p.read_text() for p in out.iterdir() if p.suffix in (".md", ".json")]
     assert not any(str(full) in text or str(WARM_START) in text for text in texts)

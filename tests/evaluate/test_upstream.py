@@ -111,7 +111,6 @@ async def test_a_provider_is_evaluated_with_an_agent_in_sandboxes(tmp_path: Path
     assert code == 0, err
     assert (summary["rollouts"], summary["graded"]) == (12, 12)
     assert summary["pass_at"]["1"]["value"] == summary["pass_at"]["3"]["value"] == 0.75
-    assert summary["pass_at"]["1"]["method"] == "bootstrap"
     assert summary["status"] == {"ok": 12, "truncated": 0, "agent_failed": 0, "infra_failed": 0}
     assert (summary["verdict"]["resolved"], summary["verdict"]["unresolved"]) == (9, 3)
     # Three say at once that they do not know, nine edit and then say that they are done.
@@ -199,7 +198,6 @@ async def test_a_refused_key_is_one_line_and_no_zero(tmp_path: Path) -> None:
             "low": 0.0,
             "high": 1.0,
             "tasks": 0,
-            "method": "none",
         }
         assert "HTTP 401" in summary["last_failure"]
         # The right key, and the same run comes to its end.

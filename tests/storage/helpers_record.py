@@ -20,7 +20,9 @@ from insitu.types import (
 )
 
 
-def make_rollout(name: str, *, seed: int = 0, reward: float | None = 1.0, category: str = "swap") -> Rollout:
+def make_rollout(
+    name: str, *, seed: int = 0, reward: float | None = 1.0, category: str = "swap", task_id: str = "toy-é-1"
+) -> Rollout:
     rng = np.random.default_rng(seed)
     n = int(rng.integers(4, 40))
     ids = rng.integers(0, 2**31 - 1, n, dtype=np.int32)
@@ -61,7 +63,7 @@ def make_rollout(name: str, *, seed: int = 0, reward: float | None = 1.0, catego
     trained = int(mask.sum())
     return Rollout(
         id=name,
-        task_id="toy-é-1",
+        task_id=task_id,
         category=category,
         egress_attempts=None if reward is None else 7,
         status=Status.OK if reward is not None else Status.INFRA_FAILED,

@@ -15,6 +15,7 @@ import pytest
 from helpers_record import make_rollout, same
 
 from insitu.errors import RecordError
+from insitu.storage.pass_at_k import wilson_interval
 from insitu.storage.store import Score, Store, add_ledgers
 from insitu.types import CallTimes, DriftNote, FailingCheck, Ledger, Rollout, Status
 
@@ -124,8 +125,23 @@ def test_scores_by_family_leave_out_infrastructure_failures(tmp_path: Path) -> N
             rollout = make_rollout(f"e/{slot}", reward=reward, category=category)
             store.put_rollout("eval", 0, 0, slot, rollout)
         scores = store.scores("eval", 0)
-    expected = {"": Score.of([1.0, 0.0, 1.0]), "a": Score.of([1.0, 0.0]), "b": Score.of([1.0])}
-    assert scores == expected
+    counts = {name: (score.solved, score.total) for name, score in scores.items()}
+    assert counts == {"": (2, 3), "a": (1, 2), "b": (1, 1)}
+
+
+def test_an_evaluation_scores_tasks_whatever_was_graded_of_each(tmp_path: Path) -> None:
+    """One of two tasks is solved, also where one of its four rollouts alone was graded."""
+    with Store(tmp_path / "s") as store:
+        for phase in ("eval_before", "train"):
+            for group in (0, 1):
+                for slot in range(4):
+                    reward = None if group and slot else float(group)
+                    rollout = make_rollout(f"{phase}/{group}/{slot}", task_id=f"t{group}", reward=reward)
+                    store.put_rollout(phase, 0, group, slot, rollout)
+        held, trained = store.scores("eval_before", 0)[""], store.scores("train", 0)[""]
+    assert (held.solved, held.total, held.rate, held.reward_mean) == (1, 5, 0.5, 0.5)
+    assert (held.low, held.high) == wilson_interval(0.5, 2)
+    assert trained == Score.of([0.0, 0.0, 0.0, 0.0, 1.0])
 
 
 def test_rewards_between_0_and_1_are_in_the_score(tmp_path: Path) -> None:
@@ -133,7 +149,7 @@ def test_rewards_between_0_and_1_are_in_the_score(tmp_path: Path) -> None:
         for slot, reward in enumerate([0.5, 0.25, None, 1.0]):
             store.put_rollout("eval", 0, 0, slot, make_rollout(f"e/{slot}", reward=reward, category="a"))
         found = store.scores("eval", 0)[""]
-    assert (found.solved, found.total, found.reward_sum) == (1, 3, 1.75)
+    assert (found.solved, found.total, found.reward_mean) == (1, 3, 1.75 / 3)
     assert found.partial
     assert not Score.of([1.0, 0.0]).partial
 

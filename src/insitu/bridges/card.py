@@ -108,10 +108,10 @@ def _facts(config: Config, store: Store, name: str, summary: Any) -> Iterator[tu
     if step is not None:
         yield "optimizer steps", f"{step.step} of {config.run.steps}"
         yield "mean reward of its step", step.metrics.get("reward_mean")
-        for phase in ("eval_during", "eval_after"):
-            score = store.scores(phase, step.step)[""]
+        for score in (store.scores(phase, step.step)[""] for phase in ("eval_during", "eval_after")):
             if score.total:
-                yield "held-out solve rate after it", f"{score.rate:.3f} of {score.total} tasks"
+                counts = f"{score.solved} of {score.total} rollouts"
+                yield "held-out solve rate after it", f"{score.rate:.3f}, {counts}"
     before, after = summary.get("heldout_before"), summary.get("heldout_after")
     yield "held-out solve rate before and after the run", f"{before}, {after}"
     yield "loss, advantage", f"`{config.train.loss}`, `{config.train.advantage}`"

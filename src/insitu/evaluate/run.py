@@ -22,7 +22,7 @@ from insitu.collect.options import CollectOptions
 from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
 from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, count_missing
-from insitu.evaluate.summary import render, summarise, write_results
+from insitu.evaluate.summary import count_per_task, render, summarise, write_results
 from insitu.grading.grader import runner_for
 from insitu.runtime.engine import open_sampler
 from insitu.runtime.fleet.controller import Fleet
@@ -193,8 +193,8 @@ async def _collect(
         stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.longest_wall_s),
     )
     await collect_groups(runtime.attempts(run), sink, view, Breaker(), options, tasks, check=check)
-    rewards = [r.reward for r in store.outcomes(PHASE, STEP) if r.reward is not None]
-    view.eval_done(f"{c.rollout.split} tasks", Score.of(rewards))
+    per_task = count_per_task(store.outcomes(PHASE, STEP), len(tasks))
+    view.eval_done(f"{c.rollout.split} tasks", Score.of_tasks(per_task))
 
 
 def _other_split_note(config: Config, source: TaskSource) -> str:

@@ -16,6 +16,7 @@ from insitu.gateway.text_log import spent_in
 from insitu.storage.files import write_text
 from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks
 from insitu.storage.run_dir import RunDir
+from insitu.storage.score import Score
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
 from insitu.types import Outcome, Status, Task, part_label
@@ -31,11 +32,11 @@ def solved(rollout: RolloutSummary) -> bool:
 
 def count_per_task(rollouts: Sequence[RolloutSummary], tasks: int) -> list[TaskCounts]:
     """Return the graded and solved rollouts of each task, in task order."""
-    graded, resolved = Counter[int](), Counter[int]()
+    rewards: list[list[float]] = [[] for _ in range(tasks)]
     for rollout in rollouts:
-        graded[rollout.group] += rollout.reward is not None
-        resolved[rollout.group] += solved(rollout)
-    return [TaskCounts(graded=graded[group], resolved=resolved[group]) for group in range(tasks)]
+        if rollout.reward is not None:
+            rewards[rollout.group].append(rollout.reward)
+    return [TaskCounts.of(own) for own in rewards]
 
 
 def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) -> Mapping[str, Any]:
@@ -43,7 +44,7 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
     c = run.config
     rollouts = store.outcomes(PHASE, STEP)
     per_task = count_per_task(rollouts, len(tasks))
-    rewards = [o.reward for o in rollouts if o.reward is not None]
+    score = Score.of_tasks(per_task)
     return {
         "kind": "rollout",
         "run_dir": str(run.path),
@@ -55,10 +56,10 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "tasks": len(tasks),
         "per_task": c.rollout.per_task,
         "rollouts": len(rollouts),
-        "graded": len(rewards),
+        "graded": score.total,
         "pass_at": _levels(c, per_task),
         "sets": {**_sets(c, tasks, per_task), **_agents(c, len(tasks), rollouts)},
-        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "reward_mean": score.reward_mean if score.total else None,
         "status": {status.value: sum(o.status is status for o in rollouts) for status in Status},
         "verdict": {kind.value: sum(o.outcome is kind for o in rollouts) for kind in Outcome},
         "trust": dict(Counter(o.trust for o in rollouts if o.trust)),
@@ -73,7 +74,7 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
 
 
 def _levels(config: Config, tasks: Sequence[TaskCounts]) -> Mapping[str, Any]:
-    levels = [estimate(tasks, k, seed=config.run.seed) for k in reported_ks(config.rollout.per_task)]
+    levels = [estimate(tasks, k) for k in reported_ks(config.rollout.per_task)]
     return {str(level.k): _plain(level) for level in levels}
 
 
@@ -120,7 +121,6 @@ def _plain(level: PassAtK) -> Mapping[str, Any]:
         "low": level.low,
         "high": level.high,
         "tasks": level.tasks,
-        "method": level.method,
     }
 
 
@@ -201,7 +201,7 @@ def _lines(s: Mapping[str, Any]) -> Iterator[str]:
         less = f", {skipped} with fewer than {k} graded excluded" if skipped else ""
         yield (
             f"  pass@{k:<4} {level['value']:.3f}   95 % {level['low']:.3f} to {level['high']:.3f}"
-            f"   ({level['method']}, {level['tasks']} tasks{less})"
+            f"   ({level['tasks']} tasks{less})"
         )
     for name, one in s["sets"].items():
         levels = (f", pass@{k} {found['value']:.3f}" for k, found in one["pass_at"].items() if found["tasks"])

@@ -2,26 +2,16 @@
 
 For a task with n graded attempts, c of them resolved, pass@k = 1 - C(n-c, k) / C(n, k): one of k is resolved;
 pass^k = C(c, k) / C(n, k): all k are. The result is the mean over tasks with at least k graded attempts.
-Intervals: Wilson if every task counts as one binary outcome, else percentile bootstrap over tasks, since
-attempts at one task are not independent. Changes between two rates of the same tasks likewise (Newcombe).
+Intervals are over tasks, since attempts at one task are not independent (decision 0240).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import numpy as np
-
-RESAMPLES = 10_000
-"""Number of bootstrap resamples."""
-CHUNK = 1 << 22
-"""Maximum number of drawn task indices in memory."""
 _Z95 = 1.959964
-
-Method = Literal["wilson", "bootstrap", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +20,18 @@ class TaskCounts:
 
     graded: int
     resolved: int
+    """Attempts with reward 1 or more."""
+    reward_sum: float = 0.0
+
+    @classmethod
+    def of(cls, rewards: Collection[float]) -> TaskCounts:
+        resolved = sum(reward >= 1.0 for reward in rewards)
+        return cls(graded=len(rewards), resolved=resolved, reward_sum=sum(rewards))
+
+    @property
+    def rate(self) -> float:
+        """Share of the graded attempts that are resolved; there must be one."""
+        return self.resolved / self.graded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +42,9 @@ class PassAtK:
     value: float
     low: float
     high: float
-    """Bounds of the 95 % interval."""
+    """Bounds of the 95 % interval; [0, 1] if there is no task."""
     tasks: int
     """Tasks with at least k graded attempts; the others are ignored."""
-    method: Method
-    """`none`: there is no such task, and the interval is [0, 1]."""
 
 
 def pass_at_k(graded: int, resolved: int, k: int) -> float:
@@ -54,7 +54,7 @@ def pass_at_k(graded: int, resolved: int, k: int) -> float:
     """
     if not 0 <= resolved <= graded or not 1 <= k <= graded:
         raise ValueError(f"no pass@{k} of {resolved} resolved among {graded}")
-    return 1.0 - math.comb(graded - resolved, k) / math.comb(graded, k)
+    return (math.comb(graded, k) - math.comb(graded - resolved, k)) / math.comb(graded, k)
 
 
 def pass_all_k(graded: int, resolved: int, k: int) -> float:
@@ -67,7 +67,7 @@ def pass_all_k(graded: int, resolved: int, k: int) -> float:
     return math.comb(resolved, k) / math.comb(graded, k)
 
 
-def wilson_interval(rate: float, n: int) -> tuple[float, float]:
+def wilson_interval(rate: float, n: float) -> tuple[float, float]:
     """Return the 95 % Wilson interval of a rate over `n` samples; (0, 1) when n is 0."""
     if n == 0:
         return 0.0, 1.0
@@ -77,70 +77,30 @@ def wilson_interval(rate: float, n: int) -> tuple[float, float]:
     return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
-def bootstrap(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of the mean over tasks; deterministic per seed."""
-    data = np.asarray(values, dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    means: list[float] = []
-    rows_per_chunk = max(1, CHUNK // len(data))
-    while len(means) < RESAMPLES:
-        rows = min(rows_per_chunk, RESAMPLES - len(means))
-        means += data[rng.integers(0, len(data), size=(rows, len(data)))].mean(axis=1).tolist()
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
+def mean_interval(rates: Sequence[float], attempts: int) -> tuple[float, float]:
+    """Return the 95 % interval of the mean rate of tasks with so many attempts; (0, 1) without tasks.
 
-
-def paired_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean change of rates of the same tasks, of which there is at least one.
-
-    Newcombe's square-and-add interval for paired proportions (Statistics in Medicine 17, 1998, method 10): it
-    has a width where all tasks changed alike. A rate between 0 and 1 counts as a part of an outcome.
+    Wilson's, over as many independent outcomes as vary like the rates: from the number of tasks, if every
+    task is solved always or never, to that of the attempts. The variance counts one task more of each kind,
+    so rates that happen to be equal are not certain.
     """
-    n = len(before)
-    both = sum(a * b for a, b in zip(before, after, strict=True))
-    rate_a, rate_b = sum(before) / n, sum(after) / n
-    only_a, only_b = n * rate_a - both, n * rate_b - both
-    excess = both * (n - both - only_a - only_b) - only_a * only_b
-    scale = n * n * math.sqrt(rate_a * (1 - rate_a) * rate_b * (1 - rate_b))
-    correlation = (max(0.0, excess - n / 2) if excess > 0 else excess) / scale if scale else 0.0
-    (low_a, high_a), (low_b, high_b) = wilson_interval(rate_a, n), wilson_interval(rate_b, n)
-
-    def half(a: float, b: float) -> float:
-        return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
-
-    change = rate_b - rate_a
-    return (
-        max(-1.0, change - half(rate_b - low_b, high_a - rate_a)),
-        min(1.0, change + half(high_b - rate_b, rate_a - low_a)),
-    )
+    n = len(rates)
+    if n == 0:
+        return 0.0, 1.0
+    mean = (sum(rates) + 1) / (n + 2)
+    variance = (sum(rate * rate for rate in rates) + 1) / (n + 2) - mean * mean
+    outcomes = min(max(n * mean * (1 - mean) / variance, n), attempts)
+    return wilson_interval(sum(rates) / n, outcomes)
 
 
-def mean_change(before: Sequence[float], after: Sequence[float], seed: int) -> tuple[float, float, float]:
-    """Return the mean change of the rates of the same tasks, at least one, and its 95 % interval."""
-    changes = [b - a for a, b in zip(before, after, strict=True)]
-    outcomes = all(rate in (0.0, 1.0) for rate in (*before, *after))
-    if outcomes or min(changes) == max(changes):
-        low, high = paired_interval(before, after)
-    else:
-        low, high = bootstrap(changes, seed)
-    return sum(changes) / len(changes), low, high
-
-
-def estimate(tasks: Sequence[TaskCounts], k: int, *, seed: int = 0, all_of: bool = False) -> PassAtK:
+def estimate(tasks: Sequence[TaskCounts], k: int, *, all_of: bool = False) -> PassAtK:
     """Return pass@k of a set of tasks; `all_of`: pass^k."""
     used = [task for task in tasks if task.graded >= k]
-    if not used:
-        return PassAtK(k=k, value=0.0, low=0.0, high=1.0, tasks=0, method="none")
     of_task = pass_all_k if all_of else pass_at_k
     values = [of_task(task.graded, task.resolved, k) for task in used]
-    mean = sum(values) / len(values)
-    # If all values are equal, every resample is the same and the bootstrap interval would have zero width.
-    constant = min(values) == max(values)
-    if constant or all(task.graded == k for task in used):
-        low, high = wilson_interval(mean, len(values))
-        return PassAtK(k=k, value=mean, low=low, high=high, tasks=len(used), method="wilson")
-    low, high = bootstrap(values, seed)
-    return PassAtK(k=k, value=mean, low=low, high=high, tasks=len(used), method="bootstrap")
+    low, high = mean_interval(values, sum(task.graded for task in used))
+    value = sum(values) / len(values) if values else 0.0
+    return PassAtK(k=k, value=value, low=low, high=high, tasks=len(used))
 
 
 def reported_ks(attempts: int) -> list[int]:

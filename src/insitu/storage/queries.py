@@ -110,10 +110,10 @@ SELECT s.account AS step, SUM(r.reward >= 1.0) AS solved, COUNT(*) AS total, SUM
 FROM states s JOIN rollouts r USING (rollout_id)
 WHERE s.account IS NOT NULL AND r.reward IS NOT NULL GROUP BY s.account ORDER BY s.account
 """
-HELDOUT_SCORES = f"""
-SELECT phase, step, category, SUM(reward >= 1.0) AS solved, COUNT(*) AS total, SUM(reward) AS reward_sum,
-  COUNT(DISTINCT {TASK_SET} || '/' || task_id) AS tasks
-FROM rollouts WHERE phase <> 'train' AND reward IS NOT NULL GROUP BY phase, step, category ORDER BY step
+HELDOUT_TASKS = f"""
+SELECT phase, step, category, SUM(reward >= 1.0) AS resolved, COUNT(*) AS graded, SUM(reward) AS reward_sum
+FROM rollouts WHERE phase <> 'train' AND reward IS NOT NULL
+GROUP BY phase, step, category, {TASK_SET}, task_id ORDER BY step
 """
 WHY = """
 SELECT status, outcome, varying(raw) AS text, SUM(n) AS n, MAX(example) AS example,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from insitu.storage.pass_at_k import wilson_interval
+from insitu.storage.pass_at_k import TaskCounts, estimate, wilson_interval
 
 NAMED_REWARDS = 3
 """Maximum number of different rewards listed in a line."""
@@ -14,42 +14,49 @@ NAMED_REWARDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Rewards of graded rollouts, without infrastructure failures."""
+    """Result of graded rollouts, without infrastructure failures."""
 
     solved: int
     """Rollouts with reward 1 or more."""
     total: int
-    reward_sum: float
-    tasks: int = field(default=0, compare=False)
-    """Tasks that the rollouts are of; 0 = as many as rollouts."""
+    rate: float = 0.0
+    """Solve rate; 0 when nothing was graded."""
+    reward_mean: float = 0.0
+    low: float = 0.0
+    high: float = 1.0
+    """Bounds of the 95 % interval of the solve rate."""
 
     @classmethod
-    def of(cls, rewards: Collection[float], tasks: int = 0) -> Score:
-        solved = sum(r >= 1.0 for r in rewards)
-        return cls(solved=solved, total=len(rewards), reward_sum=sum(rewards), tasks=tasks)
+    def of(cls, rewards: Collection[float]) -> Score:
+        """Return the score of rollouts of which each counts alone."""
+        solved, total = sum(reward >= 1.0 for reward in rewards), len(rewards)
+        if not total:
+            return cls(solved=0, total=0)
+        rate = solved / total
+        low, high = wilson_interval(rate, total)
+        mean = sum(rewards) / total
+        return cls(solved=solved, total=total, rate=rate, reward_mean=mean, low=low, high=high)
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 % Wilson interval of the solve rate; (0, 1) when nothing was graded.
-
-        Several rollouts of a task count as one: they are not independent.
-        """
-        return wilson_interval(self.rate, self.tasks or self.total)
-
-    @property
-    def rate(self) -> float:
-        """Solve rate; 0 when nothing was graded."""
-        return self.solved / self.total if self.total else 0.0
-
-    @property
-    def reward_mean(self) -> float:
-        """Mean reward; 0 when nothing was graded."""
-        return self.reward_sum / self.total if self.total else 0.0
+    @classmethod
+    def of_tasks(cls, tasks: Collection[TaskCounts]) -> Score:
+        """Return the score of an evaluation: means over tasks of each one's mean over its graded rollouts."""
+        graded = [task for task in tasks if task.graded]
+        if not graded:
+            return cls(solved=0, total=0)
+        level = estimate(graded, 1)
+        return cls(
+            solved=sum(task.resolved for task in graded),
+            total=sum(task.graded for task in graded),
+            rate=level.value,
+            reward_mean=sum(task.reward_sum / task.graded for task in graded) / len(graded),
+            low=level.low,
+            high=level.high,
+        )
 
     @property
     def partial(self) -> bool:
         """Whether some rewards are not 0 or 1, so that the mean reward differs from the solve rate."""
-        return self.reward_sum != self.solved
+        return self.reward_mean != self.rate
 
 
 def describe_rewards(rewards: Sequence[float]) -> str:

@@ -24,6 +24,7 @@ from insitu.storage.attempts import count_attempts
 from insitu.storage.database import EmptyStore
 from insitu.storage.lifecycle import UNUSED, Balance, Lifecycle, decide, settle, step_ledgers
 from insitu.storage.metrics import Metrics
+from insitu.storage.pass_at_k import TaskCounts
 from insitu.storage.rollout_rows import (
     Row,
     dumps,
@@ -190,7 +191,7 @@ class Store(Lifecycle):
     def scores(self, phase: str, step: int | None, by: ScoresBy = "category") -> dict[str, Score]:
         """Map task categories, task sets or labels of parts to the scores of one phase and step; "" = total.
 
-        step: None = of all steps.
+        step: None = of all steps. Scores are means over tasks, of training over rollouts.
         """
         query = (
             f"SELECT category, reward, part, {TASK_SET} AS task_set, task_id FROM rollouts"
@@ -202,7 +203,7 @@ class Store(Lifecycle):
             found.setdefault(part_label(row[by] or "") if by == "part" else row[by], []).append(row)
         every = [row for rows in found.values() for row in rows]
         return {
-            name: _score(rows)
+            name: _score(rows, phase)
             for name, rows in ({"": every} | {name: rows for name, rows in found.items() if name}).items()
         }
 
@@ -354,10 +355,14 @@ def _balance(db: sqlite3.Connection, steps: Sequence[StepRecord]) -> Balance:
     )
 
 
-def _score(rows: Sequence[sqlite3.Row]) -> Score:
+def _score(rows: Sequence[sqlite3.Row], phase: str) -> Score:
     """Return the score of graded rollouts; the same task of two sets counts as two."""
-    tasks = {(row["task_set"], row["task_id"]) for row in rows}
-    return Score.of([row["reward"] for row in rows], len(tasks))
+    if phase == "train":
+        return Score.of([row["reward"] for row in rows])
+    rewards: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        rewards.setdefault((row["task_set"], row["task_id"]), []).append(row["reward"])
+    return Score.of_tasks([TaskCounts.of(own) for own in rewards.values()])
 
 
 def _check_rows(db: sqlite3.Connection) -> None:

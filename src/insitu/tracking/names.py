@@ -109,8 +109,8 @@ STEP: Mapping[str, Mapping[str, str]] = {
 }
 """Metrics of a step: group -> name in metrics.jsonl -> meaning."""
 EVALUATION: Mapping[str, str] = {
-    "solve_rate": "share of graded held-out rollouts with reward 1 or more",
-    "reward_mean": "their mean reward",
+    "solve_rate": "mean over held-out tasks of the share of their graded rollouts with reward 1 or more",
+    "reward_mean": "mean over held-out tasks of the mean reward of their graded rollouts",
     "solved": "held-out rollouts with reward 1 or more",
     "total": "graded held-out rollouts",
     "tries": "attempts of the evaluation",

@@ -26,7 +26,8 @@ from insitu.config import Config, EvalTable
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
 from insitu.storage.metrics import MetricsFile
-from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, mean_change, reported_ks, title
+from insitu.storage.paired import mean_change
+from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks, title
 from insitu.storage.phases import When, eval_phase
 from insitu.storage.run_dir import RunDir
 from insitu.storage.score import Score
@@ -79,51 +80,41 @@ class EvalResult:
 
     @classmethod
     def _whole(cls, groups: Sequence[Group], samples: int) -> EvalResult:
-        rewards = {group.id.rpartition("/")[2]: group.rewards for group in groups}
-        return cls(
-            score=Score.of([reward for own in rewards.values() for reward in own]),
-            samples=samples,
-            tasks={
-                name: TaskCounts(graded=len(own), resolved=sum(reward >= 1.0 for reward in own))
-                for name, own in rewards.items()
-            },
-        )
+        tasks = {group.id.rpartition("/")[2]: TaskCounts.of(group.rewards) for group in groups}
+        return cls(score=Score.of_tasks(tasks.values()), samples=samples, tasks=tasks)
 
-    def levels(self, seed: int) -> Mapping[str, PassAtK]:
+    def levels(self) -> Mapping[str, PassAtK]:
         """Return avg@k as `solve_rate`, and with several samples `pass_at_K` and `pass_all_K`."""
         tasks = list(self.tasks.values())
-        found = {"solve_rate": estimate(tasks, 1, seed=seed)}
+        found = {"solve_rate": estimate(tasks, 1)}
         for k in reported_ks(self.samples)[1:]:
-            found[f"pass_at_{k}"] = estimate(tasks, k, seed=seed)
-            found[f"pass_all_{k}"] = estimate(tasks, k, seed=seed, all_of=True)
+            found[f"pass_at_{k}"] = estimate(tasks, k)
+            found[f"pass_all_{k}"] = estimate(tasks, k, all_of=True)
         return {name: level for name, level in found.items() if level.tasks}
 
     def counts(self) -> Mapping[str, float | None]:
-        """Return the numbers of rollouts, and their mean reward."""
+        """Return the numbers of rollouts, and the mean reward."""
         score = self.score
         mean = score.reward_mean if score.total else None
         return {"solved": score.solved, "total": score.total, "reward_mean": mean}
 
-    def metrics(self, seed: int) -> Mapping[str, float | None]:
+    def metrics(self) -> Mapping[str, float | None]:
         """Return the levels with the bounds of their 95 % intervals."""
         found: dict[str, float | None] = {}
-        for name, level in self.levels(seed).items():
+        for name, level in self.levels().items():
             found |= {name: level.value, f"{name}_low": level.low, f"{name}_high": level.high}
         return found
 
 
-def _gain(before: EvalResult, after: EvalResult, seed: int) -> Mapping[str, float] | None:
+def _gain(before: EvalResult, after: EvalResult) -> Mapping[str, float] | None:
     """Return the mean change of the tasks' solve rates with its 95 % interval; None if none is in both."""
-    rates = [
+    pairs = [
         (before.tasks[name], counts)
         for name, counts in after.tasks.items()
         if counts.graded and name in before.tasks and before.tasks[name].graded
     ]
-    if not rates:
-        return None
-    first, last = zip(*((a.resolved / a.graded, b.resolved / b.graded) for a, b in rates), strict=True)
-    value, low, high = mean_change(first, last, seed)
-    return {"value": value, "low": low, "high": high, "tasks": len(rates)}
+    change = mean_change(pairs)
+    return None if change is None else change.rounded()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,46 +270,45 @@ class Evaluations:
         self._view.eval_done(shown, score)
         for line in masked.lines:
             self._view.note(f"{phase}: {line}")
-        levels = result.levels(self._run.config.run.seed)
+        levels = result.levels()
         if result.samples > 1 and levels:
             listed = (f"{title(k)} {v.value:.3f} ({v.low:.3f} to {v.high:.3f})" for k, v in levels.items())
             self._view.note(f"{shown}: {', '.join(listed)}")
-        seed = self._run.config.run.seed
         numbers = {
             **result.counts(),
             "tries": masked.tries,
             "masked": masked.masked,
             "version": one.version,
-            **result.metrics(seed),
+            **result.metrics(),
         }
         for name, own in result.sets.items():
-            found = {**own.counts(), **own.metrics(seed)}
+            found = {**own.counts(), **own.metrics()}
             numbers |= {f"{name}/{metric}": value for metric, value in found.items()}
         self._metrics.write({"event": phase, "step": one.step, **numbers})
 
-    def summary(
-        self, before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]
-    ) -> Mapping[str, Mapping[str, Any]]:
-        """Return what each evaluation found before and after training, and the gain with its interval."""
-        seed, found = self._run.config.run.seed, dict[str, Mapping[str, Any]]()
-        for name, last in after.items():
-            first = before.get(name)
-            found[name] = _compared(first, last, seed)
-            if len(last.sets) > 1:
-                firsts = first.sets if first else {}
-                sets = {one: _compared(firsts.get(one), own, seed) for one, own in last.sets.items()}
-                found[name] = {**found[name], "sets": sets}
-        return found
+
+def evaluations_summary(
+    before: Mapping[str, EvalResult], after: Mapping[str, EvalResult]
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return what each evaluation found before and after training, and the gain with its interval."""
+    found = dict[str, Mapping[str, Any]]()
+    for name, last in after.items():
+        first = before.get(name)
+        found[name] = _compared(first, last)
+        if len(last.sets) > 1:
+            firsts = first.sets if first else {}
+            sets = {one: _compared(firsts.get(one), own) for one, own in last.sets.items()}
+            found[name] = {**found[name], "sets": sets}
+    return found
 
 
-def _compared(before: EvalResult | None, after: EvalResult, seed: int) -> Mapping[str, Any]:
-    change = _gain(before, after, seed) if before else None
+def _compared(before: EvalResult | None, after: EvalResult) -> Mapping[str, Any]:
     return {
         "tasks": len(after.tasks),
         "samples": after.samples,
-        "before": _rounded(before.metrics(seed)) if before else {},
-        "after": _rounded(after.metrics(seed)),
-        "gain": None if change is None else _rounded(change),
+        "before": _rounded(before.metrics()) if before else {},
+        "after": _rounded(after.metrics()),
+        "gain": _gain(before, after) if before else None,
     }
 
 

@@ -41,6 +41,7 @@ from insitu.training.evaluations import (
     EvalResult,
     Evaluations,
     OpenEvaluations,
+    evaluations_summary,
     heldout_summary,
 )
 from insitu.training.learner.client import Learner
@@ -337,7 +338,7 @@ class TrainingLoop:
             **heldout_summary("before", before.get(first)),
             **heldout_summary("after", after.get(first)),
             "heldout_tasks": len(after[first].tasks) if first in after else 0,
-            "evaluations": self._evaluations.summary(before, after),
+            "evaluations": evaluations_summary(before, after),
             "best_step": best,
             "best_heldout_reward": None if best is None else round(heldout_scores(self._store)[best], 4),
             "stopped_early": len(steps) < self._run.config.run.steps,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -140,6 +140,14 @@ class Progress:
 def rounded(rate: float) -> str:
     """Return a share with two digits; 0.125 is rounded up, as the viewer's percentages are."""
     return f"{math.floor(100 * rate + 0.5) / 100:.2f}"
+
+
+def change_text(change: Mapping[str, float]) -> str:
+    """Return text such as `+0.06 (95 % -0.10 to +0.21)`."""
+    value, low, high = (
+        ("+" if change[name] > 0 else "") + rounded(change[name]) for name in ("value", "low", "high")
+    )
+    return f"{value} (95 % {low} to {high})"
 
 
 def rate_text(score: Score) -> str:

@@ -1,7 +1,7 @@
 """Learning curve as SVG.
 
 Solve rate over optimizer steps: a dot per step with its moving mean (training tasks), and held-out points
-with 95 % Wilson intervals. With partial rewards, mean rewards are drawn too.
+with 95 % intervals. With partial rewards, mean rewards are drawn too.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _frame(curve: Curve, last: int) -> Iterable[str]:
 
 
 def _interval(x: float, score: Score) -> Iterable[str]:
-    low, high = (_y(bound) for bound in score.interval)
+    low, high = (_y(bound) for bound in (score.low, score.high))
     bar = f"M{x - 5:.1f} {low:.1f}h10M{x - 5:.1f} {high:.1f}h10M{x:.1f} {low:.1f}V{high:.1f}"
     yield f'<path d="{bar}" class="heldout"/>'
     yield _dot(x, _y(score.rate), 5, _HELDOUT)

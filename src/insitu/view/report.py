@@ -12,7 +12,7 @@ from typing import Any, Literal
 from insitu.storage.pass_at_k import title
 from insitu.storage.store import Score
 from insitu.types import Ledger
-from insitu.view.base import duration, rounded
+from insitu.view.base import change_text, duration, rounded
 
 _TOOL_LINES = 6
 """Maximum lines shown of one tool result."""
@@ -134,11 +134,9 @@ def score_text(score: Score) -> str:
     """Return text such as `0.17 (22/128, 95 % 0.12 to 0.25)`, with the mean reward if some are partial."""
     if not score.total:
         return "none graded"
-    low, high = score.interval
     mean = f", mean reward {score.reward_mean:.2f}" if score.partial else ""
-    return (
-        f"{rounded(score.rate)} ({score.solved}/{score.total}, 95 % {rounded(low)} to {rounded(high)}){mean}"
-    )
+    interval = f"95 % {rounded(score.low)} to {rounded(score.high)}"
+    return f"{rounded(score.rate)} ({score.solved}/{score.total}, {interval}){mean}"
 
 
 def _scores(report: FinalReport) -> Iterator[str]:
@@ -175,10 +173,7 @@ def _further(report: FinalReport) -> Iterator[str]:
 def _gain(evaluation: EvaluationReport) -> str:
     """Return the change of the tasks' solve rates with its interval; empty where nothing is on both sides."""
     gain = evaluation.numbers.get("gain")
-    if gain is None:
-        return ""
-    value, low, high = (("+" if gain[k] > 0 else "") + rounded(gain[k]) for k in ("value", "low", "high"))
-    return f"{value} (95 % {low} to {high})"
+    return "" if gain is None else change_text(gain)
 
 
 def _levels(evaluation: EvaluationReport, indent: str = "") -> Iterator[str]:

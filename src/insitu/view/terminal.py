@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from insitu.storage.phases import is_heldout
-from insitu.view.base import duration, rounded
+from insitu.view.base import change_text, duration, rounded
 from insitu.view.web.findings import compare_runs, compare_tasks
 from insitu.view.web.runs import RunHandle, Runs, run_info
 
 _RUN_COLUMNS = ("name", "agent", "model", "kind", "step", "state", "before -> after", "last write")
 
-_CELLS = ("both", "only_a", "only_b", "neither")
-_PAIR_COLUMNS = {
-    1: ("solved both times", "only before", "only after", "never"),
-    2: ("both solved", "only A solved", "only B solved", "neither"),
-}
-"""Number of runs of a pair -> names of its cells."""
+_CELL_NAMES = (
+    {
+        "both": "solved both times", "only_a": "only before", "only_b": "only after", "neither": "never",
+        "better": "better after", "worse": "worse after", "equal": "equal",
+    },
+    {
+        "both": "both solved", "only_a": "only A solved", "only_b": "only B solved", "neither": "neither",
+        "better": "B better", "worse": "A better", "equal": "equal",
+    },
+)  # fmt: skip
+"""Names of the cells of a pair of evaluations of one run, and of two."""
 
 
 def printable(text: object) -> str:
@@ -109,8 +114,12 @@ def comparison_text(found: Mapping[str, Any]) -> Iterator[str]:
     for pair in found["pairs"]:
         cells = pair["table"]
         yield from ("", printable("{} {} {} against {} {} {}, tasks:".format(*pair["a"], *pair["b"])))
-        yield from table(_PAIR_COLUMNS[pair["runs"]], [[cells[name] for name in _CELLS]])
-        yield f"McNemar's exact test: p = {pair['p']:.3g}"
+        names = _CELL_NAMES[pair["runs"] - 1]
+        yield from table([names[cell] for cell in cells], [list(cells.values())])
+        if pair["change"]:
+            yield f"change {change_text(pair['change'])}"
+        test = "McNemar's exact test" if "both" in cells else "sign-flip test"
+        yield f"{test}: p = {pair['p']:.3g}"
     yield ""
     if not found["differences"]:
         yield "no key of the configurations differs"

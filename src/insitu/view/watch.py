@@ -151,8 +151,9 @@ def _shown(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _score(line: Mapping[str, Any]) -> Score:
-    mean, total = line["reward_mean"] or 0.0, line["total"]
-    return Score(solved=line["solved"], total=total, reward_sum=mean * total)
+    solved, total = line["solved"], line["total"]
+    rate = line.get("solve_rate", solved / total if total else 0.0)
+    return Score(solved=solved, total=total, rate=rate, reward_mean=line["reward_mean"] or 0.0)
 
 
 def _next(batches: Any) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import pytest
 from addresses import FOREIGN, HOSTILE, ROLLOUT, addresses, task_of
 from browser_lab import Served, Tab, open_tab, serve
 from run_lab import make_run
+from samples_lab import AFTER, BEFORE, stored
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 URL_SAFE = "!'()*~"
@@ -59,6 +60,22 @@ def test_every_page_has_one_title_and_fits_a_narrow_window(tab: Tab, runs: Path)
     tab.page.wait_for_selector("h2:has-text('The same held-out tasks')")
     assert tab.page.evaluate("() => document.documentElement.scrollWidth") <= 320
     assert tab.problems == []
+
+
+def test_tasks_with_several_rollouts_are_compared_by_their_rates(browser: Any, tmp_path: Path) -> None:
+    stored(tmp_path / "several", BEFORE, AFTER)
+    for served in serve(tmp_path):
+        for tab in open_tab(browser, served):
+            tab.open("#/compare/several")
+            tab.page.wait_for_selector(".square")
+            shown = " ".join(tab.page.locator(".quad").all_text_contents())
+            assert shown == "1better on B17 % 0better on A0 % 5equally often solved83 %"
+            assert tab.page.locator(".quad[aria-pressed=true]").text_content().startswith("1better on B")
+            text = tab.page.locator("p:has-text('Change')").text_content()
+            assert text.startswith("Change +5.6 percentage points (95 % ")
+            assert "over 6 tasks; sign-flip test: p = 1" in text
+            assert "0 % → 33 %" in tab.page.locator(".paired").text_content()
+            assert tab.problems == []
 
 
 def test_addresses_round_trip(tab: Tab, runs: Path) -> None:

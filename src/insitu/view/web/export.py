@@ -185,7 +185,8 @@ class _Pages:
             return []
         first, last = (place.rsplit(":", 1) for place in (held[0], held[-1]))
         pairs = compare_tasks(self.run, self.run, (first[0], int(first[1])), (last[0], int(last[1])))["pairs"]
-        pairs.sort(key=lambda pair: ("only_b", "only_a").index(pair["cell"]) if "only" in pair["cell"] else 2)
+        order = ("only_b", "better", "only_a", "worse", "both", "neither", "equal")
+        pairs.sort(key=lambda pair: order.index(pair["cell"]))
         return [(pair["a"][0], pair["b"][0]) for pair in pairs[:MAX_PAIRS]]
 
     def _choose(self, rollouts: str, pairs: Sequence[tuple[str, str]]) -> list[str]:

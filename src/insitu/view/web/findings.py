@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,8 @@ from insitu.errors import RecordError
 from insitu.storage import evidence
 from insitu.storage import queries as sql
 from insitu.storage.attempts import ENDS
+from insitu.storage.paired import mean_change, sign_flip_p
+from insitu.storage.pass_at_k import TaskCounts
 from insitu.storage.queries import RunReader, ulid_seconds
 from insitu.storage.timeline import TIMELINE
 from insitu.view.web.pages import flat_config, heldout, step_columns
@@ -23,6 +24,9 @@ WAITS = ("queued_s", "agent_s", "engine_s", "grade_s", "total_s")
 _ADVICE_S = 30.0
 ADVICE_STEPS = 5
 MAX_TIMELINE_BYTES = 1 << 20
+ONCE_CELLS = ("both", "only_a", "only_b", "neither")
+SEVERAL_CELLS = ("better", "worse", "equal")
+"""Cells of the same tasks on two sides, with one rollout of each task and with several."""
 
 
 def health_page(run: RunHandle) -> dict[str, Any]:
@@ -178,46 +182,57 @@ def compare_runs(runs: Sequence[RunHandle]) -> dict[str, Any]:
 
 
 def compare_tasks(a: RunHandle, b: RunHandle, of_a: tuple[str, int], of_b: tuple[str, int]) -> dict[str, Any]:
-    """Return the same tasks on two sides, as a 2 x 2 table with the exact p of McNemar's test.
+    """Return the change of the solve rates of the same tasks between two sides, and the pairs of tasks.
 
     A side is (phase, step) of a run. Tasks are paired by task set and id; where each side has one task set,
-    by id alone. A task is solved when more than half of its graded rollouts are.
+    by id alone. `table` counts the pairs: with one rollout of each task, by the sides that solved it (2 x 2),
+    otherwise by whether the second side has the better or worse rate.
     """
-    sides = [_task_results(a, of_a), _task_results(b, of_b)]
+    sides = [_task_rewards(a, of_a), _task_rewards(b, of_b)]
     if all(len({task_set for task_set, _ in side}) == 1 for side in sides):
         sides = [{("", task): found for (_, task), found in side.items()} for side in sides]
-    pairs = []
-    for place in [place for place in sides[0] if place in sides[1]]:
-        first, second = sides[0][place], sides[1][place]
-        cell = ("both", "only_a", "only_b", "neither")[2 * (not first["solved"]) + (not second["solved"])]
-        named = {"task_set": place[0], "task": place[1]}
-        pairs.append({**named, "cell": cell, "a": first["ids"], "b": second["ids"]})
-    cells = Counter(pair["cell"] for pair in pairs)
-    table = {cell: cells[cell] for cell in ("both", "only_a", "only_b", "neither")}
-    return {"table": table, "p": mcnemar(table["only_a"], table["only_b"]), "pairs": pairs}
+    shared = [place for place in sides[0] if place in sides[1]]
+    counts = [(_counts(sides[0][place]), _counts(sides[1][place])) for place in shared]
+    once = all(a.graded == b.graded == 1 for a, b in counts)
+    cells = ONCE_CELLS if once else SEVERAL_CELLS
+    found = [_cell(a.rate, b.rate, once=once) for a, b in counts]
+    change = mean_change(counts)
+    return {
+        "table": {cell: found.count(cell) for cell in cells},
+        "change": None if change is None else change.rounded(),
+        "p": sign_flip_p(counts),
+        "pairs": [
+            {
+                "task_set": place[0],
+                "task": place[1],
+                "cell": cell,
+                "rates": [a.rate, b.rate],
+                "a": list(sides[0][place]),
+                "b": list(sides[1][place]),
+            }
+            for place, cell, (a, b) in zip(shared, found, counts, strict=True)
+        ],
+    }
 
 
-def _task_results(run: RunHandle, place: tuple[str, int]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the results of one evaluation by task set and id of the task."""
+def _cell(a: float, b: float, *, once: bool) -> str:
+    if once:
+        return ONCE_CELLS[2 * (not a) + (not b)]
+    return "better" if b > a else "worse" if b < a else "equal"
+
+
+def _counts(rewards: Mapping[str, float]) -> TaskCounts:
+    return TaskCounts.of(rewards.values())
+
+
+def _task_rewards(run: RunHandle, place: tuple[str, int]) -> dict[tuple[str, str], dict[str, float]]:
+    """Return rollout -> reward of one evaluation by task set and id of the task."""
     with run.reader() as reader:
         rows = reader.all(sql.PAIRS, phase=place[0], step=place[1])
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
-        task = found.setdefault((row["task_set"], row["task"]), {"ids": [], "rewards": []})
-        task["ids"].append(row["id"])
-        task["rewards"].append(row["reward"])
-    for task in found.values():
-        task["solved"] = sum(reward >= 1.0 for reward in task["rewards"]) * 2 > len(task["rewards"])
+        found.setdefault((row["task_set"], row["task"]), {})[row["id"]] = row["reward"]
     return found
-
-
-def mcnemar(only_a: int, only_b: int) -> float:
-    """Return the exact two-sided p of McNemar's test: that the two sides differ by chance."""
-    n, least = only_a + only_b, min(only_a, only_b)
-    if n > 1000:
-        return math.erfc(max(0.0, abs(only_a - only_b) - 1) / math.sqrt(2 * n))
-    tail: int = sum(math.comb(n, k) for k in range(least + 1))
-    return min(1.0, 2 * tail / float(2**n))
 
 
 def align(a: RunHandle, b: RunHandle, first: str, second: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ from insitu.errors import RecordError
 from insitu.storage import evidence
 from insitu.storage import queries as sql
 from insitu.storage.attempts import ENDS
+from insitu.storage.pass_at_k import wilson_interval
 from insitu.storage.queries import RunReader
-from insitu.storage.score import Score
 from insitu.storage.store import EmptyStore
 from insitu.types.keys import description
 from insitu.view.web.credit import Credits, StepCredit
-from insitu.view.web.runs import RunHandle, run_info, summary_of
+from insitu.view.web.runs import RunHandle, evaluation_scores, run_info, summary_of
 from insitu.view.web.token_page import head_turns
 from insitu.view.web.words import Words, message_spans, prompt_of
 
@@ -77,22 +78,11 @@ def step_columns(reader: RunReader, after: int = -1) -> dict[str, Any]:
 
 def heldout(reader: RunReader) -> list[dict[str, Any]]:
     """Return the scores outside of training by phase, step and category; category "" is the total."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in reader.all(sql.HELDOUT_SCORES):
-        found.setdefault((row["phase"], row["step"]), []).append(row)
-    points = []
-    for (phase, step), rows in found.items():
-        total = {"phase": phase, "step": step, "category": ""}
-        total |= {name: sum(row[name] for row in rows) for name in ("solved", "total", "reward_sum", "tasks")}
-        named = [row for row in rows if row["category"]]
-        points += [{**row, **_interval(row)} for row in (total, *named)]
-    return points
-
-
-def _interval(row: Mapping[str, Any]) -> dict[str, float]:
-    score = Score(**{name: row[name] for name in ("solved", "total", "reward_sum", "tasks")})
-    low, high = score.interval
-    return {"rate": score.rate, "low": low, "high": high, "reward_mean": score.reward_mean}
+    return [
+        {"phase": phase, "step": step, "category": category, **asdict(score)}
+        for (phase, step), scores in evaluation_scores(reader).items()
+        for category, score in scores.items()
+    ]
 
 
 def _alarms(steps: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -263,9 +253,9 @@ def tasks_page(run: RunHandle, phase: str) -> dict[str, Any]:
             own[places.index((row["phase"], row["place"]))] = [row["solved"], row["n"]]
     for row in rows:
         row["parts"] = parts[row["task_set"], row["task"]]
-        score = Score(solved=row["solved"], total=row["n"] - row["failed"], reward_sum=row["reward_sum"])
-        row["low"], row["high"] = score.interval
-        row["rate"] = score.rate if score.total else None
+        graded = row["n"] - row["failed"]
+        row["rate"] = row["solved"] / graded if graded else None
+        row["low"], row["high"] = wilson_interval(row["rate"] or 0.0, graded)
     return {
         "phase": phase, "first_step": first, "last_step": last, "parts": names, "phases": phases,
         "tasks": rows,

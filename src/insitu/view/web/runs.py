@@ -12,9 +12,11 @@ from typing import Any
 
 from insitu.config import Config
 from insitu.errors import InsituError, RecordError
+from insitu.storage.pass_at_k import TaskCounts
 from insitu.storage.phases import is_heldout
-from insitu.storage.queries import HELDOUT_SCORES, LAST_ROLLOUT, RunReader, ulid_seconds
+from insitu.storage.queries import HELDOUT_TASKS, LAST_ROLLOUT, RunReader, ulid_seconds
 from insitu.storage.run_dir import KIND, check_store, read_config, read_summary, run_state
+from insitu.storage.score import Score
 from insitu.storage.store import EmptyStore
 
 SPARK_POINTS = 60
@@ -135,13 +137,7 @@ def run_info(run: RunHandle, reader: RunReader | None = None) -> Mapping[str, An
 def _stored_info(reader: RunReader) -> dict[str, Any]:
     rates = [row["solved"] / row["total"] for row in reader.step_scores()]
     stride = max(1, -(-len(rates) // SPARK_POINTS))
-    held: dict[tuple[str, int], list[int]] = {}
-    for row in reader.all(HELDOUT_SCORES):
-        if is_heldout(row["phase"]):
-            found = held.setdefault((row["phase"], row["step"]), [0, 0])
-            found[0] += row["solved"]
-            found[1] += row["total"]
-    points = [solved / total for _, (solved, total) in sorted(held.items(), key=lambda item: item[0][1])]
+    points = [by[""].rate for (phase, _), by in evaluation_scores(reader).items() if is_heldout(phase)]
     last, newest = reader.last_step(), reader.one(LAST_ROLLOUT)
     return {
         "kind": reader.meta().get(KIND, "") or "train",
@@ -151,6 +147,20 @@ def _stored_info(reader: RunReader) -> dict[str, Any]:
         "heldout_now": points[-1] if len(points) > 1 else None,
         "spark": [round(rate, 4) for rate in rates[::stride]],
         "last_rollout_s": None if newest is None else ulid_seconds(newest["ulid"]),
+    }
+
+
+def evaluation_scores(reader: RunReader) -> dict[tuple[str, int], dict[str, Score]]:
+    """Return the scores outside of training by phase and step, in order, and category ("" = total)."""
+    found: dict[tuple[str, int], dict[str, list[TaskCounts]]] = {}
+    for row in reader.all(HELDOUT_TASKS):
+        counts = TaskCounts(**{name: row[name] for name in ("graded", "resolved", "reward_sum")})
+        of = found.setdefault((row["phase"], row["step"]), {"": []})
+        for category in {"", row["category"]}:
+            of.setdefault(category, []).append(counts)
+    return {
+        place: {category: Score.of_tasks(tasks) for category, tasks in by.items()}
+        for place, by in found.items()
     }
 
 

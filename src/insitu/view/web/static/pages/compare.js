@@ -70,19 +70,23 @@ function HeldOut({ runs, names, query }) {
   const loaded = useData(a && b && sides.length > 1 ? apiPath(["compare"], { runs: names.length > 1 ? `${nameA},${nameB}` : nameA, of_a: a, of_b: b }) : "");
   if (sides.length < 2) return "";
   const select = (key, value, run, label) => html`<label class="facet">${label} <select value=${value} onChange=${(event) => setQuery({ [key]: event.currentTarget.value })}>${sides.filter((side) => runs[side.run] === run).map((side) => html`<option value=${side.of}>${side.label}</option>`)}</select></label>`;
-  return html`<${Panel} title="The same held-out tasks" note="solved on side A, on side B, on both or on neither">
+  return html`<${Panel} title="The same held-out tasks" note="how side B differs from side A">
     <div class="chips">${select("of_a", a, runs[0], "A")}${select("of_b", b, runs.at(-1), "B")}</div>
     ${loaded.data ? html`<${Square} data=${loaded.data} query=${query} names=${[nameA, nameB]} />` : html`<${Waiting} of=${loaded} />`}<//>`;
 }
 
-const CELLS = [["both", "both"], ["only_a", "only A"], ["only_b", "only B"], ["neither", "neither"]];
+const CELLS = { both: "solved on both", only_a: "solved on only A", only_b: "solved on only B", neither: "solved on neither", better: "better on B", worse: "better on A", equal: "equally often solved" };
 
 function Square({ data, query, names }) {
-  const cell = query.cell ?? (data.table.only_b ? "only_b" : "only_a");
+  const { change, table } = data;
+  const once = "both" in table;
+  const changed = once ? ["only_b", "only_a"] : ["better", "worse"];
+  const cell = query.cell in table ? query.cell : changed[table[changed[0]] ? 0 : 1];
   const pairs = data.pairs.filter((pair) => pair.cell === cell);
   const n = data.pairs.length;
   if (!n) return html`<${Empty}>The two sides have no task in common.<//>`;
-  return html`<div class="square">${CELLS.map(([id, label]) => html`<button class=${`quad ${id}`} aria-pressed=${cell === id} onClick=${() => setQuery({ cell: id })}><b>${int(data.table[id])}</b><span>solved on ${label}</span><span class="dim small">${pct(data.table[id] / n)}</span></button>`)}</div>
-    <p>Change ${signed((100 * (data.table.only_b - data.table.only_a)) / n, 2)} percentage points over ${plural(data.pairs.length, "task")}; McNemar's exact test: p = <b>${num(data.p)}</b>${data.p < 0.05 ? ", unlikely to be chance" : ", may be chance"}.</p>
-    <ul class="list paired"><${More} items=${pairs} first=${12} step=${200} noun="task">${(pair) => html`<li class="rowlink"><b><${Line} text=${pair.task} max=${80} /></b>${pair.task_set ? html`, task set <${Line} text=${pair.task_set} max=${32} />` : ""}<span class="grow"></span><a href=${rolloutHref(names[0], pair.a[0])}>A</a> <a href=${rolloutHref(names[1], pair.b[0])}>B</a> <a href=${compareHref([...new Set(names)], { id_a: pair.a[0], id_b: pair.b[0] })}>side by side</a></li>`}<//></ul>`;
+  const points = (share) => signed(100 * share, 2);
+  return html`<div class="square">${Object.keys(table).map((id) => html`<button class=${`quad ${id}`} aria-pressed=${cell === id} onClick=${() => setQuery({ cell: id })}><b>${int(table[id])}</b><span>${CELLS[id]}</span><span class="dim small">${pct(table[id] / n)}</span></button>`)}</div>
+    <p>Change ${points(change.value)} percentage points (95 % ${points(change.low)} to ${points(change.high)}) over ${plural(n, "task")}; ${once ? "McNemar's exact" : "sign-flip"} test: p = <b>${num(data.p)}</b>${data.p < 0.05 ? ", unlikely to be chance" : ", may be chance"}.</p>
+    <ul class="list paired"><${More} items=${pairs} first=${12} step=${200} noun="task">${(pair) => html`<li class="rowlink"><b><${Line} text=${pair.task} max=${80} /></b>${pair.task_set ? html`, task set <${Line} text=${pair.task_set} max=${32} />` : ""}${once ? "" : html` <span class="dim">${pct(pair.rates[0])} → ${pct(pair.rates[1])}</span>`}<span class="grow"></span><a href=${rolloutHref(names[0], pair.a[0])}>A</a> <a href=${rolloutHref(names[1], pair.b[0])}>B</a> <a href=${compareHref([...new Set(names)], { id_a: pair.a[0], id_b: pair.b[0] })}>side by side</a></li>`}<//></ul>`;
 }

@@ -130,7 +130,7 @@ function curveOf(steps, heldout) {
 function HeldOutLine({ heldout, run }) {
   const totals = heldout.filter((p) => p.category === "");
   if (!totals.length) return "";
-  return html`<p class="note">${totals.map((p, i) => html`${i ? " · " : ""}${words(p.phase)}: <b class="nowrap">${int(p.solved)} of ${int(p.total)}</b> (${pct(p.low)} – ${pct(p.high)})`)}${totals.length > 1 ? html` · <a href=${compareHref([run])}>task by task</a>` : ""}</p>`;
+  return html`<p class="note">${totals.map((p, i) => html`${i ? " · " : ""}${words(p.phase)}: <b class="nowrap">${pct(p.rate)}</b> (${int(p.solved)} of ${int(p.total)}, ${pct(p.low)} – ${pct(p.high)})`)}${totals.length > 1 ? html` · <a href=${compareHref([run])}>task by task</a>` : ""}</p>`;
 }
 
 function HeldOut({ points }) {

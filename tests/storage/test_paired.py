@@ -1,0 +1,93 @@
+"""Changes between two evaluations of the same tasks against Newcombe, McNemar and enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from insitu.storage.paired import mean_change, sign_flip_p
+from insitu.storage.pass_at_k import TaskCounts
+
+Pairs = list[tuple[TaskCounts, TaskCounts]]
+
+
+def once(both: int, only_a: int, only_b: int, neither: int) -> Pairs:
+    """Return pairs of one attempt on each side."""
+    cells = [(1, 1)] * both + [(1, 0)] * only_a + [(0, 1)] * only_b + [(0, 0)] * neither
+    return [(TaskCounts(graded=1, resolved=a), TaskCounts(graded=1, resolved=b)) for a, b in cells]
+
+
+def several(graded: int, counts: list[tuple[int, int]]) -> Pairs:
+    return [(TaskCounts(graded=graded, resolved=a), TaskCounts(graded=graded, resolved=b)) for a, b in counts]
+
+
+def change(pairs: Pairs) -> tuple[float, float, float]:
+    found = mean_change(pairs)
+    assert found is not None
+    assert found.tasks == len(pairs)
+    return found.value, found.low, found.high
+
+
+def test_a_paired_interval_is_newcombes() -> None:
+    """The example of Newcombe (1998): 36 tasks solved both times, 2 before only, 12 after only."""
+    assert change(once(36, 2, 12, 0)) == pytest.approx((0.2, 0.0569, 0.3404), abs=1e-4)
+    assert change(once(36, 12, 2, 0)) == pytest.approx((-0.2, -0.3404, -0.0569), abs=1e-4)
+
+
+def test_nothing_in_common_is_no_change() -> None:
+    assert mean_change([]) is None
+    assert sign_flip_p([]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "pairs", [once(0, 0, 0, 4), once(0, 0, 3, 0), several(4, [(2, 3)]), several(4, [(1, 2)] * 8)]
+)
+def test_tasks_that_all_change_alike_leave_an_interval(pairs: Pairs) -> None:
+    value, low, high = change(pairs)
+    assert -1.0 <= low <= value <= high <= 1.0
+    assert high - low > 0.3
+
+
+@pytest.mark.parametrize(
+    ("only_a", "only_b"), [(0, 0), (1, 2), (3, 3), (0, 8), (2, 12), (40, 71), (480, 520)]
+)
+def test_with_one_attempt_the_test_is_mcnemars(only_a: int, only_b: int) -> None:
+    n = only_a + only_b
+    tail = sum(math.comb(n, k) for k in range(min(only_a, only_b) + 1))
+    assert sign_flip_p(once(5, only_a, only_b, 5)) == pytest.approx(min(1.0, 2 * tail / 2**n))
+
+
+def test_the_test_of_rates_counts_the_signs_that_change_as_much() -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        pairs = [
+            (
+                TaskCounts(graded=a, resolved=rng.randint(0, a)),
+                TaskCounts(graded=b, resolved=rng.randint(0, b)),
+            )
+            for a, b in rng.choices([(4, 4), (3, 4), (2, 3)], k=8)
+        ]
+        changes = [12 * b.resolved // b.graded - 12 * a.resolved // a.graded for a, b in pairs]
+        flipped = [
+            abs(sum(sign * change for sign, change in zip(signs, changes, strict=True)))
+            for signs in itertools.product((-1, 1), repeat=8)
+        ]
+        share = sum(value >= abs(sum(changes)) for value in flipped) / len(flipped)
+        assert sign_flip_p(pairs) == pytest.approx(share)
+
+
+def test_very_many_tasks_are_tested_with_a_normal_distribution() -> None:
+    counts = [(0, 1)] * 560 + [(1, 0)] * 500
+    exact = sign_flip_p(several(2, [(0, 1)] * 530 + [(1, 0)] * 470))
+    assert 0.0 < sign_flip_p(several(2, counts)) == pytest.approx(exact, abs=0.02)
+    assert sign_flip_p(once(0, 0, 5000, 0)) < 1e-9
+
+
+def test_rates_change_where_no_majority_does() -> None:
+    """One solved rollout of 18 before and two after: a majority of three rollouts is on neither side."""
+    value, low, high = change(several(3, [(1, 1), (0, 1), *[(0, 0)] * 4]))
+    assert value == pytest.approx(1 / 18)
+    assert low < 0 < high

@@ -70,8 +70,8 @@ seed = {seed}
 dir = "{dir}"
 [rollout]
 split = "eval"
-tasks = {count}
-per_task = 1
+count = {count}
+samples = 1
 [model]
 path = "{model}"
 max_context_tokens = {context}

@@ -203,7 +203,7 @@ async def rollout_async(
 ) -> Run:
     """Run and grade rollouts without training; the coroutine form of `rollout`."""
     if n is not None:
-        tables["rollout"] = {**tables.get("rollout", {}), "per_task": n}
+        tables["rollout"] = {**tables.get("rollout", {}), "samples": n}
     if "tasks" in tables and not (isinstance(tables["tasks"], str | Path) or _is_table(tables["tasks"])):
         tables["tasks"] = {"source": tables["tasks"], "eval_share": 1.0}  # no task is held back
     resolved = resolve(config, overrides, resume, tables, changeable=CHANGEABLE)

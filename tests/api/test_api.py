@@ -134,7 +134,7 @@ async def test_cancelling_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
     task = asyncio.create_task(
         insitu.rollout_async(
             demo_preset(),
-            overrides=SMALL | {"rollout.tasks": 4, "run.dir": str(tmp_path / "run")},
+            overrides=SMALL | {"rollout.count": 4, "run.dir": str(tmp_path / "run")},
             progress=progress,
         )
     )
@@ -187,7 +187,7 @@ def progress(event):
         os.kill(os.getpid(), signal.SIGINT)
 
 async def main():
-    overrides = {{"rollout.tasks": 200, "run.dir": {folder!r}, "harness.workers": 1}}
+    overrides = {{"rollout.count": 200, "run.dir": {folder!r}, "harness.workers": 1}}
     insitu.rollout("examples/rollout.toml", overrides=overrides, progress=progress)
 
 try:

@@ -134,7 +134,7 @@ def rewards_of(
 
     made = config(
         source, path, "harness.agent=single_turn", "harness.mode=fresh", "tasks.eval_share=1",
-        "rollout.per_task=1", "rollout.tasks=0", f"run.dir={tmp_path / 'run'}",
+        "rollout.samples=1", "rollout.count=0", f"run.dir={tmp_path / 'run'}",
     )  # fmt: skip
     summary = asyncio.run(collect_rollouts(made, PlainView(StringIO()), RolloutOptions(sampler=sampler)))
     with read_store(tmp_path / "run") as store:

@@ -75,8 +75,8 @@ def scripted(tmp_path: Path, *overrides: str) -> Mapping[str, Rollout]:
     config = load_config(
         Path(PYTHON),
         [
-            f"tasks.path={tmp_path / 'one.jsonl'}", f"run.dir={tmp_path / 'run'}", "rollout.tasks=1",
-            "rollout.split=train", f"rollout.per_task={len(REPLIES)}", *overrides,
+            f"tasks.path={tmp_path / 'one.jsonl'}", f"run.dir={tmp_path / 'run'}", "rollout.count=1",
+            "rollout.split=train", f"rollout.samples={len(REPLIES)}", *overrides,
         ],
     )  # fmt: skip
     asyncio.run(collect_rollouts(config, PlainView(StringIO()), RolloutOptions(sampler=sampler)))

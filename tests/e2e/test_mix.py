@@ -135,7 +135,7 @@ def test_a_group_of_two_agents_is_one_group(tmp_path: Path) -> None:
 def test_rollouts_without_training_are_counted_by_agent(tmp_path: Path) -> None:
     file, run_dir = tmp_path / "agents.toml", tmp_path / "run"
     file.write_text('[[tasks]]\nagents = [{ agent = "script" }, { agent = "single_turn" }]\n')
-    numbers = ["rollout.tasks=3", "rollout.per_task=1", "harness.workers=2", f"run.dir={run_dir}"]
+    numbers = ["rollout.count=3", "rollout.samples=1", "harness.workers=2", f"run.dir={run_dir}"]
     summary = finish(command("rollout", file, "--plain", "--json", *numbers))
     assert {name: one["graded"] for name, one in summary["sets"].items()} == {"script": 2, "single_turn": 1}
     lines = [json.loads(line) for line in (run_dir / "results.jsonl").read_text().splitlines()]

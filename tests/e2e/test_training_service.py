@@ -144,7 +144,7 @@ def test_tokens_carry_the_version_that_sampled_them_while_it_trains(tmp_path: Pa
 def test_rollouts_without_training(tmp_path: Path, service: Path) -> None:
     summary = finish(
         command(
-            *("rollout", "--json", f"run.dir={tmp_path / 'run'}", "harness.agent=script", "rollout.tasks=2"),
+            *("rollout", "--json", f"run.dir={tmp_path / 'run'}", "harness.agent=script", "rollout.count=2"),
             *("engine.kind=tinker", f"engine.model={WARM_START}"),
         )
     )

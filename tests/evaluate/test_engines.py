@@ -25,7 +25,7 @@ async def test_a_server_as_engine(tmp_path: Path, kind: str) -> None:
     async with serve_vllm(VOCAB) if kind == "vllm" else serve_sglang(VOCAB) as fake:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "insitu", "rollout", str(empty(tmp_path)), "--json", "--plain",
-            f"engine.kind={kind}", f"engine.urls={fake.url}/v1/", "rollout.tasks=2", "rollout.per_task=2",
+            f"engine.kind={kind}", f"engine.urls={fake.url}/v1/", "rollout.count=2", "rollout.samples=2",
             "harness.workers=2", "limits.max_calls=3", "harness.agent=script", f"run.dir={tmp_path / 'run'}",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(Path(insitu.__file__).parents[1])},

@@ -29,7 +29,7 @@ from tests.fakes.harbor import FakeEnvironment
 pytestmark = pytest.mark.slow
 
 CLOUD = ["sandbox.backend=harbor", "sandbox.environment=tests.fakes.harbor:local_environment",
-         "sandbox.image=any", "harness.workers=2", "harness.mode=fresh", "rollout.tasks=2",
+         "sandbox.image=any", "harness.workers=2", "harness.mode=fresh", "rollout.count=2",
          "limits.wall_s=60", "limits.max_call_tokens=512", "model.max_context_tokens=8192"]  # fmt: skip
 DONE = Message(role="assistant", text="done")
 

@@ -60,7 +60,7 @@ def test_rollouts_without_an_agent_are_graded_there_and_graded_again(
 ) -> None:
     config = load_config(
         None,
-        [*tasks, *FAKE, "harness.agent=single_turn", "rollout.per_task=2", f"run.dir={tmp_path / 'run'}",
+        [*tasks, *FAKE, "harness.agent=single_turn", "rollout.samples=2", f"run.dir={tmp_path / 'run'}",
          "limits.max_call_tokens=512", "model.max_context_tokens=8192"],
     )  # fmt: skip
     summary = asyncio.run(collect_rollouts(config, PlainView(StringIO()), RolloutOptions(sampler=sampler)))

@@ -81,6 +81,6 @@ def config_file(tmp_path: Path, url: str) -> Path:
     file.write_text(
         '[engine]\nkind = "upstream"\nmodel = "big-model"\nkey_env = "FAKE_KEY"\n'
         f'url = "{url}"\n[harness]\nagent = "single_turn"\nworkers = 4\n'
-        "[rollout]\ntasks = 8\nper_task = 2\n[limits]\nmax_calls = 1\n"
+        "[rollout]\ncount = 8\nsamples = 2\n[limits]\nmax_calls = 1\n"
     )
     return file

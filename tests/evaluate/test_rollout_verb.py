@@ -30,7 +30,7 @@ from insitu.view.plain import PlainView
 pytestmark = pytest.mark.slow
 
 SETTINGS = [
-    "harness.agent=script", "harness.mode=warm", "harness.workers=2", "rollout.tasks=3", "rollout.per_task=2",
+    "harness.agent=script", "harness.mode=warm", "harness.workers=2", "rollout.count=3", "rollout.samples=2",
     "limits.wall_s=20", "limits.max_call_tokens=512", "model.max_context_tokens=8192",
 ]  # fmt: skip
 DONE = Message(role="assistant", text="done")
@@ -100,7 +100,7 @@ def test_each_task_set_gives_equally_many_tasks_and_has_a_line(tmp_path: Path) -
     scripted.problems = scripted.problems[:2] * 2
     single = {"name": "single", "weight": 0.0, "harness": {"agent": "single_turn"}}
     sets = [{"name": "tools"}, single]
-    summary = run(tmp_path, scripted, "rollout.tasks=4", "harness.mode=fresh", tasks=sets)
+    summary = run(tmp_path, scripted, "rollout.count=4", "harness.mode=fresh", tasks=sets)
     found = summary["sets"]
     assert [(found[name]["agent"], found[name]["tasks"], found[name]["resolved"]) for name in found] == [
         ("script", 2, 2), ("single_turn", 2, 0)
@@ -157,13 +157,13 @@ def test_a_run_in_which_nothing_moves_ends_with_one_line(
 
 
 def test_other_tasks_than_it_began_with_are_refused(tmp_path: Path) -> None:
-    run(tmp_path, Scripted(), "rollout.per_task=1")
+    run(tmp_path, Scripted(), "rollout.samples=1")
     with pytest.raises(TaskError, match="the data set has changed since the run began: rollout/0"):
-        run(tmp_path, Scripted(), "rollout.per_task=1", "rollout.start=1", resume=True)
+        run(tmp_path, Scripted(), "rollout.samples=1", "rollout.start=1", resume=True)
 
 
 def test_a_run_is_continued_by_its_own_verb_only(tmp_path: Path) -> None:
-    run(tmp_path, Scripted(), "rollout.per_task=1")
+    run(tmp_path, Scripted(), "rollout.samples=1")
     config = load_config(None, [*SETTINGS, f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(RecordError, match="holds a run of `insitu rollout`"):
         asyncio.run(run_training(config, PlainView(StringIO()), TrainOptions(resume=tmp_path / "run")))
@@ -174,7 +174,7 @@ def test_a_run_is_continued_by_its_own_verb_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "error", "said"),
     [
-        ("rollout.tasks=0", ConfigError, "set rollout.tasks"),
+        ("rollout.count=0", ConfigError, "set rollout.count"),
         ("tasks.kinds=['nonsense']", ConfigError, "tasks.kinds"),
     ],
 )
@@ -260,13 +260,13 @@ def test_tasks_in_the_other_split_are_mentioned(tmp_path: Path) -> None:
         for i in range(12)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=0.5", "rollout.tasks=1"]
+    source = ["tasks.source=jsonl", f"tasks.path={path}", "tasks.eval_share=0.5", "rollout.count=1"]
     shown = StringIO()
     run(
         tmp_path,
         Scripted(),
         *source,
-        "rollout.per_task=1",
+        "rollout.samples=1",
         "harness.agent=single_turn",
         "harness.mode=fresh",
         shown=shown,

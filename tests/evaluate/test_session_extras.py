@@ -57,7 +57,7 @@ def tool_file(tmp_path: Path, *tools: object) -> str:
 @pytest.mark.slow
 def test_host_tools_of_a_run_are_offered_acknowledged_and_kept(tmp_path: Path) -> None:
     scripted = Reporting()
-    summary = run(tmp_path, scripted, tool_file(tmp_path, REPORT), "rollout.tasks=1")
+    summary = run(tmp_path, scripted, tool_file(tmp_path, REPORT), "rollout.count=1")
     assert summary["graded"] == 2
     assert scripted.engine is not None
     renderer = scripted.engine._renderer
@@ -79,7 +79,7 @@ def test_host_tools_of_a_run_are_offered_acknowledged_and_kept(tmp_path: Path) -
 def test_the_shim_of_a_run_turns_text_into_calls_and_labels_the_turns(tmp_path: Path) -> None:
     scripted = Writing()
     shown = StringIO()
-    one = ["rollout.tasks=1", "rollout.per_task=1"]
+    one = ["rollout.count=1", "rollout.samples=1"]
     run(tmp_path, scripted, "gateway.shim_tool=bash", *one, shown=shown)
     assert "shim_tool" not in shown.getvalue()
     assert scripted.engine is not None
@@ -94,7 +94,7 @@ def test_the_shim_of_a_run_turns_text_into_calls_and_labels_the_turns(tmp_path: 
 @pytest.mark.slow
 def test_a_shim_for_a_tool_that_the_agent_does_not_have_is_told_of_once(tmp_path: Path) -> None:
     shown = StringIO()
-    summary = run(tmp_path, Writing(), "gateway.shim_tool=bahs", "rollout.tasks=1", shown=shown)
+    summary = run(tmp_path, Writing(), "gateway.shim_tool=bahs", "rollout.count=1", shown=shown)
     assert summary["calls"] == 2, "each of two agents took the text for its end"
     assert shown.getvalue().count("gateway.shim_tool 'bahs' is not among the tools") == 1
 
@@ -102,7 +102,7 @@ def test_a_shim_for_a_tool_that_the_agent_does_not_have_is_told_of_once(tmp_path
 @pytest.mark.slow
 def test_without_the_shim_a_text_is_the_end(tmp_path: Path) -> None:
     scripted = Writing()
-    assert run(tmp_path, scripted, "rollout.tasks=1", "rollout.per_task=1")["calls"] == 1
+    assert run(tmp_path, scripted, "rollout.count=1", "rollout.samples=1")["calls"] == 1
 
 
 @pytest.mark.slow

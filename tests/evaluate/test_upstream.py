@@ -33,7 +33,7 @@ TASKS, PER_TASK = 4, 3
 SETTINGS = [
     "engine.kind=upstream", "engine.model=big-model", "engine.key_env=FAKE_KEY",
     "engine.input_price=1.0", "engine.cached_price=0.1", "engine.output_price=10.0",
-    "harness.agent=script", "harness.workers=3", f"rollout.tasks={TASKS}", f"rollout.per_task={PER_TASK}",
+    "harness.agent=script", "harness.workers=3", f"rollout.count={TASKS}", f"rollout.samples={PER_TASK}",
 ]  # fmt: skip
 CALL_COST = (60 * 1.0 + 40 * 0.1 + 20 * 10.0) / 1e6
 
@@ -243,7 +243,7 @@ async def test_the_cost_limit_stops_the_run_and_more_money_continues_it(tmp_path
         ([], "give a configuration file"),
         (["--resume", "/nowhere"], "is not a run directory"),
         (["nowhere.toml"], "cannot read nowhere.toml"),
-        (["harness.agent=script", "rollout.tasks=1", "engine.kind=upstream"], "kind = 'upstream' needs url"),
+        (["harness.agent=script", "rollout.count=1", "engine.kind=upstream"], "kind = 'upstream' needs url"),
     ],
 )
 def test_what_a_person_gets_wrong_is_one_line(
@@ -259,9 +259,9 @@ async def test_a_resumed_run_keeps_what_decides_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with provider() as fake:
-        code, _, err = await run(*config_file(tmp_path, fake), "rollout.tasks=1", "rollout.per_task=1")
+        code, _, err = await run(*config_file(tmp_path, fake), "rollout.count=1", "rollout.samples=1")
         assert code == 0, err
-        for change in ("run.seed=7", "engine.temperature=0.5", "rollout.tasks=2"):
+        for change in ("run.seed=7", "engine.temperature=0.5", "rollout.count=2"):
             assert main(["rollout", "--plain", "--json", "--resume", str(tmp_path / "run"), change]) == 2
             assert f"drop {change}" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ WORDS = WARM_START / "tokenizer.json"
 VOCAB = 454
 TRAIN = ("train", "policy.kind=hf", "run.steps=1")
 LORA = (*TRAIN, "policy.lora_rank=4")
-ROLLOUT = ("rollout", "rollout.tasks=1", "rollout.per_task=1")
+ROLLOUT = ("rollout", "rollout.count=1", "rollout.samples=1")
 
 
 async def ended(tmp_path: Path, arguments: tuple[str, ...], *urls: str) -> tuple[int | None, str]:

@@ -72,7 +72,7 @@ def test_a_run_whose_docker_daemon_ends_goes_on_in_local_sandboxes(daemon: int, 
 
     config = load_config(
         None,
-        ["harness.agent=script", "harness.workers=2", f"rollout.tasks={TASKS}", "limits.wall_s=30",
+        ["harness.agent=script", "harness.workers=2", f"rollout.count={TASKS}", "limits.wall_s=30",
          "limits.max_call_tokens=512", "model.max_context_tokens=8192", f"run.dir={tmp_path / 'run'}",
          "sandbox.backend=docker", "sandbox.fallback=local", f"sandbox.image={IMAGE}"],
     )  # fmt: skip

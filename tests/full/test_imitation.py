@@ -62,7 +62,7 @@ async def insitu(*arguments: str) -> dict[str, Any]:
 
 
 async def solve_rate(folder: Path, *more: str) -> float:
-    settings = ["rollout.split=eval", f"rollout.tasks={HELD_OUT}", "rollout.per_task=1", f"run.dir={folder}"]
+    settings = ["rollout.split=eval", f"rollout.count={HELD_OUT}", "rollout.samples=1", f"run.dir={folder}"]
     reported = await insitu("rollout", *SETTINGS, *settings, *more)
     rate: float = reported["pass_at"]["1"]["value"]
     return rate
@@ -73,8 +73,8 @@ async def test_a_student_of_a_teachers_text_solves_more_unseen_tasks(tmp_path: P
     async with serve_provider() as fake:
         fake.replies = Teacher()
         upstream = ["engine.kind=upstream", f"engine.url={fake.url}", "engine.model=big-model"]
-        upstream += ["engine.key_env=FAKE_KEY", "rollout.split=train", f"rollout.tasks={TASKS}"]
-        taught = await insitu("rollout", *SETTINGS, *upstream, "rollout.per_task=1", f"run.dir={source}")
+        upstream += ["engine.key_env=FAKE_KEY", "rollout.split=train", f"rollout.count={TASKS}"]
+        taught = await insitu("rollout", *SETTINGS, *upstream, "rollout.samples=1", f"run.dir={source}")
     assert taught["pass_at"]["1"]["value"] == 1.0
     settings = ["sft.lr=3e-4", "sft.epochs=4", "sft.rollouts_per_step=16", f"run.dir={student}"]
     learnt = await insitu("sft", str(source), *settings)

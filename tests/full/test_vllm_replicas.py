@@ -114,7 +114,7 @@ def hit_rate(folder: Path, urls: list[str]) -> float:
     command = [
         *(sys.executable, "-m", "insitu", "rollout", "--plain", "--json", f"run.dir={folder / 'run'}"),
         *("engine.kind=vllm", f"engine.urls={json.dumps(urls)}", "model.max_context_tokens=2048"),
-        *("tasks.source=toy", "rollout.tasks=64", "rollout.per_task=1", "harness.agent=script"),
+        *("tasks.source=toy", "rollout.count=64", "rollout.samples=1", "harness.agent=script"),
         *("harness.mode=warm", "harness.workers=8"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -48,7 +48,7 @@ def test_what_fits_depends_on_context_and_vocabulary(tmp_path: Path) -> None:
 @pytest.mark.parametrize("agent", OWN_FIRST_CALLS)
 def test_the_sizes_of_own_agents_are_those_of_a_rollout(agent: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    limits = ["rollout.tasks=1", "limits.max_calls=1", "harness.workers=1"]
+    limits = ["rollout.count=1", "limits.max_calls=1", "harness.workers=1"]
     finish(command("rollout", "--json", "--plain", f"harness.agent={agent}", f"run.dir={run_dir}", *limits))
     with read_store(run_dir) as store:
         (rollout,) = [one for phase, step in store.phases() for one in store.rollouts(phase, step)]

@@ -63,4 +63,4 @@ def write_config(path: Path, text: str) -> list[str]:
         raise ConfigError(f"{path} exists already; choose another name")
     with boundary(ConfigError, f"write {path}"):
         path.write_text(text, encoding="utf-8")
-    return ["insitu doctor", f"insitu rollout {path} rollout.tasks=4", f"insitu train {path} --dry-run"]
+    return ["insitu doctor", f"insitu rollout {path} rollout.count=4", f"insitu train {path} --dry-run"]

@@ -110,12 +110,12 @@ class _RolloutTable(Table):
 
     split: Literal["train", "eval"] = "eval"
     """Which tasks of the source."""
-    tasks: CountOrZero = 0
+    count: CountOrZero = 0
     """Number of tasks; 0 = all."""
     start: CountOrZero = 0
     """Tasks of the split to skip."""
-    per_task: Count = 1
-    """Graded rollouts per task; pass@k is reported for k up to this."""
+    samples: Count = 1
+    """Graded rollouts of each task; pass@k is reported for k up to this."""
 
 
 class _RecordTable(Table):

@@ -74,14 +74,14 @@ def chosen_tasks(config: Config, source: TaskMix) -> Sequence[Task]:
     """
     table = config.rollout
     size = source.size(table.split)
-    if size is None and not table.tasks:
-        raise ConfigError(f"{source.name} has infinitely many tasks: set rollout.tasks")
-    available = table.tasks if size is None else max(0, size - table.start)
-    count = min(table.tasks or available, available)
-    if not count or (table.tasks > available):
+    if size is None and not table.count:
+        raise ConfigError(f"{source.name} has infinitely many tasks: set rollout.count")
+    available = table.count if size is None else max(0, size - table.start)
+    count = min(table.count or available, available)
+    if not count or (table.count > available):
         raise ConfigError(
             f"{source.name}: the {table.split} split has {size} tasks; rollout.start {table.start} and"
-            f" rollout.tasks {table.tasks} ask for more"
+            f" rollout.count {table.count} ask for more"
         )
     tasks = source.spread(table.split, table.start, count)
     for task in tasks:
@@ -121,10 +121,10 @@ async def collect_rollouts(
         clock = WallClock(store, options.began)
         # A finished run is reported again even on a machine that could not continue it.
         tasks = prepared.tasks if prepared else prepare_tasks(config, view.note, chosen_tasks)[1]
-        check_same_tasks(store, tasks, config.rollout.per_task)
+        check_same_tasks(store, tasks, config.rollout.samples)
         view.note(f"run directory {run.path}")
         start_trackers(run.path, run.config, view.note)
-        if count_missing(store, tasks, config.rollout.per_task):
+        if count_missing(store, tasks, config.rollout.samples):
             try:
                 ready = prepared or prepare_rollouts(config, view.note)
                 await _fill(run, store, ready, view, clock, options)
@@ -175,16 +175,16 @@ async def _collect(
     clock: WallClock,
 ) -> None:
     c, source, tasks = run.config, prepared.source, prepared.tasks
-    planned = len(tasks) * c.rollout.per_task
+    planned = len(tasks) * c.rollout.samples
     view.begin(f"{' '.join(runtime.agents)}, {source.name}, seed {c.run.seed}", planned)
     if note := _other_split_note(c, source):
         view.note(note)
-    view.stage(f"{len(tasks)} tasks, {c.rollout.per_task} each", planned)
+    view.stage(f"{len(tasks)} tasks, {c.rollout.samples} each", planned)
     sink = ResultSink(store, clock, view.note)
     options = c.collect.pick(
         CollectOptions,
         seed=c.run.seed,
-        group_size=c.rollout.per_task,
+        group_size=c.rollout.samples,
         phase=PHASE,
         first_step=STEP,
         temperature=c.engine.temperature,

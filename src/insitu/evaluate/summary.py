@@ -54,7 +54,7 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "split": c.rollout.split,
         "seed": c.run.seed,
         "tasks": len(tasks),
-        "per_task": c.rollout.per_task,
+        "samples": c.rollout.samples,
         "rollouts": len(rollouts),
         "graded": score.total,
         "pass_at": _levels(c, per_task),
@@ -74,7 +74,7 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
 
 
 def _levels(config: Config, tasks: Sequence[TaskCounts]) -> Mapping[str, Any]:
-    levels = [estimate(tasks, k) for k in reported_ks(config.rollout.per_task)]
+    levels = [estimate(tasks, k) for k in reported_ks(config.rollout.samples)]
     return {str(level.k): _plain(level) for level in levels}
 
 
@@ -193,7 +193,7 @@ def render(summary: Mapping[str, Any]) -> str:
 def _lines(s: Mapping[str, Any]) -> Iterator[str]:
     yield f"{s['agent']} {s['agent_version']} on {s['engine']} {s['model']}".rstrip()
     yield (
-        f"{s['tasks']} tasks of {s['source']} ({s['split']}), {s['per_task']} each: "
+        f"{s['tasks']} tasks of {s['source']} ({s['split']}), {s['samples']} each: "
         f"{s['graded']} of {s['rollouts']} rollouts graded in {duration(s['wall_s'])}"
     )
     for k, level in s["pass_at"].items():

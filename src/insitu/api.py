@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from insitu.bridges.hub_runs import check_hub, fetch_run, pushing_checkpoints, repo_of
-from insitu.config import Config, load_config, read_toml
+from insitu.config import Config, load_config
 from insitu.demo.run import DemoOptions as DemoOptions
 from insitu.demo.run import run_demo as demo_with
 from insitu.engines.server_command import describe_servers as describe_servers
@@ -37,6 +37,7 @@ from insitu.serving.server import Server as Server
 from insitu.storage.run_dir import name_run as name_run
 from insitu.storage.run_dir import read_config as read_config
 from insitu.storage.run_dir import read_summary as read_summary
+from insitu.storage.run_dir import read_tables
 from insitu.storage.score import Score
 from insitu.training.learner.process import describe_memory as describe_memory
 from insitu.training.learner.process import require_learner as require_learner
@@ -282,12 +283,12 @@ def resolve(
 
     `changeable`: keys that overrides of a resumed run may have.
     """
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides must be a mapping or a list of table.key=value, got {overrides!a}")
     if resume is not None:
         if config is not None or tables:
             raise ConfigError("a resumed run keeps its configuration: drop config and tables")
         return resumed_config(Path(resume), overrides, changeable)
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides must be a mapping or a list of table.key=value, got {overrides!a}")
     given = _expanded(tables)
     if isinstance(config, Config):
         return name_run(load_config(None, overrides, config.model_dump(), given))
@@ -315,7 +316,8 @@ def from_hub(
     given = None if config is None else resolve(config, overrides, None, tables or {})
     run = Path("runs", repo_of(where).rpartition("/")[2]) if given is None else Path(given.run.dir)
     if fetch_run(where, run):
-        return read_config(run), True
+        # With a configuration they are for a new run too: a job that is submitted again repeats them.
+        return resumed_config(run, overrides, TRAINING, ignore_others=given is not None), True
     if given is None:
         raise RecordError(f"{where} has no checkpoint of a run")
     return given, False
@@ -327,7 +329,7 @@ def config_from_run(source: Path, table: Literal["collect", "sft"]) -> dict[str,
     Raises RecordError when `source` is no run directory.
     """
     read_config(source)
-    tables: dict[str, Any] = {**read_toml(source / "config.toml")}
+    tables = read_tables(source)
     tables.setdefault("run", {})["dir"] = ""
     tables.setdefault(table, {})["run"] = str(source.absolute())
     return tables

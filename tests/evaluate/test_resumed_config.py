@@ -6,16 +6,31 @@ from pathlib import Path
 
 import pytest
 
+from insitu.api import config_from_run
 from insitu.config import load_config
 from insitu.errors import ConfigError
 from insitu.evaluate.resume import TRAINING, resumed_config
-from insitu.storage.run_dir import RunDir
+from insitu.storage.run_dir import RunDir, read_config
+from insitu.types import Ledger
 
 
 def stored(tmp_path: Path, *overrides: str) -> Path:
-    """Return the directory of a run of four steps."""
-    with RunDir.create(load_config(None, ["run.steps=4", *overrides, f"run.dir={tmp_path / 'run'}"])) as run:
+    """Return the directory of a run of four steps that has trained two."""
+    config = load_config(None, ["run.steps=4", *overrides, f"run.dir={tmp_path / 'run'}"])
+    with RunDir.create(config) as run, run.store() as store:
+        for step in (1, 2):
+            store.commit_step(step, {}, "", "", Ledger())
         return run.path
+
+
+def test_a_run_of_an_earlier_version_is_read_by_the_names_of_today(tmp_path: Path) -> None:
+    run = stored(tmp_path, "rollout.samples=3", "rollout.count=7")
+    file = run / "config.toml"
+    text = file.read_text().replace("samples = 3", "per_task = 3").replace("count = 7", "tasks = 7")
+    file.write_text(text)
+    for config in (read_config(run), resumed_config(run, ["run.steps=6"], TRAINING)):
+        assert (config.rollout.samples, config.rollout.count) == (3, 7)
+    assert config_from_run(run, "sft")["rollout"]["samples"] == 3
 
 
 @pytest.mark.parametrize(
@@ -30,7 +45,7 @@ def test_a_run_may_become_longer(tmp_path: Path, given: list[str] | dict[str, in
 @pytest.mark.parametrize(
     ("of_run", "given", "why"),
     [
-        ((), "run.steps=3", "run.steps = 3: the run is one of 4 steps, and a resume can only add some"),
+        ((), "run.steps=1", "run.steps = 1: the run has 2 steps already"),
         (("train.decay=linear",), "run.steps=6", "run.steps = 6: train.decay linear ends at step 4"),
         (("collect.run=sessions",), "run.steps=6", "run.steps = 6: the stored sessions of the run allow 4"),
         (
@@ -46,3 +61,13 @@ def test_what_cannot_be_added_is_refused(
     run = stored(tmp_path, *of_run)
     with pytest.raises(ConfigError, match=f"^{why}$"):
         resumed_config(run, [given], TRAINING)
+
+
+def test_a_run_may_end_at_a_step_that_it_has(tmp_path: Path) -> None:
+    assert resumed_config(stored(tmp_path), ["run.steps=2"], TRAINING).run.steps == 2
+
+
+def test_a_job_that_is_submitted_again_repeats_its_overrides(tmp_path: Path) -> None:
+    run = stored(tmp_path)
+    again = resumed_config(run, ["run.steps=6", "train.lr=1"], TRAINING, ignore_others=True)
+    assert (again.run.steps, again.train.lr) == (6, read_config(run).train.lr)

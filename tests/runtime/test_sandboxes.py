@@ -10,7 +10,7 @@ import pytest
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.runtime.preflight import open_mix, prepare_tasks
+from insitu.runtime.preflight import _check_programs, open_mix, prepare
 from insitu.runtime.sandboxes import UNSUPPORTED, check_tasks, make_backend
 
 FAKE = "sandbox.environment=tests.fakes.harbor:local_environment"
@@ -27,18 +27,18 @@ def test_the_table_says_what_the_backend_says_of_itself(kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_program_that_this_machine_lacks_is_refused_before_the_run(tmp_path: Path) -> None:
-    command = "cd . && FLAG=1 no-such-program --all x.py"
+    command = "cd . && FLAG=1 no-such-program --all x.py 2>&1"
     row = {"checks": [{"command": "python3 a.py"}, {"command": command}]}
     config = write_rows(tmp_path, [CASES, row])
     with pytest.raises(ConfigError) as raised:
-        prepare_tasks(config, print, lambda _config, mix: mix.examples())
+        prepare(config, print, lambda _config, mix: mix.examples())
     assert str(raised.value) == (
         "task t1 cannot run with sandbox.backend = local: its checks call no-such-program, which is not"
         " installed for all users of this machine"
     )
     for change in ({"image": "debian:12"}, {"setup": ["make it"]}):
         there = write_rows(tmp_path, [row | change], "sandbox.backend=docker", "sandbox.image=debian:12")
-        prepare_tasks(there, print, lambda _config, mix: mix.examples())
+        _check_programs(mix := open_mix(there), mix.examples())
 
 
 CASES = {"entry": "a.py", "cases": [{"function": "f", "args": [], "expected": 2}]}

@@ -79,6 +79,17 @@ def test_the_test_of_rates_counts_the_signs_that_change_as_much() -> None:
         assert sign_flip_p(pairs) == pytest.approx(share)
 
 
+@pytest.mark.parametrize("graded", [3, 10])
+def test_the_order_of_the_tasks_changes_nothing(graded: int) -> None:
+    rng = random.Random(0)
+    after = [(1, number % (graded + 1)) for number in range(11)]
+    found = []
+    for _ in range(50):
+        rng.shuffle(after)
+        found.append(change(several(graded, after)))
+    assert all(one == pytest.approx(found[0], abs=1e-9) for one in found)
+
+
 def test_very_many_tasks_are_tested_with_a_normal_distribution() -> None:
     counts = [(0, 1)] * 560 + [(1, 0)] * 500
     exact = sign_flip_p(several(2, [(0, 1)] * 530 + [(1, 0)] * 470))

@@ -327,9 +327,9 @@ def test_one_report_has_gain_best_step_early_stop_and_every_evaluation(tmp_path:
     with RunDir.open(tmp_path / "r") as run:
         run.write_summary(summary)
     assert show_run(tmp_path / "r").endswith(text)
-    for step in (1, 2):  # the last step is named too where the model before training was as good
-        text = finish(tmp_path / "r", {**summary, "best_step": step, "best_heldout_reward": 0.2})
-        assert f"  best    mean reward 0.20 after step {step} (before training 0.25): {how}" in text
+    for step, reward in ((1, 0.2), (2, 0.25)):  # the last one is named too where none is better than before
+        text = finish(tmp_path / "r", {**summary, "best_step": step, "best_heldout_reward": reward})
+        assert f"  best    mean reward {reward:.2f} after step {step} (before training 0.25): {how}" in text
     plain = render_report(report())
     assert not any(word in plain for word in ("gain", "best", "ended", "Further", "Task sets"))
 

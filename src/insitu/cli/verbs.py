@@ -80,7 +80,7 @@ def sft_verb(options: argparse.Namespace) -> int:
     overrides = list(options.overrides)
     if options.resume and options.source is not None:
         overrides.append(str(options.source))
-    config = _resumed(options, overrides) if options.resume else _sft_config(options.source, overrides)
+    config = _resumed(options, overrides, ()) if options.resume else _sft_config(options.source, overrides)
 
     def run(config: Config, view: View) -> Coroutine[Any, Any, str]:
         from insitu.api import TrainOptions, sft_with
@@ -135,11 +135,13 @@ def _positional(options: argparse.Namespace) -> tuple[list[str], str | None]:
     return overrides, path
 
 
-def _resumed(options: argparse.Namespace, changes: Sequence[str]) -> Config:
-    """Return the stored configuration with allowed changes; raise ConfigError for others."""
+def _resumed(
+    options: argparse.Namespace, changes: Sequence[str], changeable: Sequence[str] | None = None
+) -> Config:
+    """Return the stored configuration, changed in keys of `changeable` or TRAINING; raise ConfigError."""
     from insitu.api import TRAINING, resumed_config
 
-    return resumed_config(options.resume, changes, TRAINING)
+    return resumed_config(options.resume, changes, TRAINING if changeable is None else changeable)
 
 
 Run = Callable[["Config", "View"], Coroutine[Any, Any, str]]

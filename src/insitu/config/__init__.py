@@ -2,6 +2,7 @@
 
 from insitu.config.harness import HarnessTable
 from insitu.config.load import (
+    RENAMED,
     WARM_START,
     demo_preset,
     dotted_keys,
@@ -19,6 +20,7 @@ from insitu.config.tasks import EvalTable, TaskSetTable, ToyKind
 from insitu.config.training import TrainTable
 
 __all__ = [
+    "RENAMED",
     "WARM_START",
     "Config",
     "EvalTable",

@@ -43,6 +43,8 @@ RENAMED: Mapping[str, str] = {
     "harness.recycle_rollouts": "harness.max_rollouts_per_process",
     "model.family": "model.renderer",
     "model.retention": "model.keep_reasoning",
+    "rollout.per_task": "rollout.samples",
+    "rollout.tasks": "rollout.count",
     "sandbox.boot_tries": "sandbox.boot_attempts",
     "sandbox.permits": "sandbox.max_sandboxes",
     "tasks.bad_rows": "tasks.on_invalid_row",
@@ -79,7 +81,7 @@ def load_config(
     """
     layers: list[tuple[str, Raw]] = []
     if base is not None:
-        layers.append(("base configuration", base))
+        layers.append(("config.toml" if stored else "base configuration", base))
     if path is not None:
         layers.append((str(path), read_toml(Path(path))))
     if tables:

@@ -288,7 +288,9 @@ class Config(Table):
         return [table.name for table in self.tasks] if len(self.tasks) > 1 else []
 
     def agent_of(self, part: str) -> str:
-        """Return the names of the agents of a part; empty where the run has no such part."""
+        """Return the names of the agents of a part; empty where the run has no such part or no agents."""
+        if self.collect.run:
+            return ""
         parts = self.parts
         own = [parts[part]] if part in parts else []
         own += [each for table in self.tasks if table.name == part for each in self.of_agents(table).values()]

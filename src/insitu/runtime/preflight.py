@@ -118,6 +118,8 @@ def prepare(
         for check in (check_agents, action_of, _check_reward, _check_context):
             checks.run(_in_part, check, own)
     chosen = checks.run(prepare_tasks, config, say, choose)
+    if chosen is not None:
+        checks.run(_check_programs, *chosen)
     renderer = None if config.engine.kind == "upstream" else checks.run(renderer_of, config)
     pools = find_pools(parts, say, checks.run)
     checks.close()
@@ -169,8 +171,15 @@ def prepare_tasks(
         own = mix.of(task).config
         with _naming_part(own):
             check_tasks(own, [task])
-            check_programs(own, task, mix.oracle(task))
     return mix, tasks
+
+
+def _check_programs(mix: TaskMix, tasks: Sequence[Task]) -> None:
+    """Raise ConfigError for a task whose checks call a program that its sandboxes lack."""
+    for task in tasks:
+        own = mix.of(task).config
+        with _naming_part(own):
+            check_programs(own, task, mix.oracle(task))
 
 
 def _check_reward(config: Config) -> None:

@@ -8,6 +8,7 @@ to take over any sandbox.
 
 from __future__ import annotations
 
+import functools
 import logging
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
@@ -187,14 +188,20 @@ def check_programs(config: Config, task: Task, oracle: Oracle) -> None:
     elsewhere = task.setup.image or task.setup.commands or config.fleet.kind != "none"
     if not names or elsewhere or "local" not in config.sandbox.kinds:
         return
-    command = ["sh", "-c", FIND, "sh", *names]
-    path = {"PATH": search_path()}
-    done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=30, check=False)
-    if missing := done.stdout.split():
+    if missing := _missing(names):
         raise ConfigError(
             f"task {task.id} cannot run with {_key(config, 'local')} = local: its checks call {missing[0]},"
             " which is not installed for all users of this machine"
         )
+
+
+@functools.cache
+def _missing(names: tuple[str, ...]) -> list[str]:
+    """Return those of `names` that no local sandbox has as a program."""
+    command = ["sh", "-c", FIND, "sh", *names]
+    path = {"PATH": search_path()}
+    done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.split()
 
 
 def _key(config: Config, kind: str) -> str:

@@ -222,8 +222,9 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
         if KIND in store.meta():
             raise RecordError(f"{run.path} holds a run of `insitu {store.meta()[KIND]}`, not a training run")
         check_steps(run, store)
-        if resume and any((config.train != run.config.train, config.tasks != run.config.tasks, longer)):
-            run.change(config)
+        changed = resume and any((config.train != run.config.train, config.tasks != run.config.tasks, longer))
+        if changed:
+            run.config = config
         clock = WallClock(store, options.began)
         store.recover()
         restore_steps(run, store, metrics)
@@ -238,6 +239,8 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
                 else _assemble_served(run, store, view.note, view.stage)
             )
             async with assembled as parts:
+                if changed:
+                    run.change(config)
                 summary = await TrainingLoop(run, store, metrics, parts, view, clock).run()
         finally:
             # The disk may be what ended the run: its own line must come through.

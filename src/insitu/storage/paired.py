@@ -14,7 +14,7 @@ import numpy as np
 
 from insitu.storage.pass_at_k import TaskCounts, mean_interval
 
-_EXACT_TASKS, _EXACT_ADDITIONS = 1000, 1 << 27
+_EXACT_TASKS, _EXACT_ADDITIONS = 1000, 1 << 25
 """Beyond these a normal distribution stands for the exact one of the test."""
 
 Pairs = Sequence[tuple[TaskCounts, TaskCounts]]
@@ -63,14 +63,15 @@ def mean_change(pairs: Pairs) -> Change | None:
 
 def _correlation(before: Sequence[float], after: Sequence[float]) -> float:
     """Return the correlation of the rates, a positive one with Newcombe's correction for continuity."""
+    # Sums of equal floats have a variance of rounding errors.
+    if len({*before}) == 1 or len({*after}) == 1:
+        return 0.0
     n = len(before)
     rate_a, rate_b = sum(before) / n, sum(after) / n
     covariance = sum(a * b for a, b in zip(before, after, strict=True)) / n - rate_a * rate_b
     variances = [
         sum((rate - mean) ** 2 for rate in rates) / n for rates, mean in ((before, rate_a), (after, rate_b))
     ]
-    if not all(variances):
-        return 0.0
     found = covariance / math.sqrt(variances[0] * variances[1])
     if found <= 0:
         return max(-1.0, found)

@@ -113,7 +113,8 @@ WHERE s.account IS NOT NULL AND r.reward IS NOT NULL GROUP BY s.account ORDER BY
 HELDOUT_TASKS = f"""
 SELECT phase, step, category, SUM(reward >= 1.0) AS resolved, COUNT(*) AS graded, SUM(reward) AS reward_sum
 FROM rollouts WHERE phase <> 'train' AND reward IS NOT NULL
-GROUP BY phase, step, category, {TASK_SET}, task_id ORDER BY step
+GROUP BY phase, step, category, {TASK_SET}, task_id
+ORDER BY step, phase LIKE 'eval_after%', phase
 """
 WHY = """
 SELECT status, outcome, varying(raw) AS text, SUM(n) AS n, MAX(example) AS example,

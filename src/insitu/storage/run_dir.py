@@ -25,7 +25,7 @@ from typing import Any, Literal, Self, TextIO
 
 import orjson
 
-from insitu.config import Config, dump_toml, load_config, model_folder
+from insitu.config import RENAMED, Config, dump_toml, load_config, model_folder, read_toml
 from insitu.config.base import holds_paths, is_url
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.files import write_text
@@ -226,7 +226,17 @@ def read_config(path: Path) -> Config:
     """Return the resolved configuration of a run; `run.dir` is its current location."""
     if not (path / "config.toml").exists():
         raise RecordError(f"{path} is not a run directory: it has no config.toml")
-    return _with_dir(load_config(path / "config.toml", stored=True), path)
+    return _with_dir(load_config(base=read_tables(path), stored=True), path)
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """Return the stored configuration of a run as tables, renamed keys of earlier versions included."""
+    tables: dict[str, Any] = {**read_toml(path / "config.toml")}
+    for old, new in RENAMED.items():
+        (table, key), (now_in, name) = old.split("."), new.split(".")
+        if table == now_in and isinstance(values := tables.get(table), dict) and key in values:
+            values[name] = values.pop(key)
+    return tables
 
 
 def read_store(path: Path) -> Store:

@@ -1,43 +1,27 @@
-"""Which programs a shell command calls, as far as its text shows."""
+"""Which program a shell command needs, as far as its text shows beyond doubt."""
 
 from __future__ import annotations
 
 import re
-import shlex
 
 from insitu.types import Oracle
 
-_SEPARATORS = {"&&", ";", "|", "&", "(", ")"}
-_UNCLEAR = {"||", ";;", "<<"}
-_UNCLEAR_FIRST = {"case", "for", "while", "until", "function", ".", "source", "eval", "alias", "export"}
-"""What makes a program optional, hides it or changes where it is searched."""
-_ASSIGNMENT = re.compile(r"\w+=")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_OPTIONAL = re.compile(r"[;|\n]|(?<![&>])&(?!&)")
+"""What lets a command succeed although its first program is missing; also within quotes."""
+_FIRST = re.compile(
+    r"\s*(?:cd [\w./-]+ && )?(?:(?!PATH=)\w+=[\w./:-]* )*([A-Za-z0-9_][\w.+-]*)(?=\s|$)", re.ASCII
+)
 FIND = 'for name do command -v "$name" >/dev/null || echo "$name"; done'
 """Shell code: print those of its arguments that are neither a program on PATH nor a word of the shell."""
 
 
-def programs(command: str) -> tuple[str, ...]:
-    """Return names of programs that the command needs on PATH; none where its text is unclear."""
-    words = shlex.shlex(command, posix=True, punctuation_chars=True)
-    words.whitespace_split = True
-    try:
-        found = list(words)
-    except ValueError:
-        return ()
-    if _UNCLEAR & {*found} or any(word.startswith("PATH=") for word in found):
-        return ()
-    names, begins = list[str](), True
-    for word in found:
-        if begins and word in _UNCLEAR_FIRST:
-            return ()
-        if begins and not _ASSIGNMENT.match(word):
-            names += [word] if _NAME.fullmatch(word) else []
-            begins = False
-        begins = begins or word in _SEPARATORS
-    return tuple(dict.fromkeys(names))
+def program(command: str) -> str:
+    """Return the name that the command needs as a program on PATH; empty if its text leaves doubt."""
+    found = None if _OPTIONAL.search(command.strip()) else _FIRST.match(command)
+    return found[1] if found else ""
 
 
 def programs_of(oracle: Oracle) -> tuple[str, ...]:
-    """Return names of programs that the checks of a task call."""
-    return tuple(dict.fromkeys(name for check in oracle.tests.checks for name in programs(check.command)))
+    """Return the names of programs that the checks of a task need."""
+    names = (program(check.command) for check in oracle.tests.checks)
+    return tuple(dict.fromkeys(filter(None, names)))

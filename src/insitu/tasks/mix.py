@@ -106,9 +106,9 @@ class TaskMix:
         """Return how many tasks an evaluation has, and the longest time limit of one in seconds."""
         sets = self.of_eval(table)
         counts = _shares([one.size(table.split) for one in sets], table.count)
-        # A set without an end is generated: one task has the limits of all.
+        # All toy tasks have the same limits.
         read = [
-            min(count, 1) if one.size(table.split) is None else count
+            min(count, 1) if one.config.task_set.source == "toy" else count
             for one, count in zip(sets, counts, strict=True)
         ]
         tasks = [

@@ -59,7 +59,7 @@ def report_of(
     step, limit = summary["best_step"], config.run.stop_after_evals
     best = None if step is None else (step, summary["best_heldout_reward"])
     base = before[""].reward_mean if "" in before else 0.0
-    as_good = best is not None and base >= best[1] > 0.0
+    as_good = best is not None and round(base, 4) >= best[1] > 0.0
     ended = (
         f"ended after step {steps} of {config.run.steps}: {limit} evaluations without a better held-out"
         " result (run.stop_after_evals)"

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from samples_lab import AFTER, BEFORE, STEP, UNGRADED, Rewards, stored
+from samples_lab import AFTER, BEFORE, STEP, UNGRADED, Rewards, put, stored
 
 from insitu.cli import main
-from insitu.storage.run_dir import read_store
+from insitu.storage.run_dir import RunDir, read_store
 from insitu.view.base import rounded
 from insitu.view.curve import curve_of
 from insitu.view.web.findings import compare_tasks
@@ -49,6 +49,13 @@ def test_one_number_has_one_value_and_one_interval_everywhere(
     assert f"change {gain}\n" in capsys.readouterr().out
     assert main(["show", str(run.path)]) == 0
     assert capsys.readouterr().out.endswith(text)
+
+
+def test_the_result_that_ended_a_run_is_not_its_last(tmp_path: Path) -> None:
+    stored(tmp_path / "r", BEFORE, AFTER)
+    with RunDir.open(tmp_path / "r") as run, run.store() as store:
+        put(store, "eval_during", STEP, [(1, 1, 1)] * 6)
+    assert run_info(RunHandle("r", tmp_path / "r"))["heldout_now"] == 2 / 18
 
 
 def test_a_solve_rate_is_the_mean_over_tasks_of_the_graded_rollouts(tmp_path: Path) -> None:

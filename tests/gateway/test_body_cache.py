@@ -86,7 +86,7 @@ def test_tool_schemas_keep_their_order_and_tool_choice_none_offers_none() -> Non
         ({"messages": [3]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": ["x"]}]}]}, "messages[0].content[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),

@@ -147,9 +147,9 @@ async def test_errors_have_the_classes_that_clients_expect(renderer: TemplateRen
         for stream in (False, True):
             with pytest.raises(errors.ClientError, match=r"input token count \(\d+\) exceeds .* \(40\)"):
                 await ask(api, stream, ASK)
-        image = types.Part(file_data=types.FileData(file_uri="http://10.0.0.1/x.png", mime_type="image/png"))
-        with pytest.raises(errors.ClientError, match="fileData"):
-            await ask(api, False, [types.Content(role="user", parts=[image])])
+        code = types.Part(executable_code=types.ExecutableCode(code="1", language=types.Language.PYTHON))
+        with pytest.raises(errors.ClientError, match="executableCode"):
+            await ask(api, False, [types.Content(role="user", parts=[code])])
         assert [m.name async for m in await api.models.list()] == ["models/policy"]
         assert (await api.models.get(model="m")).name == "models/policy"
 

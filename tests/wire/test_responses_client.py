@@ -179,12 +179,6 @@ async def test_a_reply_cut_by_length_is_incomplete(renderer: TemplateRenderer) -
         {"conversation": "conv_1"},
         {"prompt": {"id": "pmpt_1"}},
         {"input": [{"type": "item_reference", "id": "msg_1"}]},
-        {
-            "input": [
-                {"role": "user", "content": [{"type": "input_image", "image_url": "http://10.0.0.1/x.png"}]}
-            ]
-        },
-        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "file-1"}]}]},
     ],
     ids=str,
 )

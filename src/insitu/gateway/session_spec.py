@@ -56,6 +56,8 @@ class SessionStats(Spent):
     """A reply was cut by a token limit, or a prompt did not fit."""
     overflows: int = 0
     malformed: int = 0
+    left_out: int = 0
+    """Lines in the place of images, sound and files in new texts: the model reads only text."""
     doing: str = field(default="", repr=False)
     """Begin of the newest reply for a view: its first call, else its text."""
     injections: int = 0

@@ -21,7 +21,8 @@ from insitu.engines.base import Engine
 from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, EngineUnavailable
 from insitu.gateway.deadlines import CallDeadline, QueueTimeout, SessionClock
-from insitu.gateway.dialects.base import WireError
+from insitu.gateway.dialects.base import WireError, labels
+from insitu.gateway.dialects.media import in_place_of
 from insitu.gateway.edit_diagnosis import explain
 from insitu.gateway.host_tools import ToolBox
 from insitu.gateway.prompt_ids import CHARS_PER_MESSAGE, fresh_texts, new_ids, planned
@@ -44,7 +45,8 @@ CHARS_PER_TOKEN = 16
 """Text with more characters per token of the context is refused without encoding it."""
 BYTES_PER_CHAR = 6
 """Size of an escaped character."""
-MIN_BODY_LIMIT = 8 << 20
+MIN_BODY_LIMIT = 32 << 20
+"""Images are part of a body and not of the prompt; providers take bodies of this size."""
 MAX_STOPS = 16
 DOING_CHARS = 200
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
@@ -118,7 +120,7 @@ class Turns:
         limit = spec.limits.max_context_tokens
         self._max_context = min(limit, engine.info.max_context_tokens)
         self.max_body_bytes = max(MIN_BODY_LIMIT, BYTES_PER_CHAR * CHARS_PER_TOKEN * self._max_context)
-        """A longer body cannot be a prompt that fits the context."""
+        """A longer text cannot be a prompt that fits the context."""
 
     async def run(self, request: ModelRequest, turn: int) -> Answer:
         """Answer one call. Raises WireError (the agent's fault), EngineError, RenderError, CaptureError."""
@@ -156,6 +158,7 @@ class Turns:
                 self._overflowed()
             raise
         self.stats.injections += typed
+        plan = self._labelled(plan, fresh)
         node = self._forest.extend(plan, delta, explain(self._renderer, self._forest, plan), spans)
         prompt = self._forest.path_ids(node)
         answer: Answer | None = None
@@ -179,6 +182,12 @@ class Turns:
             del self.unanswered[node]
         self._tools.sampled(answer.reply.tool_calls, injected)
         return answer
+
+    def _labelled(self, plan: PromptPlan, fresh: list[str]) -> PromptPlan:
+        """Return the plan with a label for each kind of part that its new texts have a line for."""
+        dropped = in_place_of(fresh)
+        self.stats.left_out += len(dropped)
+        return replace(plan, hints=labels([*(("dropped_part", kind) for kind in dropped), *plan.hints]))
 
     async def _sample(
         self, prompt: IntArray, request: ModelRequest, turn: int, experts_from: int

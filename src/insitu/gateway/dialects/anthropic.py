@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from insitu.gateway.dialects import client_tools
+from insitu.gateway.dialects import client_tools, media
 from insitu.gateway.dialects.base import (
     Cause,
     Envelope,
@@ -282,12 +282,24 @@ def _text(raw: object, param: str) -> str:
     if kind == "tool_reference":
         return string(block.get("tool_name"), f"{param}.tool_name")
     if kind == "document":
-        source = mapping(block.get("source"), f"{param}.source")
-        if source.get("type") == "text":
-            return string(source.get("data"), f"{param}.source.data")
+        return _document(mapping(block.get("source"), f"{param}.source"), f"{param}.source")
+    if medium := media.medium(kind):
+        return media.left_out(medium)
     raise WireError(
         "invalid_request", f"{param}: content of type {str(kind)[:64]!r} is not supported", f"{param}.type"
     )
+
+
+def _document(source: Mapping[str, object], param: str) -> str:
+    """Return the text of a document, or the line in its place. Raises WireError."""
+    kind, content = source.get("type"), source.get("content")
+    if kind == "text":
+        return string(source.get("data"), f"{param}.data")
+    if kind == "content" and isinstance(content, list):
+        return "\n".join(_text(part, f"{param}.content.{i}") for i, part in enumerate(content))
+    if kind == "content":
+        return string(content, f"{param}.content")
+    return media.from_data("document", source.get("media_type"), source.get("data"), f"{param}.data")
 
 
 def _tools(body: Mapping[str, object]) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ...]]:

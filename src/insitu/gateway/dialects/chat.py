@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from insitu.gateway.dialects import media
 from insitu.gateway.dialects.base import (
     SSE_DONE,
     SSE_KEEP_ALIVE,
@@ -192,18 +193,25 @@ def _message(raw: object, param: str) -> Message:
 
 
 def _content(value: object, param: str, between: str) -> str:
-    """Return the text of a content: string, null, or text parts. Raises WireError for other parts."""
+    """Return the text of a content: string, null, or parts. Raises WireError for parts of unknown types."""
     if not isinstance(value, list):
         return string(value, param)
     texts = []
     for i, raw in enumerate(value):
         part = mapping(raw, f"{param}[{i}]")
         kind = part.get("type", "text")
-        if kind not in ("text", "refusal"):
+        medium = media.medium(kind)
+        if medium == "file":
+            file = mapping(part.get("file") or {}, f"{param}[{i}].file")
+            texts.append(media.from_url(medium, file.get("file_data"), f"{param}[{i}].file.file_data"))
+        elif medium:
+            texts.append(media.left_out(medium))
+        elif kind in ("text", "refusal"):
+            texts.append(string(part.get(kind), f"{param}[{i}]"))
+        else:
             raise WireError(
                 "invalid_request", f"Content of type {kind!r} is not supported.", f"{param}[{i}].type"
             )
-        texts.append(string(part.get(kind), f"{param}[{i}]"))
     return between.join(texts)
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import parse_qs
 
+from insitu.gateway.dialects import media
 from insitu.gateway.dialects.base import (
     EVENT_STREAM,
     WireCall,
@@ -282,10 +283,9 @@ def _result(answer: _Json, param: str, waiting: list[ToolCall]) -> Message:
     if answered is not None:
         waiting.remove(answered)
         id = answered.id
-    if answer.get("parts"):
-        raise WireError("invalid_request", "Parts in a function response are not supported.", param)
     response = mapping(answer.get("response") or {}, f"{param}.functionResponse.response")
-    return Message(role="tool", text=_outcome(response), tool_call_id=id)
+    text = "\n".join((_outcome(response), *_texts(answer, f"{param}.functionResponse")))
+    return Message(role="tool", text=text, tool_call_id=id)
 
 
 def _outcome(response: _Json) -> str:
@@ -300,8 +300,14 @@ def _outcome(response: _Json) -> str:
 
 
 def _text(part: _Json, param: str) -> str:
-    """Return the text of a part, which may be empty. Raises WireError for any other part."""
+    """Return the text of a part, which may be empty, or the line in its place. Raises WireError."""
     value = part.get("text")
+    for name in ("inlineData", "fileData"):
+        data = _get(part, name)
+        if data is not None:
+            fields = mapping(data, f"{param}.{name}")
+            mime = _get(fields, "mimeType")
+            return media.from_data(media.medium(mime) or "file", mime, fields.get("data"), f"{param}.{name}")
     if value is None:
         for key in part:
             if key not in ("thought", "thoughtSignature", "thought_signature"):

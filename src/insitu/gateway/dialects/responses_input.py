@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from insitu.gateway.dialects import client_tools, compaction
+from insitu.gateway.dialects import client_tools, compaction, media
 from insitu.gateway.dialects.base import (
     WireCall,
     WireError,
@@ -330,23 +330,29 @@ def free_form_text(arguments: str) -> str:
 
 
 def _output(value: object, param: str) -> str:
-    """Return a tool's answer: text, or a list of text parts."""
-    return _texts(value, param, "\n")
+    """Return a tool's answer: text, a part (a screenshot) or a list of parts."""
+    return _texts([value] if isinstance(value, dict) else value, param, "\n")
 
 
 def _texts(value: object, param: str, between: str) -> str:
-    """Return the text of a content: string, null, or text parts. Raises WireError for other parts."""
+    """Return the text of a content: string, null, or parts. Raises WireError for parts of unknown types."""
     if not isinstance(value, list):
         return string(value, param)
     texts = []
     for i, raw in enumerate(value):
         part = mapping(raw, f"{param}[{i}]")
         kind = part.get("type")
-        if kind not in _TEXT_PARTS:
+        medium = media.medium(kind)
+        if medium == "file":
+            texts.append(media.from_url(medium, part.get("file_data"), f"{param}[{i}].file_data"))
+        elif medium:
+            texts.append(media.left_out(medium))
+        elif kind in _TEXT_PARTS:
+            texts.append(string(part.get("refusal" if kind == "refusal" else "text"), f"{param}[{i}]"))
+        else:
             raise WireError(
                 "invalid_request",
                 f"Content of type {str(kind)[:64]!r} is not supported.",
                 f"{param}[{i}].type",
             )
-        texts.append(string(part.get("refusal" if kind == "refusal" else "text"), f"{param}[{i}]"))
     return between.join(texts)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from insitu.errors import TaskError
-from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.grader import RUNNERS, GradeConfig, Grader, runner_for
 from insitu.grading.runners.stdio import same_output
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.user_functions import FAILURES, FunctionFailed
@@ -228,49 +227,164 @@ def test_what_counts_as_the_same_lines(expected: str, printed: str, same: bool) 
     assert same_output(expected, printed, by_line=True, tolerance=0.0) is same
 
 
-def any_order(stdin: str, expected: str, printed: str) -> bool:
-    return sorted(expected.split()) == sorted(printed.split()) and stdin.endswith("\n")
+CHECKERS = """
+import os, pathlib, re, sys, time
 
+def any_order(stdin, expected, printed):
+    print("a line of the checker's own")
+    return sorted(expected.split()) == sorted(printed.split()) and stdin.endswith("\\n")
 
-def broken(stdin: str, expected: str, printed: str) -> bool:
+async def awaited(stdin, expected, printed):
+    return expected.split() == printed.split()
+
+def like_numpy(stdin, expected, printed):
+    return type("bool_", (int,), {})(expected.split() == printed.split())
+
+def broken(stdin, expected, printed):
     raise RuntimeError("no idea")
 
-
-def numbers(stdin: str, expected: str, printed: str) -> bool:
+def numbers(stdin, expected, printed):
     return int(printed) == int(expected)
 
+def first_word(stdin, expected, printed):
+    return printed.split()[0] == expected.split()[0]
 
-RELEASE = threading.Event()
+def ratio(stdin, expected, printed):
+    return abs(float(expected) / float(printed) - 1) < 1e-6
+
+def shape(stdin, expected, printed):
+    # What is expected is a note for people: only programs print what this can read.
+    return [3, 30, 12][int(printed.split("\\n")[-2]) // 12] > 0 if printed.endswith("\\n") else 1 / 0
+
+def forgets(stdin, expected, printed):
+    if printed.split() == expected.split():
+        return True
+
+def nan(stdin, expected, printed):
+    return True if printed.split() == expected.split() else float("nan")
+
+def text(stdin, expected, printed):
+    return printed.split() == expected.split() or "wrong answer"
+
+def always_text(stdin, expected, printed):
+    return "ok"
+
+def exits(stdin, expected, printed):
+    return printed.split() == expected.split() or sys.exit(1)
+
+def dies(stdin, expected, printed):
+    return printed.split() == expected.split() or os._exit(1)
+
+def never(stdin, expected, printed):
+    time.sleep(60.0)
+
+def holds_the_interpreter(stdin, expected, printed):
+    return printed.split() == expected.split() or bool(re.fullmatch("(a+)+b", "a" * 64))
+
+def now_and_then(stdin, expected, printed):
+    seen = pathlib.Path(__file__).with_name("seen")
+    seen.write_bytes(seen.read_bytes() + b"." if seen.exists() else b"")
+    if len(seen.read_bytes()) % 2:
+        raise ConnectionError
+    return printed.split() == expected.split()
+"""
 
 
-def hangs(stdin: str, expected: str, printed: str) -> bool:
-    return RELEASE.wait(60.0)
-
-
-LOOPS: list[int] = []
-
-
-def slow(stdin: str, expected: str, printed: str) -> bool:
-    LOOPS.append(threading.get_ident())
-    return True
+@pytest.fixture(scope="module")
+def checkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = tmp_path_factory.mktemp("checkers") / "mine.py"
+    path.write_text(CHECKERS)
+    yield str(path)
+    RUNNERS["stdio"].close()
 
 
 @pytest.mark.slow
-async def test_a_checker_that_raises_is_a_failure_of_the_infrastructure(grader: Grader) -> None:
-    made = make(checker=f"{__name__}:broken")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("broken", r"raised RuntimeError('no idea') (mine.py line"),
+        ("always_text", "returned 'ok', not True or False"),
+        ("never", "did not return within 0.5 s"),
+    ],
+)
+async def test_a_checker_that_fails_on_what_is_expected_is_a_failure_of_the_infrastructure(
+    grader: Grader, checkers: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.grading.runners.checker.CHECK_S", 0.5)
+    made = make(checker=f"{checkers}:{name}")
     for _ in range(FAILURES - 1):
         verdict = await judge(grader, made, GOOD)
         assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None), verdict
-        assert f"tasks.checker {__name__}:broken raised RuntimeError('no idea') (test_stdio.py line" in (
-            verdict.reason
-        )
+        assert f"tasks.checker {checkers}:{name} {said}" in verdict.reason
     with pytest.raises(FunctionFailed, match="5 times in a row"):
         await judge(grader, made, GOOD)
 
 
+WRONG = {
+    "first_word": ("input()\n", "raised IndexError('list index out of range') (mine.py line"),
+    "ratio": ("print(0)\n", "raised ZeroDivisionError('float division by zero') (mine.py line"),
+    "shape": ("print(40)\n", "raised IndexError("),
+    "forgets": ("print(0)\n", "returned None, not True or False"),
+    "nan": ("print(0)\n", "returned nan, not True or False"),
+    "text": ("print(0)\n", "returned 'wrong answer', not True or False"),
+    "exits": ("print(0)\n", "raised SystemExit(1)"),
+    "dies": ("print(0)\n", "ended its process"),
+    "holds_the_interpreter": ("print(0)\n", "did not return within 1 s"),
+}
+
+
 @pytest.mark.slow
-async def test_a_checker_that_cannot_read_an_output_calls_it_wrong(grader: Grader) -> None:
-    made = make(checker=f"{__name__}:numbers")
+@pytest.mark.parametrize("name", WRONG)
+async def test_an_output_on_which_a_working_checker_fails_is_wrong_and_named(
+    grader: Grader, checkers: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.grading.runners.checker.CHECK_S", 1.0)
+    program, said = WRONG[name]
+    made = make(checker=f"{checkers}:{name}")
+    assert (await judge(grader, made, GOOD)).outcome is Outcome.RESOLVED
+    for _ in range(FAILURES if name == "ratio" else 1):
+        verdict = await judge(grader, made, program)
+        assert (verdict.outcome, verdict.reward) == (Outcome.UNRESOLVED, 0.0), verdict
+        assert f"input 0: the checker {said}" in verdict.reason
+        assert verdict.controls == "the checker failed on 1 outputs and works on right ones"
+    assert (await judge(grader, made, GOOD)).outcome is Outcome.RESOLVED
+
+
+@pytest.mark.slow
+async def test_many_outputs_that_hang_a_checker_leave_it_working(
+    grader: Grader, checkers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu.grading.runners.checker.CHECK_S", 0.5)
+    made = make(checker=f"{checkers}:holds_the_interpreter")
+    wrong = await asyncio.gather(*(judge(grader, made, "print(0)\n") for _ in range(6)))
+    assert [verdict.reward for verdict in wrong] == [0.0] * 6, wrong
+    assert (await judge(grader, made, GOOD)).outcome is Outcome.RESOLVED
+
+
+@pytest.mark.slow
+async def test_an_expected_output_that_is_empty_is_no_control_but_the_solutions_is(
+    grader: Grader, checkers: str
+) -> None:
+    task, oracle = make(checker=f"{checkers}:shape")
+    empty = tuple(replace(one, expected="") for one in oracle.exchanges)
+    nothing_known = replace(oracle, exchanges=empty, gold={})
+    verdict = await judge(grader, (task, nothing_known), "print(40)\n")
+    assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None), verdict
+    verdict = await judge(grader, (task, replace(oracle, exchanges=empty)), "print(40)\n")
+    assert (verdict.outcome, verdict.reward) == (Outcome.UNRESOLVED, 0.0), verdict
+
+
+@pytest.mark.slow
+async def test_a_checker_that_fails_now_and_then_is_asked_again(grader: Grader, checkers: str) -> None:
+    made = make(checker=f"{checkers}:now_and_then")
+    assert (await judge(grader, made, GOOD)).outcome is Outcome.RESOLVED
+    verdict = await judge(grader, made, "print(0)\n")
+    assert verdict.reason.endswith("input 0: a wrong output"), verdict
+
+
+@pytest.mark.slow
+async def test_a_checker_that_cannot_read_an_output_calls_it_wrong(grader: Grader, checkers: str) -> None:
+    made = make(checker=f"{checkers}:numbers")
     assert (await judge(grader, made, GOOD)).outcome is Outcome.RESOLVED
     verdict = await judge(grader, made, "print('none')\n")
     assert (verdict.outcome, verdict.reward) == (Outcome.UNRESOLVED, 0.0), verdict
@@ -278,26 +392,18 @@ async def test_a_checker_that_cannot_read_an_output_calls_it_wrong(grader: Grade
 
 
 @pytest.mark.slow
-async def test_a_checker_that_hangs_stops_neither_the_event_loop_nor_the_grading(
-    grader: Grader, monkeypatch: pytest.MonkeyPatch
+async def test_a_checker_that_hangs_does_not_stop_the_event_loop(
+    grader: Grader, checkers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.grading.runners.stdio.CHECK_S", 0.5)
-    judging = asyncio.ensure_future(judge(grader, make(checker=f"{__name__}:hangs"), GOOD))
+    monkeypatch.setattr("insitu.grading.runners.checker.CHECK_S", 1.0)
+    made = make(checker=f"{checkers}:holds_the_interpreter")
+    judging = asyncio.ensure_future(judge(grader, made, "print(0)\n"))
+    turns = 0
     while not judging.done():
-        begun = time.monotonic()
         await asyncio.sleep(0.05)
-        assert time.monotonic() - begun < 0.4
-    RELEASE.set()
-    verdict = await judging
-    assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None), verdict
-    assert "did not return within 0.5 s" in verdict.reason
-
-
-@pytest.mark.slow
-async def test_a_checker_runs_in_a_thread(grader: Grader) -> None:
-    assert (await judge(grader, make(checker=f"{__name__}:slow"), GOOD)).outcome is Outcome.RESOLVED
-    assert LOOPS
-    assert threading.get_ident() not in LOOPS
+        turns += 1
+    assert turns > 8
+    assert (await judging).reward == 0.0
 
 
 @pytest.mark.slow
@@ -320,12 +426,12 @@ async def test_long_integers_are_printed(grader: Grader) -> None:
 
 
 @pytest.mark.slow
-async def test_a_checker_of_the_users_own_decides(grader: Grader) -> None:
-    name = f"{__name__}:any_order"
-    solved = await judge(grader, make(checker=name), GOOD)
+@pytest.mark.parametrize("name", ["any_order", "awaited", "like_numpy"])
+async def test_a_checker_of_the_users_own_decides(grader: Grader, checkers: str, name: str) -> None:
+    solved = await judge(grader, make(checker=f"{checkers}:{name}"), GOOD)
     assert solved.outcome is Outcome.RESOLVED, solved
     with pytest.raises(TaskError, match=r"tasks\.checker: .*has no attribute nothing"):
-        runner_for(*make(checker=f"{__name__}:nothing"))
+        runner_for(*make(checker=f"{checkers}:nothing"))
 
 
 def test_rows_that_cannot_be_judged() -> None:

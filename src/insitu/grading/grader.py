@@ -156,7 +156,9 @@ class Grader:
             await self._spares.pop(0)[1].close()
 
     async def close(self) -> None:
-        """Close the spare sandboxes."""
+        """Close the spare sandboxes and the idle processes of checkers."""
+        for runner in RUNNERS.values():
+            runner.close()
         while self._spares:
             await self._spares.pop()[1].close()
 

@@ -2,7 +2,7 @@
 
     transform(row: dict) -> dict | None                       None leaves the row out
     parse_answer(reply: str, task: Task) -> {path: text}      single_turn: a reply becomes files
-    checker(stdin: str, expected: str, printed: str) -> bool  stdio: whether an output is right
+    checker(stdin: str, expected: str, printed: str) -> bool  see grading/runners/checker.py
     reward(rollout: FinishedRollout) -> float | dict | None   see grading/reward.py
 
 A plain function runs in a thread per call, a coroutine function on an event loop of its own thread. An
@@ -26,6 +26,11 @@ FAILURES = 5
 """Consecutive failures of one function that end the run."""
 CALL_S = 300.0
 """Default timeout of one call in seconds."""
+
+USER_FUNCTIONS = ("reward.function ", "tasks.checker ", "tasks.parse_answer ")
+"""How the error of an attempt begins that failed because of a user's function."""
+CHECKER_FAILED = "the checker failed"
+"""How `controls` of a verdict begins where the checker failed on an output and works on a right one."""
 
 Result = TypeVar("Result")
 
@@ -114,7 +119,7 @@ class UserFunction:
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         """Return the result of `work` from a thread that releases the slot when it ends."""
-        done = _in_thread(work)
+        done = in_thread(work)
         done.add_done_callback(lambda _: self._slots.release())
         try:
             # Shielded: a cancelled caller must not release the slot of a thread that is still running.
@@ -199,7 +204,7 @@ class _LoopThread:
         await stop.wait()  # asyncio.run cancels what is still running
 
 
-def _in_thread(work: Callable[[], Result]) -> asyncio.Future[tuple[Result | None, BaseException | None]]:
+def in_thread(work: Callable[[], Result]) -> asyncio.Future[tuple[Result | None, BaseException | None]]:
     """Return a future of (result, error) of `work` in a daemon thread."""
     # asyncio.to_thread would keep the process alive while a call hangs.
     loop = asyncio.get_running_loop()

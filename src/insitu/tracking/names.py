@@ -95,6 +95,7 @@ STEP: Mapping[str, Mapping[str, str]] = {
         "learner_restarts": "restarts of the learner so far",
         "tampered": "rollouts that tampered with the tests",
         "tamper_rate": "their share of judged rollouts",
+        "checker_failed": "rollouts with an output on which tasks.checker failed",
         "dropped": "rollouts whose changes of protected paths were dropped",
         "weak": "rollouts with a weak verdict",
         "reward_rise": "rise of the mean reward over earlier steps",

@@ -21,6 +21,7 @@ from typing import Any
 from insitu.config.training import CollectTable
 from insitu.storage.score import describe_rewards
 from insitu.storage.store import StepRecord
+from insitu.tasks.user_functions import CHECKER_FAILED, USER_FUNCTIONS
 from insitu.types import Group, Ledger, Outcome, Rollout, Status
 
 LEAST_TRIES = 8
@@ -59,6 +60,8 @@ class InfraFailureRate:
         self._alarm_at = alarm_at
         self._tries: Counter[str] = Counter()
         self._masked: Counter[str] = Counter()
+        self._broken: Counter[str] = Counter()
+        """Failures of the user's functions."""
         self._last_error = ""
         self._decided = self._unsampled = 0
         self._why = ""
@@ -67,6 +70,7 @@ class InfraFailureRate:
         """Count one attempt that failed of the infrastructure."""
         self._tries[rollout.task_id] += 1
         self._masked[rollout.task_id] += 1
+        self._broken[rollout.task_id] += rollout.error.startswith(USER_FUNCTIONS)
         self._last_error = rollout.error
 
     def decided(self, rollout: Rollout) -> None:
@@ -74,6 +78,8 @@ class InfraFailureRate:
         if rollout.status is Status.INFRA_FAILED:
             return
         self._tries[rollout.task_id] += 1
+        if rollout.reward is None:  # of a group, whose attempts are over
+            self._broken[rollout.task_id] += rollout.error.startswith(USER_FUNCTIONS)
         self._decided += 1
         if not rollout.trajectory.ledger.captured:
             self._unsampled += 1
@@ -94,6 +100,9 @@ class InfraFailureRate:
             why = self._why or "the agent ended without a reply of the model"
             lines.append(f"{self._unsampled} of {self._decided} rollouts sampled no token; last error: {why}")
         self._decided = self._unsampled = 0
+        if broken := +self._broken:
+            lines.append(f"functions of yours failed {broken.total()} times: {_named(broken)}")
+        self._broken = Counter()
         if not counts.masked:
             return replace(counts, lines=lines)
         much = counts.tries >= LEAST_TRIES and counts.rate >= self._alarm_at
@@ -106,6 +115,20 @@ class InfraFailureRate:
         log.warning("infra failures attempts=%d failed=%d tasks=%d", counts.tries, counts.masked, len(worst))
         lines.append(f"{line}; last error: {self._last_error}")
         return replace(counts, lines=lines, alarm=alarm)
+
+
+def _named(tasks: Counter[str]) -> str:
+    """Return the tasks with the highest counts."""
+    return "task " + ", ".join(f"{task} ({n})" for task, n in tasks.most_common(NAMED))
+
+
+def checker_failures(rollouts: Iterable[Rollout]) -> Counter[str]:
+    """Count by task the rollouts with an output that is wrong because the user's checker failed on it."""
+    return Counter(
+        rollout.task_id
+        for rollout in rollouts
+        if rollout.verdict is not None and rollout.verdict.controls.startswith(CHECKER_FAILED)
+    )
 
 
 LEAST_VERDICTS = 8
@@ -127,8 +150,7 @@ def verdict_counts(rollouts: Iterable[Rollout], alarm_at: float) -> tuple[dict[s
     rate = count / len(judged) if judged else 0.0
     alarm = ""
     if alarm_at and len(judged) >= LEAST_VERDICTS and rate >= alarm_at:
-        worst = ", ".join(f"{task} ({n})" for task, n in tampered.most_common(NAMED))
-        alarm = f"{count} of {len(judged)} rollouts were judged tampered; most of task {worst}"
+        alarm = f"{count} of {len(judged)} rollouts were judged tampered; most of {_named(tampered)}"
         log.warning("tampered verdicts=%d tampered=%d tasks=%d", len(judged), count, len(tampered))
     metrics = {
         "tampered": count,
@@ -229,6 +251,7 @@ class StepAlarms:
         """
         masked, limits = self._masks.close_step(), self._limits
         judged, tampering = verdict_counts((r for g in groups for r in g.rollouts), limits.tamper_alarm)
+        misjudged = checker_failures(r for g in groups for r in g.rollouts)
         reward = _Spike() if reward_mean is None else self._reward.look(reward_mean, len(groups))
         share = lost_share(ledger)
         lost = self._lost.look(share, len(groups))
@@ -238,12 +261,15 @@ class StepAlarms:
             "infra_failure_rate": masked.rate,
             "infra_failure_alarm": masked.alarm,
             **judged,
+            "checker_failed": misjudged.total(),
             "reward_rise": reward.rise,
             "reward_alarm": reward.alarm,
             "excluded_share": share,
             "tokens_lost_alarm": lost.alarm,
         }
         lines = [*masked.lines, tampering]
+        if misjudged:
+            lines.append(f"tasks.checker failed on outputs, which count as wrong: {_named(misjudged)}")
         if reward_mean is not None and reward.alarm:
             lines.append(
                 f"the mean reward jumped from {reward.usual:.2f} to {reward_mean:.2f}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from insitu.attempt import AttemptSpec
-from insitu.training.alarms import InfraFailureRate
-from insitu.types import Ledger, Rollout, Task
+from insitu.tasks.user_functions import CHECKER_FAILED
+from insitu.training.alarms import InfraFailureRate, checker_failures
+from insitu.types import Ledger, Outcome, Rollout, Task, Verdict
 from tests.fakes.attempts import fake_rollout
 
 
@@ -88,3 +89,23 @@ def test_rollouts_that_sampled_nothing_are_noted_with_their_error() -> None:
     [line] = rate.close_step().lines
     assert line.endswith("last error: the agent ended without a reply of the model")
     assert rate.close_step().lines == []
+
+
+def test_failures_of_the_users_functions_are_counted_by_task() -> None:
+    rate = InfraFailureRate(0.1)
+    for task in ("a", "a", "b"):
+        rate.failed(rollout(task, "reward.function mine:score raised KeyError('x') (mine.py line 3)"))
+    rate.failed(rollout("c", "sandbox lost"))
+    grouped = replace(rollout("b", 0.0), reward=None, error="reward.function mine:score returned 'x'")
+    rate.decided(grouped)
+    assert rate.close_step().lines[0] == "functions of yours failed 4 times: task a (2), b (2)"
+    rate.failed(rollout("a", "sandbox lost"))
+    assert "functions" not in rate.close_step().lines[0]
+
+
+def test_outputs_on_which_a_checker_fails_are_counted_by_task() -> None:
+    failed = Verdict(
+        outcome=Outcome.UNRESOLVED, reward=0.0, trust="strong", controls=f"{CHECKER_FAILED} on 1 outputs"
+    )
+    judged = [replace(rollout(task, 0.0), verdict=failed) for task in ("a", "b", "a")]
+    assert checker_failures([*judged, rollout("c", 0.0)]) == {"a": 2, "b": 1}

@@ -110,6 +110,9 @@ class GradingRunner(Protocol):
     def processes(self, task: Task, oracle: Oracle) -> int:
         """Return the number of processes and checks of `run`, each with its own CPU limit."""
 
+    def close(self) -> None:
+        """End idle processes of this runner on the host."""
+
     async def run(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:

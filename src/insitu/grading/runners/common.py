@@ -33,6 +33,9 @@ class RunnerBase:
     def processes(self, task: Task, oracle: Oracle) -> int:
         return 1
 
+    def close(self) -> None:
+        return
+
 
 def control_task(files: Tree, plan: GradingPlan) -> Task:
     """Return a task that is solved as it is."""

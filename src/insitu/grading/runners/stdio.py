@@ -1,7 +1,7 @@
 """Runner `stdio`: a program reads stdin and prints; expected outputs stay on the host.
 
-One process per hidden input, in one sandbox. The host compares the standard output in a thread. With reward
-`binary` the first wrong output ends the run.
+One process per hidden input, in one sandbox. The host compares the standard output in a thread, or calls the
+user's checker. With reward `binary` the first wrong output ends the run.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
-from insitu.errors import ConfigError, GradeError, TaskError
+from insitu.errors import ConfigError, TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.diff import DEFAULT_POLICY, bad_path
-from insitu.grading.runners.base import RunLimits, RunReport
+from insitu.grading.oracles import oracle_digest, solution
+from insitu.grading.runners.base import CpuMeter, RunLimits, RunReport
+from insitu.grading.runners.checker import Checker, CheckerFailed
 from insitu.grading.runners.common import (
     LIMIT_CPU,
     RunnerBase,
@@ -28,7 +30,7 @@ from insitu.grading.runners.common import (
 )
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.sandbox.base_tree import is_plain
-from insitu.tasks.user_functions import UserFunction, load_function
+from insitu.tasks.user_functions import CHECKER_FAILED, load_function
 from insitu.types import Exchange, FailingCheck, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, Trust
 
 LIMITED = f'{LIMIT_CPU} && ulimit -v "$2" && exec "$3" -s -B "$4"'
@@ -37,11 +39,14 @@ MORE_OUTPUT = 1 << 16
 """Bytes that a program may print beyond the expected output."""
 MORE_CHARS = 64
 """Characters by which a printed number may be longer than the expected one."""
-CHECK_S = 10.0
-"""Timeout of one call of the user's checker."""
+CALLS = 4
+"""Most calls of the user's checker for one output, beside the solution's run."""
+MAX_SOLVED = 256
+"""Outputs of solutions that are kept."""
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
 """Stricter than Decimal(), which accepts digits of other scripts and underscores."""
-Check = Callable[[str, str, str], Awaitable[bool]]
+Judge = Callable[[str], Awaitable[tuple[bool, str]]]
+"""Returns whether an output is right, and how the checker failed if that is why it is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class _InputResult:
     cpu: bool = False
     got: str = ""
     """End of the printed output."""
+    unchecked: bool = False
+    """The user's checker failed on the output."""
 
 
 class StdioRunner(RunnerBase):
@@ -63,7 +70,8 @@ class StdioRunner(RunnerBase):
     trust: Trust = "strong"
 
     def __init__(self) -> None:
-        self._checkers: dict[tuple[str, int], UserFunction] = {}
+        self._checkers: dict[str, Checker] = {}
+        self._solved: dict[tuple[str, str, str], str] = {}
 
     def check(self, task: Task, oracle: Oracle) -> None:
         entry = task.grading.entry
@@ -73,7 +81,11 @@ class StdioRunner(RunnerBase):
             raise TaskError(f"task {task.id}: the entry {entry} is not among its files")
         if not oracle.exchanges:
             raise TaskError(f"task {task.id}: the oracle has no inputs with outputs")
-        self._check_of(task, oracle, 1)
+        if oracle.checker:
+            try:
+                load_function(oracle.checker)
+            except ConfigError as error:
+                raise TaskError(f"task {task.id}: tasks.checker: {error}") from None
         if not oracle.checker and not any(one.expected.strip() for one in oracle.exchanges):
             raise TaskError(f"task {task.id}: every expected output is empty, as that of a silent program is")
 
@@ -81,7 +93,7 @@ class StdioRunner(RunnerBase):
         return "" if task.grading.entry in tree else f"{task.grading.entry} was deleted"
 
     def processes(self, task: Task, oracle: Oracle) -> int:
-        return len(oracle.exchanges) * (2 if oracle.checker else 1)
+        return len(oracle.exchanges) * (2 + CALLS if oracle.checker else 1)
 
     def control(self) -> tuple[Task, Oracle]:
         files = {"control.py": FileEntry(content=b"print(input())\n")}
@@ -91,67 +103,82 @@ class StdioRunner(RunnerBase):
     async def run(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
-        check = self._check_of(task, oracle, limits.parallel)
         await candidate.lay(sandbox)
         answered: list[_InputResult] = []
         total = len(oracle.exchanges)
         for exchange in oracle.exchanges:
+            judge = self._judge(task, oracle, exchange, candidate, limits)
             try:
-                answered.append(await _run_input(sandbox, task, exchange, limits, check))
-            except _CheckFailed as failed:
+                answered.append(await _run_input(sandbox, task, exchange, limits, judge))
+            except CheckerFailed as failed:
                 return RunReport(outcome=Outcome.INFRA, passed=0, total=total, reason=str(failed))
             await sandbox.kill_all()
             if not answered[-1].passed and task.grading.reward == "binary":
                 break
         return _report(answered, oracle.exchanges)
 
-    def _check_of(self, task: Task, oracle: Oracle, parallel: int) -> Check:
-        """Return the user's checker or `same_output`. Raises TaskError."""
-        if not oracle.checker:
-            return lambda _, expected, printed: asyncio.to_thread(
-                same_output, expected, printed, by_line=oracle.by_line, tolerance=oracle.tolerance
+    def close(self) -> None:
+        """End the idle processes of checkers."""
+        for checker in self._checkers.values():
+            checker.close()
+
+    def _judge(
+        self, task: Task, oracle: Oracle, exchange: Exchange, candidate: Candidate, limits: RunLimits
+    ) -> Judge:
+        """Return how an output of one input is judged: by the user's checker, else by `same_output`."""
+
+        async def compare(printed: str) -> tuple[bool, str]:
+            same = await asyncio.to_thread(
+                same_output, exchange.expected, printed, by_line=oracle.by_line, tolerance=oracle.tolerance
             )
-        key = (oracle.checker, parallel)
-        if key not in self._checkers:
-            try:
-                function = load_function(oracle.checker)
-            except ConfigError as error:
-                raise TaskError(f"task {task.id}: tasks.checker: {error}") from None
-            self._checkers[key] = UserFunction(
-                f"tasks.checker {oracle.checker}", function, max_concurrent=parallel, timeout_s=CHECK_S
-            )
-        checker = self._checkers[key]
+            return same, ""
 
-        async def check(stdin: str, expected: str, printed: str) -> bool:
-            try:
-                return await checker.call(lambda function: _is_right(function, stdin, expected, printed))
-            except GradeError as error:
-                raise _CheckFailed(str(error)) from error
+        async def solved() -> str | None:
+            key = (task.content_hash, oracle_digest(oracle), exchange.stdin)
+            if key not in self._solved:
+                printed = await _solution_output(task, oracle, exchange, candidate, limits)
+                if printed is None:
+                    return None
+                if len(self._solved) >= MAX_SOLVED:
+                    self._solved.clear()
+                self._solved[key] = printed
+            return self._solved[key]
 
-        return check
+        async def ask(printed: str) -> tuple[bool, str]:
+            checker = self._checkers.setdefault(oracle.checker, Checker(oracle.checker))
+            return await checker.judge(exchange.stdin, exchange.expected, printed, solved)
 
-
-class _CheckFailed(Exception):
-    """The user's checker is broken; another sandbox would not help."""
+        return ask if oracle.checker else compare
 
 
-def _is_right(function: Callable[..., object], stdin: str, expected: str, printed: str) -> bool:
-    """Call the checker; a ValueError, as of `int(printed)`, means a wrong output."""
-    try:
-        return bool(function(stdin, expected, printed))
-    except ValueError:
-        return False
+async def _solution_output(
+    task: Task, oracle: Oracle, exchange: Exchange, candidate: Candidate, limits: RunLimits
+) -> str | None:
+    """Return what the solution prints in a sandbox of its own; None where it cannot be run."""
+    if limits.another is None or not (oracle.gold or oracle.gold_patch):
+        return None
+    solved = replace(candidate, tree=solution(task, oracle, candidate.base))
+    # The meter of the candidate must not pay for it.
+    apart = replace(limits, meter=CpuMeter())
+    async with await limits.another() as sandbox:
+        await solved.lay(sandbox)
+        result = await _start(sandbox, task, exchange, apart)
+    return None if result.timed_out or _wrong(result) else result.stdout.decode("utf-8", "replace")
 
 
-async def _run_input(
-    sandbox: Sandbox, task: Task, exchange: Exchange, limits: RunLimits, check: Check
-) -> _InputResult:
+async def _start(sandbox: Sandbox, task: Task, exchange: Exchange, limits: RunLimits) -> ExecResult:
     address_space = str(2 * limits.memory_bytes >> 10)
     argv = ["sh", "-c", LIMITED, "run", str(limits.cpu_s), address_space, limits.python, task.grading.entry]
     most = max(limits.max_output_bytes, len(exchange.expected.encode()) + MORE_OUTPUT)
-    result = await run_in(
+    return await run_in(
         sandbox, argv, limits, env=ENVIRONMENT, stdin=exchange.stdin.encode(), max_output_bytes=most
     )
+
+
+async def _run_input(
+    sandbox: Sandbox, task: Task, exchange: Exchange, limits: RunLimits, judge: Judge
+) -> _InputResult:
+    result = await _start(sandbox, task, exchange, limits)
     if result.timed_out or out_of_cpu(result, limits.cpu_s):
         what = "time" if result.timed_out else "CPU time"
         return _InputResult(passed=False, reason=f"out of {what}", timed_out=True, cpu=not result.timed_out)
@@ -162,9 +189,11 @@ async def _run_input(
         printed = result.stdout.decode()
     except UnicodeDecodeError:
         return _InputResult(passed=False, reason="the output is not UTF-8")
-    right = await check(exchange.stdin, exchange.expected, printed)
-    got = "" if right else text_tail(result.stdout)
-    return _InputResult(passed=right, reason="" if right else "a wrong output", got=got)
+    right, problem = await judge(printed)
+    if right:
+        return _InputResult(passed=True)
+    reason = f"the checker {problem}" if problem else "a wrong output"
+    return _InputResult(passed=False, reason=reason, got=text_tail(result.stdout), unchecked=bool(problem))
 
 
 def _wrong(result: ExecResult) -> str:
@@ -183,6 +212,7 @@ def _report(answered: list[_InputResult], exchanges: Sequence[Exchange]) -> RunR
         return RunReport(outcome=Outcome.RESOLVED, passed=passed, total=total, reason=reason, complete=True)
     number, first = failed
     late = [one for one in answered if one.timed_out]
+    unchecked = sum(one.unchecked for one in answered)
     return RunReport(
         outcome=Outcome.TEST_TIMEOUT if late else Outcome.UNRESOLVED,
         passed=passed,
@@ -190,6 +220,7 @@ def _report(answered: list[_InputResult], exchanges: Sequence[Exchange]) -> RunR
         reason=f"{reason}; input {number}: {first.reason}",
         complete=all(one.cpu for one in late),
         score=passed / total,
+        controls=f"{CHECKER_FAILED} on {unchecked} outputs and works on right ones" if unchecked else "",
         failing=failing_checks(
             FailingCheck(name=f"input {number}", outcome=one.reason, expected=exchange.expected, got=one.got)
             for number, (exchange, one) in enumerate(zip(exchanges, answered, strict=False))

@@ -503,6 +503,16 @@ def test_finish_leaves_curve_and_report_and_show_reads_them_again(tmp_path: Path
     assert "  held-out after 0 steps  0.25 (1/4, " in shown
 
 
+def test_report_counts_calls_that_did_not_parse(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path / "r")
+    assert "calls  " not in finish(folder, SUMMARY)
+    calls = {"malformed_calls": 3, "unknown_tools": 1, "unparsed_share": 0.25}
+    with RunDir.open(folder) as run, run.store() as store:
+        store.commit_step(2, calls, "", "", Ledger(), trained=(), discarded={})
+    line = "calls  3 malformed, 1 of unknown tools; share of the replies 25.0% in step 2\n"
+    assert line in finish(folder, SUMMARY)
+
+
 def test_show_counts_drifts_by_cause(tmp_path: Path) -> None:
     folder = stored_run(tmp_path / "r")
     assert "drift:" not in show_run(folder)

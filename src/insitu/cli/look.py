@@ -6,10 +6,14 @@ import argparse
 import contextlib
 import csv
 import sys
+from typing import TYPE_CHECKING
 
 import orjson
 
 from insitu.errors import ConfigError
+
+if TYPE_CHECKING:
+    from insitu.view.web.runs import RunHandle
 
 
 def _json_line(value: object) -> None:
@@ -28,20 +32,13 @@ def runs_verb(options: argparse.Namespace) -> int:
 
 
 def show_rollouts(options: argparse.Namespace) -> int:
-    """Show one rollout, or the newest that were not solved."""
+    """Show one rollout, or the newest that were not solved, or that have calls which did not parse."""
     from insitu.view import rollout_text as shown
     from insitu.view.terminal import one_run
 
     run = one_run(options.run)
-    if options.failed is not None:
-        if options.rollout or options.tokens or options.diff or options.failed < 1:
-            raise ConfigError("--failed takes a positive number and stands without ROLLOUT, --tokens, --diff")
-        rows = shown.unsolved(run, options.failed)
-        if options.json:
-            _json_line({"rollouts": rows})
-        else:
-            print("\n".join(shown.unsolved_text(rows)))
-        return 0
+    if options.failed is not None or options.unparsed is not None:
+        return _show_newest(run, options)
     found = shown.rollout_found(run, options.rollout)
     segments = [segment["segment"] for segment in found.get("segments", ())]
     tokens = shown.tokens_of(run, options.rollout, segments)
@@ -54,6 +51,27 @@ def show_rollouts(options: argparse.Namespace) -> int:
         print(line)
     for line in shown.token_lines(tokens) if options.tokens else ():
         print(line)
+    return 0
+
+
+def _show_newest(run: RunHandle, options: argparse.Namespace) -> int:
+    from insitu.view import rollout_text as shown
+
+    counts = [count for count in (options.failed, options.unparsed) if count is not None]
+    if options.rollout or options.tokens or options.diff or min(counts) < 1:
+        raise ConfigError(
+            "--failed and --unparsed take a positive number and stand without ROLLOUT, --tokens, --diff"
+        )
+    filters = {"solved": 0} if options.failed is not None else {}
+    filters |= {"unparsed": 1} if options.unparsed is not None else {}
+    none = "every rollout is solved"
+    if options.unparsed is not None:
+        none = "no such rollout has a malformed call or one of an unknown tool"
+    rows = shown.newest(run, filters, min(counts))
+    if options.json:
+        _json_line({"rollouts": rows})
+    else:
+        print("\n".join(shown.newest_text(rows, none)))
     return 0
 
 

@@ -218,7 +218,7 @@ def show_verb(options: argparse.Namespace) -> int:
     from insitu.api import open_run
     from insitu.view.run_report import show_run
 
-    if options.rollout or options.failed is not None:
+    if options.rollout or options.failed is not None or options.unparsed is not None:
         from insitu.cli.look import show_rollouts
 
         return show_rollouts(options)

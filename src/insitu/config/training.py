@@ -73,6 +73,9 @@ class CollectTable(CollectKeys, Table):
     """Warn when a step's mean reward exceeds the mean of the 8 before by this much; 0 = never."""
     excluded_tokens_alarm: Fraction = 0.2
     """The same for the share of sampled tokens excluded because of agent behaviour; 0 = never."""
+    unparsed_alarm: Fraction = 0.1
+    """Warn when the share of replies with a malformed call, or one of a tool that was not offered, exceeds
+    its lowest mean over 8 steps by this much; 0 = never."""
     max_consecutive_failures: Count = 20
     """Consecutive infrastructure failures after which the run stops with the last cause."""
 

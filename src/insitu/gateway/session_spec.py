@@ -56,6 +56,9 @@ class SessionStats(Spent):
     """A reply was cut by a token limit, or a prompt did not fit."""
     overflows: int = 0
     malformed: int = 0
+    """Replies with a call that did not parse."""
+    unknown_tools: int = 0
+    """Replies with a call of a tool that the request did not offer; it is delivered as any."""
     left_out: int = 0
     """Lines in the place of images, sound and files in new texts: the model reads only text."""
     doing: str = field(default="", repr=False)

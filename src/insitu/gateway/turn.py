@@ -30,6 +30,8 @@ from insitu.gateway.reply_checks import ReplyChecks, cut_at_stop
 from insitu.gateway.session_spec import SessionSpec, SessionStats
 from insitu.gateway.text_tool_calls import translate
 from insitu.types import (
+    MALFORMED,
+    UNKNOWN_TOOL,
     Generation,
     IntArray,
     Message,
@@ -340,12 +342,11 @@ class Turns:
             Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=calls),
             turn=turn,
             discarded=sampled_tokens - len(generation.ids),
-            labels=("shim",) if self.stats.shimmed[-1:] == [turn] else (),
+            labels=self._labels(parsed, request, turn),
             advisory=request.advisory,
         )
         self.stats.prompt_tokens += sent.prompt
         self.stats.sampled_tokens += sampled_tokens
-        self.stats.malformed += parsed.malformed
         first = f"{calls[0].name} {calls[0].arguments}" if calls else parsed.text
         self.stats.doing = f"call {turn + 1}: {first[:DOING_CHARS]}"
         self.stats.truncated |= generation.finish == "length"
@@ -372,6 +373,19 @@ class Turns:
             return parsed
         self.stats.shimmed.append(turn)
         return replace(parsed, calls=(call,))
+
+    def _labels(self, parsed: ParsedReply, request: ModelRequest, turn: int) -> list[str]:
+        """Return the labels of a reply and count it: `shim`, `malformed`, `unknown_tool`."""
+        offered = {tool.name for tool in request.tools}
+        unknown = any(call.name not in offered for call in parsed.calls)
+        self.stats.malformed += parsed.malformed
+        self.stats.unknown_tools += unknown
+        found = {
+            "shim": self.stats.shimmed[-1:] == [turn],
+            MALFORMED: parsed.malformed,
+            UNKNOWN_TOOL: unknown,
+        }
+        return [label for label, holds in found.items() if holds]
 
     def _minted(self, parsed: ParsedReply, turn: int) -> tuple[ToolCall, ...]:
         """Return the calls of a reply with their wire ids."""

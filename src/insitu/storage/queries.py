@@ -20,6 +20,7 @@ import orjson
 from insitu.errors import RecordError
 from insitu.storage.schema import TASK_SET
 from insitu.storage.store import Store
+from insitu.types import MALFORMED, UNKNOWN_TOOL
 
 QUERY_S = 2.0
 """Most CPU time of a statement; its wall time may be ten times as long."""
@@ -32,6 +33,15 @@ _FILES = re.compile(
     r"|tsx|txt|xml|ya?ml)\b"
 )
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|[0-9a-fA-F]{12,}|\d+")
+
+
+def _labelled(label: str) -> str:
+    """Return the condition that a turn of the rollout has a label of the gateway."""
+    # Quotes inside of values are escaped, so no client metadata spells the pair.
+    pair = f'["label","{label}"]'
+    return f"(EXISTS (SELECT 1 FROM notes n WHERE n.rollout_id = r.rollout_id AND instr(n.hints, '{pair}')))"
+
+
 TABLES = """
 FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) LEFT JOIN states s USING (rollout_id)
 """
@@ -65,12 +75,16 @@ FILTERS: Mapping[str, str] = {
     "dropped": "(v.dropped_paths <> '[]') = :dropped",
     "egress": "(COALESCE(r.egress, 0) > 0) = :egress",
     "retried": "(r.attempt > 1) = :retried",
+    "malformed": f"{_labelled(MALFORMED)} = :malformed",
+    "unknown_tool": f"{_labelled(UNKNOWN_TOOL)} = :unknown_tool",
+    "unparsed": f"({_labelled(MALFORMED)} OR {_labelled(UNKNOWN_TOOL)}) = :unparsed",
     "q": "(r.rollout_id LIKE :q ESCAPE '\\' OR r.task_id LIKE :q ESCAPE '\\' OR r.error LIKE :q ESCAPE '\\'"
     " OR v.reason LIKE :q ESCAPE '\\')",
 }
 """Filter of a list of rollouts -> condition. `outcome` none = not graded; `q` = in id, task or reason."""
 NUMBERS = frozenset(
     {"step", "account", "group", "solved", "min_reward", "max_reward", "dropped", "egress", "retried"}
+    | {MALFORMED, UNKNOWN_TOOL, "unparsed"}
 )
 """Filters whose value is a number; the others are text."""
 SORTS: Mapping[str, str] = {

@@ -13,7 +13,7 @@ import logging
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,7 @@ from insitu.config.training import CollectTable
 from insitu.storage.score import describe_rewards
 from insitu.storage.store import StepRecord
 from insitu.tasks.user_functions import CHECKER_FAILED, USER_FUNCTIONS
+from insitu.training.unparsed import UnparsedAlarm
 from insitu.types import Group, Ledger, Outcome, Rollout, Status
 
 LEAST_TRIES = 8
@@ -179,7 +180,6 @@ OTHER_REASONS = frozenset(
         "bad_step",
         "no_tokens",
         "evaluation",
-        "demonstrated",
         "mismatch",
     }
     | {"demonstrated", "infra", "ungraded", "stale", "deadline", "unused"}
@@ -188,13 +188,13 @@ OTHER_REASONS = frozenset(
 
 
 def _lost_reasons(ledger: Ledger) -> list[tuple[str, int]]:
-    """Return (reason, tokens) of a step's excluded tokens except `FATES`, most first."""
+    """Return (reason, tokens) of a step's excluded tokens except for `OTHER_REASONS`, most first."""
     lost = [item for item in ledger.excluded.items() if item[0] not in OTHER_REASONS]
     return sorted(lost, key=lambda item: (-item[1], item[0]))
 
 
 def lost_share(ledger: Ledger) -> float:
-    """Return the share of a step's captured tokens excluded for these reasons."""
+    """Return the share of a step's captured tokens that are excluded due to agent behaviour."""
     lost = sum(tokens for _, tokens in _lost_reasons(ledger))
     return lost / ledger.captured if ledger.captured else 0.0
 
@@ -232,10 +232,18 @@ class SpikeDetector:
 
 
 class StepAlarms:
-    """Watches a run. before: its committed steps."""
+    """Watches a run. before: its committed steps; agent_of: name of the agent of a `Rollout.part`."""
 
-    def __init__(self, limits: CollectTable, masks: InfraFailureRate, before: Sequence[StepRecord]) -> None:
+    def __init__(
+        self,
+        limits: CollectTable,
+        masks: InfraFailureRate,
+        before: Sequence[StepRecord],
+        agent_of: Callable[[str], str],
+    ) -> None:
         self._limits, self._masks = limits, masks
+        every = (step.metrics for step in before)
+        self._unparsed = UnparsedAlarm(limits.unparsed_alarm, agent_of, every)
         metrics = [step.metrics for step in before[-STEPS:]]
         self._reward = SpikeDetector("reward", limits.reward_alarm, _numbers(metrics, "reward_mean"))
         self._lost = SpikeDetector(
@@ -250,8 +258,10 @@ class StepAlarms:
         reward_mean: None when nothing was graded.
         """
         masked, limits = self._masks.close_step(), self._limits
-        judged, tampering = verdict_counts((r for g in groups for r in g.rollouts), limits.tamper_alarm)
-        misjudged = checker_failures(r for g in groups for r in g.rollouts)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        judged, tampering = verdict_counts(rollouts, limits.tamper_alarm)
+        misjudged = checker_failures(rollouts)
+        unparsed = self._unparsed.look(rollouts)
         reward = _Spike() if reward_mean is None else self._reward.look(reward_mean, len(groups))
         share = lost_share(ledger)
         lost = self._lost.look(share, len(groups))
@@ -266,8 +276,9 @@ class StepAlarms:
             "reward_alarm": reward.alarm,
             "excluded_share": share,
             "tokens_lost_alarm": lost.alarm,
+            "unparsed_alarm": bool(unparsed),
         }
-        lines = [*masked.lines, tampering]
+        lines = [*masked.lines, tampering, unparsed]
         if misjudged:
             lines.append(f"tasks.checker failed on outputs, which count as wrong: {_named(misjudged)}")
         if reward_mean is not None and reward.alarm:

@@ -165,7 +165,7 @@ class TrainingLoop:
         c = run.config
         masks = InfraFailureRate(c.collect.infra_failure_alarm)
         committed = store.steps()
-        self._alarms = StepAlarms(c.collect, masks, committed)
+        self._alarms = StepAlarms(c.collect, masks, committed, c.agent_of)
         self._collapse = CollapseAlarm(c.train.collapse_alarm, (step.metrics for step in committed))
         self._sink = StoreSink(store, masks)
         self._checkpoints = Checkpoints(run, store, parts.supervisor, view.note)

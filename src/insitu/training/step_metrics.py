@@ -13,6 +13,7 @@ from insitu.config import Config
 from insitu.storage.score import Score
 from insitu.storage.store import Store
 from insitu.training.options import StepResult
+from insitu.training.unparsed import unparsed_counts
 from insitu.types import OF_AGENT, Group, Ledger, Rollout, part_label
 
 SHOWN = (
@@ -156,4 +157,5 @@ def _means(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "rollouts": n,
         "calls_mean": sum(len(r.trajectory.turns) for r in rollouts) / n if n else None,
         "tokens_mean": sum(r.trajectory.ledger.captured for r in rollouts) / n if n else None,
+        **unparsed_counts(rollouts),
     }

@@ -6,6 +6,8 @@ changed after construction. This package does no I/O, has no async code and impo
 
 from insitu.types.capture import (
     EXCLUSIONS,
+    MALFORMED,
+    UNKNOWN_TOOL,
     DriftNote,
     Ledger,
     MessageSpans,
@@ -64,10 +66,12 @@ from insitu.types.tasks import (
 
 __all__ = [
     "EXCLUSIONS",
+    "MALFORMED",
     "MIN_TEMPERATURE",
     "NOT_TIMED",
     "OF_AGENT",
     "OF_EVAL",
+    "UNKNOWN_TOOL",
     "WORKDIR",
     "BoolArray",
     "CallTimes",

@@ -25,6 +25,10 @@ MessageSpans = tuple[tuple[str, int, int, str], ...]
 """Messages of new prompt ids: (role, first id, end, name of the tool that answers); empty = not known."""
 
 
+MALFORMED, UNKNOWN_TOOL = "malformed", "unknown_tool"
+"""Labels of a turn whose reply has a call that did not parse, or one of a tool that was not offered."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn(Value):
     """One completed model call."""
@@ -48,6 +52,11 @@ class Turn(Value):
     """`ModelRequest.advisory`: request parameters that were ignored."""
     spans: MessageSpans = ()
     times: CallTimes = NOT_TIMED
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """The gateway's own labels: `shim`, MALFORMED, UNKNOWN_TOOL."""
+        return frozenset(value for name, value in self.hints if name == "label")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,8 @@ class FinalReport:
     """The same task before and after training."""
     untrained: tuple[str, ...] = ()
     """Sentences on why no step changed the weights and how to fix it."""
+    unparsed: str = ""
+    """Replies of training with calls that did not parse or were of unknown tools; empty = none."""
     curve: Path | None = None
 
 
@@ -106,6 +108,7 @@ def render_report(report: FinalReport, width: int = 100) -> str:
     lines += [*_ledger(report.ledger), ""]
     lines += [part for sentence in report.untrained for part in textwrap.wrap(sentence, width)]
     lines.append(f"{_steps(report)}, {report.rollouts} rollouts in {duration(report.wall_s)}{_gap(report)}")
+    lines += [f"calls  {report.unparsed}"] if report.unparsed else []
     lines += [report.ended] if report.ended else []
     if report.curve is not None:
         lines.append(f"curve  {report.curve}")

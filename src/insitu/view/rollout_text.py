@@ -22,16 +22,16 @@ _HIDDEN = ("system",)
 """Roles whose messages are shown by their first line only."""
 
 
-def unsolved(run: RunHandle, count: int) -> list[dict[str, Any]]:
-    """Return the newest rollouts that were not solved."""
+def newest(run: RunHandle, filters: Mapping[str, object], count: int) -> list[dict[str, Any]]:
+    """Return the newest rollouts that pass the filters (`storage.queries.FILTERS`)."""
     with run.reader() as reader:
-        return reader.page({"solved": 0}, limit=min(count, PAGE)).rows
+        return reader.page(filters, limit=min(count, PAGE)).rows
 
 
-def unsolved_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield one paragraph per rollout: id, task, and why it is not solved."""
+def newest_text(rows: Sequence[Mapping[str, Any]], none: str) -> Iterator[str]:
+    """Yield one paragraph per rollout: id, task, and its verdict; `none` where there is no rollout."""
     if not rows:
-        yield "every rollout is solved"
+        yield none
     several = len({row["task_set"] for row in rows}) > 1
     for row in rows:
         named = f", task set {row['task_set']}" if several else ""
@@ -115,6 +115,7 @@ def _turn(turn: Mapping[str, Any], head: Mapping[str, Any]) -> Iterator[str]:
     took = "" if turn["began_s"] is None else f", {turn['ended_s'] - turn['began_s']:.1f} s"
     why = f", not trained: {head['excluded']}" if head["excluded"] else ""
     lane = f", {head['label']}" if head["label"] not in ("", "final") else ""
+    lane += "".join(f", {label.replace('_', ' ')}" for label in head["labels"])
     yield printable(f"-- turn {turn['turn']}{lane}: {head['sampled']} tokens{took}{why}")
     for message in turn["messages"]:
         text = message["text"].partition("\n")[0] if message["role"] in _HIDDEN else message["text"]

@@ -81,6 +81,7 @@ def report_of(
         mismatched=summary["mismatched"],
         categories={name: (before.get(name, _NONE), after.get(name, _NONE)) for name in categories},
         shown=tuple(shown),
+        unparsed=_unparsed(store),
         untrained=() if summary["updates"] or not summary["rl_steps"] else tuple(_untrained(store)),
         curve=run_dir / CURVE,
     )
@@ -113,6 +114,19 @@ def _task_sets(store: Store, config: Config) -> tuple[TaskSetReport, ...]:
         )
         for by, name in rows
     )
+
+
+def _unparsed(store: Store) -> str:
+    """Return how many replies of training had calls that did not parse or were of unknown tools, or ""."""
+    steps = [step for step in store.steps() if step.metrics.get("unparsed_share") is not None]
+    malformed, unknown = (
+        sum(s.metrics[name] for s in steps) for name in ("malformed_calls", "unknown_tools")
+    )
+    if not malformed and not unknown:
+        return ""
+    shares = [f"{s.metrics['unparsed_share']:.1%} in step {s.step}" for s in (steps[0], steps[-1])]
+    found = f"{malformed} malformed, {unknown} of unknown tools"
+    return f"{found}; share of the replies {', '.join(dict.fromkeys(shares))}"
 
 
 def _untrained(store: Store) -> Iterator[str]:
@@ -197,9 +211,11 @@ def _step_lines(store: Store) -> Iterator[str]:
     for record in store.steps():
         score = store.step_score(record.step)
         ledger = record.ledger
+        unparsed = record.metrics.get("unparsed_share")
         yield (
             f"  step {record.step:>4}  solved {rate_text(score)} ({score.solved}/{score.total})"
             f"  trained {ledger.trained:,} of {ledger.captured:,} tokens"
+            f"{f'  unparsed calls {unparsed:.1%}' if unparsed else ''}"
         )
 
 

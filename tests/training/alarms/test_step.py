@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from insitu import failpoint
@@ -29,7 +30,7 @@ from insitu.training.loop import RunParts, TrainingLoop, TrainOptions, WallClock
 from insitu.training.options import StepResult, gaps
 from insitu.training.plan.step import PlanConfig, StepPlan
 from insitu.training.step_metrics import step_metrics
-from insitu.types import Group, Ledger, Outcome, Rollout, Task, Verdict
+from insitu.types import Group, Ledger, Outcome, Rollout, Task, Turn, Verdict
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.learner import FakeLearner
 from tests.fakes.simulated_attempts import with_tokens
@@ -160,6 +161,46 @@ async def test_the_loop_tells_of_tampering_of_a_leap_and_of_lost_tokens(tmp_path
     (line,) = again.reported.notes
     assert "25% of the sampled tokens are excluded due to agent behaviour, 0% before" in line
     assert line.endswith("edited 16")
+
+
+def with_calls(made: Rollout, *labels: str) -> Rollout:
+    """The rollout with four replies, of which the last ones have these labels."""
+    nothing = np.empty(0, dtype=np.int32)
+    given = [(), (), (), ()] + [(("label", label),) for label in labels]
+    plain = Turn(
+        index=0, parent=-1, context_ids=nothing, ids=nothing, logprobs=None, finish="stop", version_runs=()
+    )
+    turns = tuple(replace(plain, index=n, hints=hints) for n, hints in enumerate(given[-4:]))
+    return replace(made, trajectory=replace(made.trajectory, turns=turns))
+
+
+async def test_calls_that_do_not_parse_are_in_the_metrics_and_their_rise_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plain = tmp_path / "r", rollout
+    labels: tuple[str, ...] = ()
+    monkeypatch.setitem(globals(), "rollout", lambda *at, **how: with_calls(plain(*at, **how), *labels))
+    with RunDir.create(config(path)) as run, run.store() as store, run.metrics() as metrics:
+        made = Run(run, store, metrics)
+        await made.step(1)
+        assert made.reported.notes == []
+    labels = ("malformed", "unknown_tool")
+    with RunDir.open(path) as run, run.store() as store, run.metrics() as metrics:
+        again = Run(run, store, metrics, version=1)
+        for step in (2, 3):
+            await again.step(step)
+        (line,) = again.reported.notes
+        (_, _, kept) = store.steps()
+    assert line.startswith(
+        "step 2: 50% of the replies have a malformed call or one of an unknown tool, 0% before"
+    )
+    assert "16 malformed, 16 unknown; most of agent pi (50%), there of call 3 (16 of 16)" in line
+    names = ("malformed_calls", "unknown_tools", "unparsed_share", "unparsed_alarm")
+    assert [written(path, 1)[name] for name in names] == [0, 0, 0.0, False]
+    assert [written(path, 2)[name] for name in names] == [16, 16, 0.5, True]
+    assert [kept.metrics[name] for name in names] == [16, 16, 0.5, False]
+    with read_store(path) as store:
+        assert store.rollout("train/00002/000/00").turns[2].labels == {"malformed"}
 
 
 def test_a_summary_tells_of_the_gaps_that_were_left_out() -> None:

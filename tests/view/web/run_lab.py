@@ -156,6 +156,9 @@ def _commit(store: Store, config: PlanConfig, step: int, groups: list[Group]) ->
             "groups": GROUPS,
             "effective_groups": plan.groups,
             "tamper_alarm": step == 2,
+            "malformed_calls": 9 * step,
+            "unknown_tools": step,
+            "unparsed_share": step / 7,
         },
         ledger=plan.ledger,
         trained=[name for name, reason in reasons.items() if not reason],
@@ -245,8 +248,8 @@ def _turns(flavour: Flavour, solved: bool, *, version: int) -> tuple[Turn, ...]:
     left, last, other = (_reply(Message(role="assistant", text=text)) for text in texts)
     return (
         _turn(0, -1, opened, first, version, asked),
-        _turn(1, 0, answered, left, version, spans),
-        _turn(2, 0, answered, last, version, spans),
+        _turn(1, 0, answered, left, version, spans, () if solved else (("label", "malformed"),)),
+        _turn(2, 0, answered, last, version, spans, () if solved else (("label", "unknown_tool"),)),
         _turn(3, -1, opened, other, version, asked, ((flavour.text("agent", 9), flavour.text("sub", 10)),)),
     )
 

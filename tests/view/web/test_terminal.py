@@ -95,6 +95,26 @@ def test_an_endless_query_ends(lab_run: Path, capsys: Capture, monkeypatch: pyte
     assert "it took longer than" in text
 
 
+def test_rollouts_with_calls_that_do_not_parse_are_shown_and_marked(
+    lab_run: Path, capsys: Capture, tmp_path: Path
+) -> None:
+    found = looked(capsys, "show", lab_run, "--unparsed", 2).splitlines()
+    assert [line.split()[0] for line in found[::2]] == ["eval_after/00003/003/00", "eval_after/00003/000/00"]
+    (row,) = json.loads(looked(capsys, "show", lab_run, "--unparsed", 1, "--json"))["rollouts"]
+    lines = looked(capsys, "show", lab_run, row["id"]).splitlines()
+    assert [line.partition(":")[0] for line in lines if line.startswith("-- turn")][1:3] == [
+        "-- turn 1, wipe, malformed", "-- turn 2, unknown tool",
+    ]  # fmt: skip
+    under_way = shutil.copytree(lab_run, tmp_path / "lab")
+    (under_way / "summary.json").unlink()
+    steps = [line for line in looked(capsys, "show", under_way).splitlines() if line.startswith("  step ")]
+    assert [line.rpartition("  ")[2] for line in steps] == [
+        "unparsed calls 14.3%", "unparsed calls 28.6%", "unparsed calls 42.9%",
+    ]  # fmt: skip
+    text = looked(capsys, "show", lab_run, "--unparsed", 0, code=2)
+    assert "--failed and --unparsed take a positive number" in text
+
+
 def test_two_runs_are_compared_with_intervals_and_tables(
     lab_run: Path, hostile_run: Path, capsys: Capture
 ) -> None:
@@ -154,7 +174,7 @@ def test_a_share_is_rounded_half_up() -> None:
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_no_failed_rollouts_are_refused(lab_run: Path, capsys: Capture, count: int) -> None:
-    assert "--failed takes a positive number" in looked(capsys, "show", lab_run, "--failed", count, code=2)
+    assert "take a positive number" in looked(capsys, "show", lab_run, "--failed", count, code=2)
 
 
 @pytest.mark.parametrize("verb", ["top", "show", "track", "runs", "view"])

@@ -61,6 +61,8 @@ def _decided(run: RunHandle, reader: RunReader, row: dict[str, Any]) -> dict[str
     notes = reader.one(sql.NOTES, id=rollout_id)
     heads, segments = reader.all(sql.TURN_HEADS, id=rollout_id), reader.all(sql.SEGMENT_HEADS, id=rollout_id)
     served = reader.meta().get(KIND) == "serve"
+    hints = [] if notes is None else orjson.loads(notes["hints"])
+    labels = {turn: [value for name, value in pairs if name == "label"] for turn, pairs, *_ in hints}
     spans = row_spans(heads, segments)
     for segment, held in zip(segments, spans, strict=True):
         segment["turns"] = [span.turn for span in held]
@@ -71,14 +73,19 @@ def _decided(run: RunHandle, reader: RunReader, row: dict[str, Any]) -> dict[str
         "deleted": orjson.loads(stored["deleted"]),
         "verdict": _verdict(reader.one(sql.VERDICT, id=rollout_id)),
         "turns": [
-            {**_turn(head), **_lane(head["turn"], segments), "waited_s": waited}
+            {
+                **_turn(head),
+                **_lane(head["turn"], segments),
+                "labels": labels.get(head["turn"], []),
+                "waited_s": waited,
+            }
             for head, waited in zip(heads, tool_waits(heads), strict=True)
         ],
         "waits": waits(row, heads),
         "segments": segments,
         "files": reader.all(sql.FILES, id=rollout_id),
         "drifts": [] if notes is None else orjson.loads(notes["drifts"]),
-        "hints": [] if notes is None else orjson.loads(notes["hints"]),
+        "hints": hints,
     }
 
 

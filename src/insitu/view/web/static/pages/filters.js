@@ -8,7 +8,8 @@ import { useData } from "../ui.js";
 import { cleanRuns, Line } from "../text.js";
 
 const CHIPS = ["task_set", "phase", "outcome", "status"];
-const SWITCHES = [["dropped", "1", "protected paths changed"], ["egress", "1", "network attempts"], ["retried", "1", "retried"]];
+const SWITCHES = [["dropped", "1", "protected paths changed"], ["egress", "1", "network attempts"], ["retried", "1", "retried"],
+  ["malformed", "1", "malformed calls"], ["unknown_tool", "1", "unknown tools"]];
 
 export function Filters({ run, query }) {
   const { data } = useData(apiPath([run, "facets"]), useRunVersion(15));

@@ -7,6 +7,7 @@ import { Chart, movingMean, Stack } from "../chart.js";
 
 const GROUPS = [
   ["Learning", ["reward_mean", "entropy", "loss", "mismatch_kl", "clip_fraction", "grad_norm", "effective_groups"]],
+  ["Tool calls", ["unparsed_share", "malformed_calls", "unknown_tools"]],
   ["Exactness", ["max_logprob_gap", "max_logprob_gap_seen", "mismatched", "off_policy_kl", "ess"]],
   ["Freshness", ["staleness_max", "staleness_mean", "waited_s", "wasted", "dropped"]],
   ["Speed", ["tokens_sampled", "tokens_trained", "calls_mean", "micro_batches", "rows"]],

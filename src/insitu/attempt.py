@@ -242,7 +242,7 @@ class AttemptExecutor:
             return _unscorable_rollout(spec, state, trouble)
         graded = time.monotonic()
         verdict = await self._judge(spec.task, result.tree)
-        if result.exit == "finished" and verdict.reason == NOTHING_CHANGED:
+        if result.exit == "finished" and verdict.reason.startswith(NOTHING_CHANGED):
             ending = await asyncio.to_thread(self._ending, state.trajectory.turns)
             verdict = with_ending(verdict, ending)
         state.graded = time.monotonic() - graded

@@ -194,11 +194,12 @@ def free_port() -> int:
     return port
 
 
+@pytest.mark.parametrize("reason", [NOTHING_CHANGED, f"{NOTHING_CHANGED}: 1 of 2 cases pass"])
 async def test_the_verdict_on_an_unchanged_tree_says_how_the_rollout_ended(
-    renderer: TemplateRenderer, tmp_path: Path
+    renderer: TemplateRenderer, tmp_path: Path, reason: str
 ) -> None:
     async def judge(task: Task, tree: Tree) -> Verdict:
-        return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, trust="strong", reason=NOTHING_CHANGED)
+        return Verdict(outcome=Outcome.UNRESOLVED, reward=0.0, trust="strong", reason=reason)
 
     def end(task: Task) -> AgentResult:
         return AgentResult(exit="finished", tree=task.files)
@@ -206,4 +207,4 @@ async def test_the_verdict_on_an_unchanged_tree_says_how_the_rollout_ended(
     async with attempts(renderer, tmp_path, end, judge) as under_test:
         rollout = await under_test.run(SPEC)
     assert rollout.verdict is not None
-    assert rollout.verdict.reason == "nothing changed; 1 turns"
+    assert rollout.verdict.reason == f"{reason}; 1 turns"

@@ -11,7 +11,19 @@ from insitu.grading.grader import GradeConfig, Grader
 from insitu.sandbox.base import Sandbox, SandboxSpec
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool, PoolOptions
-from insitu.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, task_hash
+from insitu.types import (
+    Case,
+    Check,
+    Exchange,
+    FileEntry,
+    GradingPlan,
+    HiddenTests,
+    Oracle,
+    Outcome,
+    Task,
+    Tree,
+    task_hash,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +98,33 @@ async def test_what_needs_no_sandbox_gets_none(
     gone = await Grader(watched).grade(task, oracle, {"README": task.files["README"]})
     assert (gone.outcome, gone.reason) == (Outcome.UNRESOLVED, "app.py was deleted")
     assert watched.made == 0
+
+
+@pytest.mark.parametrize("runner", ["json_io", "stdio", "command"])
+async def test_a_share_is_not_paid_for_a_useless_file(backend: LocalBackend, runner: str) -> None:
+    entry = "" if runner == "command" else "app.py"
+    plan = GradingPlan(runner=runner, entry=entry, reward="fraction")
+    files = {"app.py": FileEntry(content=b"def twice(n):\n    return 0\n\n\nprint(0)\n")}
+    task = Task(id="t", prompt="p", files=files, grading=plan, content_hash=task_hash("p", files, plan))
+    oracle = Oracle(
+        task_id="t",
+        cases=tuple(Case(function="twice", args=(n,), expected=2 * n) for n in (0, 1, 0, 0))
+        if runner == "json_io"
+        else (),
+        exchanges=tuple(Exchange(stdin="", expected=text) for text in "0100") if runner == "stdio" else (),
+        tests=HiddenTests(
+            checks=tuple(Check(name=str(n), command="false" if n == 1 else "true") for n in range(4))
+            if runner == "command"
+            else ()
+        ),
+    )
+    grader = Grader(backend)
+    idle = await grader.grade(task, oracle, files)
+    touched = await grader.grade(task, oracle, {**files, "junk": FileEntry(content=b"x")})
+    dropped = await grader.grade(task, oracle, {**files, "conftest.py": FileEntry(content=b"x")})
+    assert (idle.reward, touched.reward, dropped.reward) == (0.75, 0.75, 0.75), (idle, touched)
+    assert idle.reason == f"nothing changed: {touched.reason}"
+    assert (idle.passed, idle.total) == (3, 4)
 
 
 async def test_an_equal_diff_is_run_once(backend: LocalBackend, task: Task, oracle: Oracle) -> None:

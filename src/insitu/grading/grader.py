@@ -105,7 +105,11 @@ class Grader:
         self._collecting: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def grade(self, task: Task, oracle: Oracle, after: Tree) -> Verdict:
-        """Return the verdict on a final tree. An unchanged tree earns 0 without a run."""
+        """Return the verdict on a final tree.
+
+        With a binary reward an unchanged tree earns 0 without a run, since the base fails. With `fraction` it
+        is judged and earns what the base does, as it would with a file added.
+        """
         started = time.monotonic()
         runner = runner_for(task, oracle)
         found = task_hash(task.prompt, task.files, task.grading, task.setup)
@@ -211,7 +215,8 @@ class Grader:
         if diff.refused:
             return RunReport(outcome=Outcome.REFUSED, passed=0, total=total, reason=diff.refused)
         tree = apply(base, diff)
-        why = NOTHING_CHANGED if diff.empty else runner.precheck_failure(task, tree)
+        idle = diff.empty and task.grading.reward == "binary"
+        why = NOTHING_CHANGED if idle else runner.precheck_failure(task, tree)
         if why:
             return RunReport(outcome=Outcome.UNRESOLVED, passed=0, total=total, reason=why)
         key = (task.content_hash, oracle_digest(oracle), diff.digest)

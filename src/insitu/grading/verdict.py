@@ -9,12 +9,12 @@ from insitu.grading.diff import PROTECTED_FOLDERS, Diff
 from insitu.grading.runners.base import RunReport
 from insitu.types import Outcome, RewardKind, Trust, Verdict
 
-GRADER = 8
+GRADER = 9
 """Version; bump with every change that can change a verdict."""
 
 MAX_REASON_CHARS = 300
 NOTHING_CHANGED = "nothing changed"
-"""Reason of a verdict on a tree that equals the task's."""
+"""How the reason of a verdict on a tree that equals the task's begins."""
 MAX_NAMED = 20
 MAX_LISTED = 200
 
@@ -38,6 +38,9 @@ def make_verdict(
         share = report.passed / report.total if report.total else 0.0
         reward = share if report.score is None else report.score
     reason = report.reason
+    ran = report.outcome not in (Outcome.INFRA, Outcome.REFUSED) and reason != NOTHING_CHANGED
+    if ran and diff is not None and diff.empty:
+        reason = f"{NOTHING_CHANGED}: {reason}"
     if diff is not None and diff.suspicious:
         reason += "; shadows the standard library: " + ", ".join(diff.suspicious)
     return Verdict(

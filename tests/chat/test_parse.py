@@ -54,6 +54,33 @@ def test_reasoning_cut_off_and_reasoning_opened_by_the_prompt() -> None:
     )
 
 
+def test_calls_end_reasoning_that_was_never_closed() -> None:
+    call = ParsedCall(name="read", arguments='{"path":  "a"}')
+    for opened, in_reasoning in (("<think>\n", False), ("", True)):
+        assert parse(f"{opened}I look.\n{GOOD}\n{GOOD}<|im_end|>", in_reasoning) == ParsedReply(
+            text="", reasoning="I look.", calls=(call, call)
+        )
+        assert parse(f"{opened}{GOOD}\n", in_reasoning) == ParsedReply(text="", calls=(call,))
+
+
+@pytest.mark.parametrize("rest", ["", " then more", "\n</think>\n\nok", f"\n{GOOD[:20]}", f" so\n{GOOD}"])
+@pytest.mark.parametrize("inside", [GOOD, "<tool_call>read</tool_call>", "<tool_call>"])
+def test_a_call_that_stays_in_reasoning_is_counted(inside: str, rest: str) -> None:
+    if (inside, rest) == (GOOD, ""):
+        return
+    reply = parse(f"<think>\nI look.\n{inside}{rest}<|im_end|>")
+    assert reply.malformed
+    assert reply.calls == ()
+    assert "<tool_call>" in reply.reasoning
+
+
+@pytest.mark.parametrize("said", [GOOD.removeprefix("<tool_call>"), f"{GOOD}</tool_call>"])
+def test_an_end_without_a_call_is_counted(said: str) -> None:
+    reply = parse(f"{said}<|im_end|>")
+    assert reply.malformed
+    assert reply.text.endswith("</tool_call>")
+
+
 @pytest.mark.parametrize(
     "inside",
     [
@@ -67,6 +94,7 @@ def test_reasoning_cut_off_and_reasoning_opened_by_the_prompt() -> None:
         '{"name": "read", "arguments": "{}"}',
         '{"name": "read", "arguments": [1]}',
         '{"name": "read", "arguments": {}, "id": 3}',
+        '{"name": "read", "arguments": {}, "type": "tool"}',
         '{"name": "read", "arguments": {},}',
         '{"name": "read", "arguments": {}',
         '{"name": "read", "arguments": {"a": NaN}}',

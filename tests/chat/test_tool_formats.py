@@ -68,6 +68,35 @@ def test_arguments_come_back_as_they_were_meant(
     assert not parsed.malformed
 
 
+@pytest.mark.parametrize(
+    ("said", "calls", "malformed"),
+    [
+        ('{"type": "function", "name": "edit", "parameters": {"path": "a"}}', 1, False),
+        ('{"parameters": {"path": "a"}, "name": "edit", "type": "function"}', 1, False),
+        ('<|python_tag|>{"name": "edit", "parameters": {"path": "a"}}<|eom_id|>', 1, False),
+        (
+            '<|python_tag|>\n{"type": "function", "name": "edit", "parameters": {"path": "a"}}<|eot_id|>',
+            1,
+            False,
+        ),
+        ('{"type": "function", "name": "edit"}', 0, True),
+        ('{"type": "function", "function": "edit", "parameters": {}}', 0, True),
+        ('{"name": "edit", "parameters": {}}; {"name": "edit", "parameters": {}}', 0, True),
+        ('<|python_tag|>edit.call(path="a")<|eom_id|>', 0, True),
+        ('{"type": "module"}', 0, False),
+        ('see {"name": "edit", "parameters": {}}', 0, False),
+    ],
+)
+def test_llama_writes_its_calls_in_several_ways(
+    request: pytest.FixtureRequest, said: str, calls: int, malformed: bool
+) -> None:
+    chat_renderer = renderer_of("llama-3", request.config.cache.mkdir("insitu"))
+    parsed = chat_renderer.parse(chat_renderer.codec.encode(said), TOOLS)
+    assert [(c.name, c.arguments) for c in parsed.calls] == [("edit", '{"path": "a"}')] * calls
+    assert parsed.malformed is malformed
+    assert bool(parsed.text) is not bool(calls)
+
+
 @pytest.mark.case(6)
 def test_a_reply_cut_anywhere_has_whole_calls_only(chat_renderer: AdaptedRenderer) -> None:
     ids = chat_renderer.render_reply(Message(role="assistant", tool_calls=calls_of(chat_renderer)))
@@ -114,6 +143,10 @@ def test_what_counts_as_a_call_counts_in_the_package_too(chat_renderer: AdaptedR
             meant = json.loads(call.arguments)
             if call.name != "edit" or not set(meant) <= KNOWN_KEYS:
                 continue  # an unknown tool or parameter is for the agent to refuse
+            if isinstance(meant.get("count"), str) or isinstance(meant.get("deep"), str):
+                continue  # so is a value of another type
+            if "</parameter>" in call.arguments:
+                continue  # text for us: nothing that may follow a parameter stands behind it
             counted += 1
             assert any(_alike(meant, arguments) for _, arguments in accepted), (
                 call,
@@ -189,14 +222,14 @@ def test_values_without_quotes_follow_the_schema(request: pytest.FixtureRequest)
     assert read(one("path", "12")) == {"path": "12"}
     assert read(one("path", "12"), ()) == {"path": 12}
     assert read(one("count", "12")) == {"count": 12}
-    assert read(one("count", "many")) is True
+    assert read(one("count", "many")) == {"count": "many"}
     assert read(one("any", "7")) == {"any": 7}
     assert read(one("any", "seven")) == {"any": "seven"}
     assert read(one("new", "\n  x\n\n")) == {"new": "\n  x\n\n"}
     assert read(one("path", "a") + one("path", "b")) is True
     assert read(one("path", "a").replace("</parameter>", "")) is True
     assert read("text " + one("path", "a")) is True
-    assert read(one("deep", '{"a": 1}, "b": {')) is True
+    assert read(one("deep", '{"a": 1}, "b": {')) == {"deep": '{"a": 1}, "b": {'}
 
 
 def test_an_id_of_the_models_own_travels_inside_the_wire_id() -> None:

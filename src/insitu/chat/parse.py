@@ -58,7 +58,11 @@ def parse_blocks(
     `in_reasoning`: the generation prompt already opened <think>.
     """
     parts = _Parts(outside=bool(blocks.section_open))
-    at = _read_reasoning(codec, ids, 0, parts) if in_reasoning else 0
+
+    def reasoning(start: int) -> int:
+        return _read_reasoning(codec, ids, start, parts, blocks, read)
+
+    at = reasoning(0) if in_reasoning else 0
     marks = codec.control_positions(ids)
     for mark in marks:
         if mark < at:
@@ -69,7 +73,9 @@ def parse_blocks(
             at = _read_call(codec, ids, mark, parts, blocks, read)
         elif name == THINK_OPEN and not parts.has_reasoning and not parts.calls:
             parts.text += codec.decode(ids[at:mark])
-            at = _read_reasoning(codec, ids, mark + 1, parts)
+            at = reasoning(mark + 1)
+        elif name == blocks.close:
+            parts.malformed = True
         elif name in (blocks.section_open, blocks.section_close):
             parts.text += codec.decode(ids[at:mark])
             at = mark + 1
@@ -124,13 +130,26 @@ def find(codec: Codec, ids: IntArray, start: int, name: str) -> int:
     return start + int(found[0]) if len(found) else -1
 
 
-def _read_reasoning(codec: Codec, ids: IntArray, start: int, parts: _Parts) -> int:
-    """Read up to </think> or the end; return the position after it."""
+def _read_reasoning(
+    codec: Codec, ids: IntArray, start: int, parts: _Parts, blocks: Blocks, read: ReadCall
+) -> int:
+    """Read up to </think> or the end; return the position after it.
+
+    Reasoning that was never closed ends before whole calls that end the reply. Any other call in reasoning is
+    part of it, and malformed.
+    """
     end = find(codec, ids, start, THINK_CLOSE)
     stop = len(ids) if end < 0 else end
+    after = stop if end < 0 else end + 1
+    opened = find(codec, ids[:stop], start, blocks.section_open or blocks.open)
+    if opened >= 0 and end < 0:
+        rest = parse_blocks(codec, ids[opened:], False, blocks, read)
+        if rest.calls and not rest.malformed and not rest.text:
+            stop = after = opened
     parts.has_reasoning = True
+    parts.malformed |= find(codec, ids[:stop], start, blocks.open) >= 0
     parts.reasoning = codec.decode(ids[start:stop]).strip("\n")
-    return stop if end < 0 else end + 1
+    return after
 
 
 def _read_call(codec: Codec, ids: IntArray, start: int, parts: _Parts, blocks: Blocks, read: ReadCall) -> int:
@@ -155,26 +174,30 @@ def _read_call(codec: Codec, ids: IntArray, start: int, parts: _Parts, blocks: B
 
 
 def read_call(text: str, arguments: str = "arguments") -> ParsedCall | None:
-    """Parse a call from JSON: an object with exactly `name` and the member named by `arguments`.
-
-    The arguments keep their sampled text. Returns None for any other shape.
-    """
+    """Parse a text that is one call in JSON and nothing else."""
     text = text.strip()
-    if not text.startswith("{"):
-        return None
+    call, end = call_at(text, 0, arguments)
+    return call if end == len(text) else None
+
+
+def call_at(text: str, at: int, arguments: str = "arguments") -> tuple[ParsedCall | None, int]:
+    """Parse a call in JSON at a position: an object with `name` and the member named by `arguments`.
+
+    A member `type` may say "function". The arguments keep their sampled text. Returns the call and where it
+    ends, (None, at) for any other shape.
+    """
     try:
-        members, end = _members(text)
+        members, end = _members(text, at)
     except (ValueError, IndexError, RecursionError):
-        return None
-    if text[end:].strip() or set(members) != {"name", arguments}:
-        return None
+        return None, at
+    kind = members.pop("type", '"function"')
+    if set(members) != {"name", arguments} or kind != '"function"':
+        return None, at
     name, raw = members["name"], members[arguments]
     if not name.startswith('"') or not raw.startswith("{"):
-        return None
+        return None, at
     parsed = str(json.loads(name))
-    if not is_name(parsed):
-        return None
-    return ParsedCall(name=parsed, arguments=raw)
+    return (ParsedCall(name=parsed, arguments=raw), end) if is_name(parsed) else (None, at)
 
 
 def is_name(name: str) -> bool:
@@ -182,28 +205,30 @@ def is_name(name: str) -> bool:
     return bool(name) and not any("\ud800" <= c <= "\udfff" for c in name)
 
 
-def is_json(text: str) -> bool:
-    """Return whether the whole text is one JSON value."""
+def decode_json(text: str) -> tuple[object] | None:
+    """Return the value of a text that is one JSON value; None if it is not."""
     text = text.strip(" \t\r\n")
     try:
-        _, end = _DECODER.raw_decode(text)
+        value, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
-        return False
-    return end == len(text)
+        return None
+    return (value,) if end == len(text) else None
 
 
 def is_object(text: str) -> bool:
     """Return whether the whole text is one JSON object."""
-    return text.lstrip(" \t\r\n").startswith("{") and is_json(text)
+    return text.lstrip(" \t\r\n").startswith("{") and decode_json(text) is not None
 
 
-def _members(text: str) -> tuple[dict[str, str], int]:
-    """Return the raw JSON text of each member of the object at the start of `text`, and the object's end.
+def _members(text: str, at: int) -> tuple[dict[str, str], int]:
+    """Return the raw JSON text of each member of the object that begins at `at`, and the object's end.
 
     Raises ValueError or IndexError on invalid JSON and on a duplicate key.
     """
     members: dict[str, str] = {}
-    at = _skip(text, 1)
+    if text[at] != "{":
+        raise ValueError("not an object")
+    at = _skip(text, at + 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)
         at = _skip(text, at)

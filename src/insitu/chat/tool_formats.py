@@ -1,21 +1,20 @@
 """Tool-call formats: one strict parser per format, chosen by name.
 
-Each takes ids and returns a ParsedReply. Unquoted values are strings where the tool's schema says so, else
-the JSON they spell.
+Each takes ids and returns a ParsedReply. What a model's template writes for a call parses back to that call,
+where the format has a way to write it; `argument_types` reads unquoted values.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from insitu.chat.argument_types import declared_keys, typed_call
 from insitu.chat.codec import Codec
 from insitu.chat.parse import (
     THINK_CLOSE,
     Blocks,
     find,
-    is_json,
     is_name,
     is_object,
     is_open_reasoning,
@@ -31,9 +30,13 @@ __all__ = ["FORMATS", "ParseFormat", "is_open_reasoning", "reasoning_close"]
 ParseFormat = Callable[[Codec, IntArray, frozenset[int], bool, Sequence[ToolSpec]], ParsedReply]
 """(codec, sampled ids, stop ids, whether the prompt opened <think>, tools on offer) -> reply."""
 
-_FUNCTION = re.compile(r"\s*<function=([^<>=\s]+)>\s*(.*?)\s*</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>=\s]+)>\s*")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
+_EDGE = re.compile(r"<parameter=[^<>\n]+>|</parameter>\s*")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""Qwen3.5's template writes these values as Python does."""
 _FENCED = re.compile(r"([^\n`]+)\n```json\n(.*)\n```\s*", re.DOTALL)
+_LLAMA_CALL = re.compile(r"\s*\{\s*\"(name|parameters|type\"\s*:\s*\"function)\"")
 _KIMI_ID = re.compile(r"\s*(functions\.([^\s:]+):\d+|([^\s:.]+):\d+)\s*")
 
 
@@ -63,20 +66,44 @@ def _parse_xml(
     """Parse Qwen3-Coder, Qwen3.5: <function=name> and <parameter=name> elements between the call markers."""
 
     def read(inside: IntArray) -> ParsedCall | None:
-        function = _FUNCTION.fullmatch(codec.decode(inside))
-        if function is None or codec.control_positions(inside) or not is_name(function[1]):
+        text = codec.decode(inside).strip()
+        function = _FUNCTION.match(text)
+        if function is None or codec.control_positions(inside) or not text.endswith("</function>"):
             return None
-        found: dict[str, str] = {}
-        at, body = 0, function[2]
-        while at < len(body):
-            parameter = _PARAMETER.match(body, at)
-            if parameter is None or parameter[1] in found:
-                return None
-            found[parameter[1]] = parameter[2]
-            at = parameter.end()
-        return _typed(function[1], found, tools)
+        body = text[function.end() :].removesuffix("</function>").rstrip()
+        found = _parameters(body, nested=True)
+        found = _parameters(body, nested=False) if found is None else found
+        return None if found is None else typed_call(function[1], found, tools, _PYTHON)
 
     return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, Blocks(), read)
+
+
+def _parameters(body: str, nested: bool) -> dict[str, str] | None:
+    """Split the parameters of a call; None if the text is not a row of them, each name once.
+
+    A parameter ends only where another one or the end follows. `nested`: elements inside a value are skipped
+    in pairs, so that a value may quote whole calls. A value with a lone `</parameter>` before an opener looks
+    like two parameters, and is read as these.
+    """
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(body):
+        opener = _PARAMETER.match(body, at)
+        if opener is None or opener[1] in found:
+            return None
+        depth = 0
+        for edge in _EDGE.finditer(body, opener.end()):
+            if not edge[0].startswith("</"):
+                depth += nested
+            elif depth:
+                depth -= 1
+            elif edge.end() == len(body) or _PARAMETER.match(body, edge.end()):
+                break
+        else:
+            return None
+        found[opener[1]] = body[opener.end() : edge.start()].removesuffix("\n")
+        at = edge.end()
+    return found
 
 
 def _parse_glm(
@@ -91,17 +118,19 @@ def _parse_glm(
             return None
         bounds = [0, *marks, len(inside)]
         name = codec.decode(inside[: bounds[1]]).strip()
+        declared = declared_keys(name, tools)
         found: dict[str, str] = {}
         for i in range(0, len(marks), 4):
             if tuple(codec.names[int(inside[m])] for m in marks[i : i + 4]) != element:
                 return None
             k0, k1, v0, v1 = marks[i : i + 4]
-            key, value = codec.decode(inside[k0 + 1 : k1]).strip(), codec.decode(inside[v0 + 1 : v1])
+            key, value = codec.decode(inside[k0 + 1 : k1]), codec.decode(inside[v0 + 1 : v1])
+            key = key.strip() if key.strip() in declared else key
             around = codec.decode(inside[k1 + 1 : v0]) + codec.decode(inside[v1 + 1 : bounds[i + 5]])
-            if not key or key in found or around.strip():
+            if not key.strip() or key in found or around.strip():
                 return None
             found[key] = value
-        return _typed(name, found, tools) if is_name(name) and not re.search(r"\s", name) else None
+        return typed_call(name, found, tools, {}) if is_name(name) and not re.search(r"\s", name) else None
 
     return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, Blocks(), read)
 
@@ -154,49 +183,14 @@ def _parse_kimi(
 def _parse_llama(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
-    """Parse Llama 3: the whole reply is one JSON object with exactly the keys `name` and `parameters`."""
-    text = codec.decode(without_stop(ids, stop_ids))
-    call = read_call(text, "parameters")
+    """Parse Llama 3: the whole reply is one call in JSON, which <|python_tag|> may announce."""
+    ids = without_stop(ids, stop_ids)
+    announced = len(ids) > 0 and codec.names.get(int(ids[0])) == "<|python_tag|>"
+    text = codec.decode(ids)
+    call = read_call(codec.decode(ids[1:]) if announced else text, "parameters")
     if call is not None:
         return ParsedReply(text="", calls=(call,))
-    return ParsedReply(text=text, malformed=bool(re.match(r"\s*\{\s*\"(name|parameters)\"", text)))
-
-
-def _typed(name: str, found: Mapping[str, str], tools: Sequence[ToolSpec]) -> ParsedCall | None:
-    """Return a call from unquoted values; None if a value does not match its declared type."""
-    schemas = _schemas(name, tools)
-    members = []
-    for key, text in found.items():
-        schema = schemas.get(key, {})
-        raw = _to_json(text, schema if isinstance(schema, dict) else {})
-        if raw is None:
-            return None
-        members.append(f"{json.dumps(key, ensure_ascii=False)}: {raw}")
-    return ParsedCall(name=name, arguments="{" + ", ".join(members) + "}")
-
-
-def _schemas(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, object]:
-    for tool in tools:
-        if tool.name == name:
-            schema = json.loads(tool.parameters)
-            found = schema.get("properties") if isinstance(schema, dict) else None
-            return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _to_json(text: str, schema: Mapping[str, object]) -> str | None:
-    """Return the JSON text of an unquoted value."""
-    declared = schema.get("type")
-    kinds = (
-        set(declared) if isinstance(declared, list) else {declared} if isinstance(declared, str) else set()
-    )
-    for union in (schema.get("anyOf"), schema.get("oneOf")):
-        kinds |= {b.get("type") for b in union if isinstance(b, dict)} if isinstance(union, list) else set()
-    if kinds == {"string"}:
-        return json.dumps(text, ensure_ascii=False)
-    if is_json(text):
-        return text.strip()
-    return json.dumps(text, ensure_ascii=False) if not kinds or "string" in kinds else None
+    return ParsedReply(text=text, malformed=announced or _LLAMA_CALL.match(text) is not None)
 
 
 FORMATS: Mapping[str, ParseFormat] = {

@@ -229,14 +229,14 @@ async def test_logprobs_that_never_vary_are_refused_over_short_replies(renderer:
 async def test_a_body_that_cannot_fit_the_context_is_not_read_to_its_end(renderer: TemplateRenderer) -> None:
     """Reading tens of megabytes keeps other sessions waiting, whatever comes of it."""
     limits = Limits(max_context_tokens=4096)
-    body = b'{"messages": [{"role": "user", "content": "' + b"x" * (9 << 20) + b'"}]}'
+    body = b'{"messages": [{"role": "user", "content": "' + b"x" * (33 << 20) + b'"}]}'
     async with Rig(renderer, [said("x")], limits=limits) as rig:
         url = f"{rig.base}/chat/completions"
         async with rig.http.post(url, data=io.BytesIO(body), headers=rig.auth) as answer:
             assert answer.status == 413
         assert rig.calls.bodies.parsed_bytes == 0
         assert (await rig.post({"messages": ASK}))[0] == 200
-    async with Rig(renderer, [said("x")], limits=Limits(max_context_tokens=200_000)) as rig:
+    async with Rig(renderer, [said("x")], limits=Limits(max_context_tokens=400_000)) as rig:
         url = f"{rig.base}/chat/completions"
         async with rig.http.post(url, data=io.BytesIO(body), headers=rig.auth) as answer:
             assert answer.status == 400

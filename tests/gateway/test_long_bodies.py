@@ -134,7 +134,7 @@ async def test_a_body_that_is_refused_when_read_as_a_whole_overflows_nothing(
         wire, name = await bodies.read(ChatDialect(), orjson.dumps({"messages": part}), "")
         Forest("r").plan(wire.request, "f")
         wire, name = await bodies.read(ChatDialect(), orjson.dumps({"messages": part * 2}), "")
-        call = rig.calls.admit(name, wire.request)
+        call = rig.calls.admit(name, wire.request, wire.names)
         with pytest.raises(WireError) as refused:
             await call.task
         assert refused.value.cause == "invalid_request"

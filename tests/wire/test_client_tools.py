@@ -162,6 +162,96 @@ async def test_a_call_of_another_shape_still_is_an_item(renderer: TemplateRender
         assert rig.session.stats.infra_error == ""
 
 
+CUSTOM = {"type": "custom", "name": "patch"}
+ECHOED: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"type": "shell"}, arguments)
+        for arguments in (
+            "{}",
+            "not json",
+            "[1]",
+            '{"command": "ls"}',
+            '{"commands": "ls"}',
+            '{"commands": null}',
+            '{"commands": ["ls"], "timeout_ms": null}',
+            '{"commands": ["ls"], "max_output_length": null, "why": "x"}',
+        )
+    ),
+    *(
+        ({"type": "local_shell"}, arguments)
+        for arguments in (
+            "{}",
+            "",
+            '{"command": "ls"}',
+            '{"command": ["ls"], "env": null}',
+            '{"command": ["ls"], "env": {}, "type": "exec"}',
+            '{"command": ["ls"], "type": null, "user": "a"}',
+        )
+    ),
+    *(
+        ({"type": "apply_patch"}, arguments)
+        for arguments in (
+            "{broken",
+            '{"path": "a", "diff": "+x"}',
+            '{"type": "delete_file", "path": "a", "diff": null}',
+            '{"type": null, "path": null}',
+            '{"type": "create_file", "path": "a", "diff": ""}',
+        )
+    ),
+    *(
+        ({"type": "computer"}, arguments)
+        for arguments in (
+            "{}",
+            '{"actions": null}',
+            '{"action": {"type": "wait"}}',
+            '{"type": "x", "id": "y"}',
+        )
+    ),
+    ({"type": "computer_use_preview"}, "{}"),
+    ({"type": "computer_use_preview"}, '{"action": null, "status": "z"}'),
+    *(
+        (CUSTOM, arguments)
+        for arguments in ('{"input": "a"}', '{"input": 1}', "{}", "x", '{"input": "a", "b": 1}')
+    ),
+]
+
+
+def without_nulls(value: Any) -> Any:
+    """What a client sends back that reads items into types of its own."""
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None and key != "why"}
+    return value
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize(("tool", "arguments"), ECHOED, ids=lambda value: str(value)[:60])
+async def test_an_echoed_call_is_the_sampled_one_whatever_the_model_left_out(
+    renderer: TemplateRenderer, tool: dict[str, Any], arguments: str, typed: bool
+) -> None:
+    name = tool.get("name", tool["type"])
+    body: dict[str, Any] = {"input": ASK, "tools": [tool], "store": False}
+    async with Rig(renderer, [once(name, arguments), SAY]) as rig:
+        said = renderer.render_reply(once(name, arguments))
+        for _ in range(2):
+            async with rig.http.post(f"{rig.base}/responses", json=body, headers=rig.auth) as response:
+                assert response.status == 200
+                output = (await response.json())["output"]
+            assert len({item["id"] for item in output}) == len(output)
+            sent = without_nulls(output) if typed else output
+            done = [
+                {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"}
+                for item in output
+                if "call_id" in item
+            ]
+            body = {**body, "input": [*body["input"], *sent, *done]}
+        trajectory = await rig.sealed()
+    assert [turn.parent for turn in trajectory.turns] == [-1, 0]
+    assert (rig.session.stats.edited, rig.session.stats.forks) == (0, 0)
+    assert renderer.decode(said) in renderer.decode(rig.engine.sent[1].ids)
+
+
 @pytest.mark.slow
 async def test_a_shell_in_the_providers_container_is_left_out(renderer: TemplateRenderer) -> None:
     async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from aiohttp import web
@@ -143,7 +143,7 @@ class TokenCalls:
             self._shim_watch.check(self.session.spec.shim, wire.request.tools)
             hints = hints_of(request.http)
             asked = replace(wire.request, hints=wire.request.hints + hints) if hints else wire.request
-            call = self.admit(name, asked)
+            call = self.admit(name, asked, wire.names)
         except WireError as error:
             self._server.reports.refused(self.session.rollout_id, dialect.name, error.cause, self.dead)
             raise
@@ -166,8 +166,11 @@ class TokenCalls:
             raw = await read_body(http, config, limit, share)
             return await self.bodies.read(request.dialect, raw, request.route.action + query)
 
-    def admit(self, name: BodyName, request: ModelRequest) -> ModelCall:
-        """Return a new call, or the one of the same body that lost its client. Raises WireError."""
+    def admit(self, name: BodyName, request: ModelRequest, names: Mapping[str, str]) -> ModelCall:
+        """Return a new call, or the one of the same body that lost its client. Raises WireError.
+
+        `names`: `WireCall.names`.
+        """
         session = self.session
         session.check_open()
         if self.dead:
@@ -183,7 +186,7 @@ class TokenCalls:
             if self._turns.refused < MAX_REFUSALS:
                 raise WireError("rate_limited", "Too many calls at a time in this session.")
         turn, self._ordinal = self._ordinal, self._ordinal + 1
-        call = ModelCall(name=name, turn=turn, task=asyncio.create_task(self._run(request, turn)))
+        call = ModelCall(name=name, turn=turn, task=asyncio.create_task(self._run(request, names, turn)))
         call.task.add_done_callback(lambda _: self._settled(call))
         self._calls.append(call)
         return call
@@ -216,11 +219,11 @@ class TokenCalls:
 
     # ----------------------------------------------------------------------- turns
 
-    async def _run(self, request: ModelRequest, turn: int) -> Answer:
+    async def _run(self, request: ModelRequest, names: Mapping[str, str], turn: int) -> Answer:
         """Run one turn; internal failures become errors that the agent may see."""
         stats = self.session.stats
         try:
-            answer = await self._turns.run(request, turn)
+            answer = await self._turns.run(request, turn, names)
         except RenderError as error:
             raise _unrenderable(error) from error
         except EngineError as error:

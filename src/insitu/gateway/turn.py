@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -22,6 +22,7 @@ from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, EngineUnavailable
 from insitu.gateway.deadlines import CallDeadline, QueueTimeout, SessionClock
 from insitu.gateway.dialects.base import WireError, labels
+from insitu.gateway.dialects.client_tools import echoed
 from insitu.gateway.dialects.media import in_place_of
 from insitu.gateway.edit_diagnosis import explain
 from insitu.gateway.host_tools import ToolBox
@@ -54,6 +55,7 @@ DOING_CHARS = 200
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 MAX_REFUSALS = 256
 """Calls in a row refused as too many before the session is stopped, which ends a storm of retries."""
+_NO_NAMES: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,8 @@ class _Sent:
     """Number of its tokens."""
     fresh: int
     """Number of tokens that were rendered for it."""
+    names: Mapping[str, str]
+    """`WireCall.names` of the request."""
 
 
 class Turns:
@@ -124,12 +128,15 @@ class Turns:
         self.max_body_bytes = max(MIN_BODY_LIMIT, BYTES_PER_CHAR * CHARS_PER_TOKEN * self._max_context)
         """A longer text cannot be a prompt that fits the context."""
 
-    async def run(self, request: ModelRequest, turn: int) -> Answer:
-        """Answer one call. Raises WireError (the agent's fault), EngineError, RenderError, CaptureError."""
+    async def run(self, request: ModelRequest, turn: int, names: Mapping[str, str] = _NO_NAMES) -> Answer:
+        """Answer one call; `names`: `WireCall.names`.
+
+        Raises WireError (the agent's fault), EngineError, RenderError, CaptureError.
+        """
         if self._spent():
             return self._synthetic(turn)
         async with self._place():
-            return await self._run(request, turn)
+            return await self._run(request, turn, names)
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
@@ -147,7 +154,7 @@ class Turns:
             if held:
                 self._places.release()
 
-    async def _run(self, request: ModelRequest, turn: int) -> Answer:
+    async def _run(self, request: ModelRequest, turn: int, names: Mapping[str, str]) -> Answer:
         if self._spent():
             return self._synthetic(turn)
         self.stats.calls += 1
@@ -167,7 +174,9 @@ class Turns:
         try:
             generation = await self._sample(prompt, request, turn, max(0, len(prompt) - len(delta) - 1))
             if generation is not None:
-                sent = _Sent(request=request, plan=plan, node=node, prompt=len(prompt), fresh=len(delta))
+                sent = _Sent(
+                    request=request, plan=plan, node=node, prompt=len(prompt), fresh=len(delta), names=names
+                )
                 answer = self._commit(sent, generation, turn)
         except (EngineError, asyncio.CancelledError) as error:
             if isinstance(error, EngineError) or turn in self.cut_off:
@@ -336,10 +345,13 @@ class Turns:
         generation, parsed, stop = cut_at_stop(self._renderer, generation, request.stop, request.tools)
         parsed = self._translated(parsed, request, turn)
         calls = self._minted(parsed, turn)
+        known = tuple(
+            echoed(call, sent.names[call.name]) if call.name in sent.names else call for call in calls
+        )
         sampled = self._forest.commit(
             sent.node,
             generation,
-            Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=calls),
+            Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=known),
             turn=turn,
             discarded=sampled_tokens - len(generation.ids),
             labels=self._labels(parsed, request, turn),

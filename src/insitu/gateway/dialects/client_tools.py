@@ -7,7 +7,7 @@ its schema.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 
@@ -170,6 +170,15 @@ class _Form:
     filled: _Json
     """Values that clients need where the model omitted them; also the defaults in `takes`."""
 
+    def read(self, held: _Json) -> dict[str, object]:
+        """Return the arguments in an item, without what clients fill in, leave out or do not know."""
+        known = mapping(self.takes["properties"], "properties").keys() - self.fixed.keys()
+        return {
+            key: value
+            for key, value in held.items()
+            if key in known and value is not None and value != self.filled.get(key)
+        }
+
 
 _RESPONSES: Mapping[str, _Form] = {
     "local_shell": _Form(
@@ -255,7 +264,10 @@ def responses_item(kind: str, call: ToolCall, place: str) -> dict[str, object] |
     form = _RESPONSES.get(kind)
     if form is None:
         return None
-    held = {**form.filled, **_arguments(call.arguments), **form.fixed}
+    given = _arguments(call.arguments)
+    if not form.field:  # its fields are beside those of the item
+        given = form.read(given)
+    held = {**form.filled, **given, **form.fixed}
     item: dict[str, object] = {
         "id": f"{form.call.removesuffix('_call')}_{place}",
         "type": form.call,
@@ -274,13 +286,28 @@ def responses_call(item: _Json, param: str) -> ToolCall:
     name, form = next((name, form) for name, form in _RESPONSES.items() if form.call == kind)
     if kind == "computer_call" and item.get("action") is not None:
         name, form = "computer_use_preview", _RESPONSES["computer_use_preview"]
-    if form.field:
-        held = mapping(item.get(form.field) or {}, f"{param}.{form.field}")
-    else:
-        held = {key: item.get(key) for key in form.filled}
-    given = {key: value for key, value in held.items() if key not in form.fixed and value is not None}
+    held = mapping(item.get(form.field) or {}, f"{param}.{form.field}") if form.field else item
     id = string(item.get("call_id"), f"{param}.call_id")
-    return ToolCall(id=id, name=name, arguments=json_text(given))
+    return ToolCall(id=id, name=name, arguments=json_text(form.read(held)))
+
+
+def echoed(call: ToolCall, form: str) -> ToolCall:
+    """Return a sampled call as its item is read when a client sends it back, so that the echo is known.
+
+    `form`: its entry in `WireCall.names`. An item cannot hold everything that a model writes.
+    """
+    kind = str(orjson.loads(form).get("type"))
+    if kind == "custom":
+        return replace(call, arguments=json_text({"input": free_form_text(call.arguments)}))
+    item = responses_item(kind, call, "")
+    return call if item is None else responses_call(item, "")
+
+
+def free_form_text(arguments: str) -> str:
+    """Return the free-form input in arguments; arguments of another shape are returned unchanged."""
+    value = _arguments(arguments)
+    text = value.get("input")
+    return text if isinstance(text, str) and len(value) == 1 else arguments
 
 
 def responses_answer(item: _Json) -> object:

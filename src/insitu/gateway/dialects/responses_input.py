@@ -318,17 +318,6 @@ class _Reader:
         )
 
 
-def free_form_text(arguments: str) -> str:
-    """Return the free-form input in arguments; arguments of another shape are returned unchanged."""
-    try:
-        value = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
-    if isinstance(value, dict) and set(value) == {"input"} and isinstance(value["input"], str):
-        return value["input"]
-    return arguments
-
-
 def _output(value: object, param: str) -> str:
     """Return a tool's answer: text, a part (a screenshot) or a list of parts."""
     return _texts([value] if isinstance(value, dict) else value, param, "\n")

@@ -18,7 +18,6 @@ import orjson
 from insitu.gateway.dialects import client_tools, compaction, responses_input
 from insitu.gateway.dialects.base import Cause, Envelope, WireCall, WireError, sse_event
 from insitu.gateway.dialects.openai import OpenAIDialect
-from insitu.gateway.dialects.responses_input import free_form_text
 from insitu.types import Reply, ToolCall
 
 _Json = dict[str, object]
@@ -129,7 +128,7 @@ def _call(call: ToolCall, place: str, envelope: Envelope) -> _Json:
             "id": f"ctc_{place}",
             "type": "custom_tool_call",
             **named,
-            "input": free_form_text(call.arguments),
+            "input": client_tools.free_form_text(call.arguments),
         }
     return {"id": f"fc_{place}", "type": "function_call", **named, "arguments": call.arguments}
 

@@ -37,13 +37,14 @@ def configuration() -> str:
 
 
 def _rows(table: Any, prefix: str = "") -> list[str]:
+    described = importlib.import_module("insitu.config.base").description
     rows = []
     for name, field in table.model_fields.items():
         if hasattr(field.annotation, "model_fields"):
             rows += _rows(field.annotation, f"{prefix}{name}.")
             continue
         default = json.dumps(field.get_default(call_default_factory=True), default=str, ensure_ascii=False)
-        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        meaning = described(field).replace("|", "\\|")
         rows.append(f"| `{prefix}{name}` | `{default}` | {meaning} |")
     return rows
 

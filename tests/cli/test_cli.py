@@ -248,11 +248,19 @@ def test_init_writes_a_valid_file_and_names_what_comes_next(
     config = load_config(path)
     assert (config.engine.kind, config.harness.agent, config.task_set.path) == (engine, "codex", "t.jsonl")
     commands = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert len(commands) == 3
+    assert [command.split()[1] for command in commands] == ["doctor", "tasks", "rollout", "train"]
     for command in commands:
         parse(command.split()[1:])
     assert cli.main(argv) == 2
     assert "exists already" in only_line(capsys.readouterr().err)
+
+
+def test_init_with_own_tasks_says_that_the_demos_model_does_not_know_them(tmp_path: Path) -> None:
+    own, toy = tmp_path / "own.toml", tmp_path / "toy.toml"
+    assert cli.main(["init", str(own), "--tasks", "t.jsonl"]) == cli.main(["init", str(toy)]) == 0
+    (line,) = [line for line in own.read_text().splitlines() if line.startswith('path = ""')]
+    assert "set this" in line
+    assert "set this" not in toy.read_text()
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

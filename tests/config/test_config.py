@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from insitu.config import Config, ToyKind, demo_preset, dotted_keys, dump_toml, load_config, tables_of
+from insitu.config import (
+    Config,
+    ToyKind,
+    demo_preset,
+    dotted_keys,
+    dump_toml,
+    load_config,
+    table_classes,
+    tables_of,
+)
 from insitu.errors import ConfigError
 from insitu.tasks.toy import FAMILIES
 
@@ -284,3 +294,21 @@ def test_the_stored_configuration_of_a_provider_is_read_again(tmp_path: Path) ->
     config = load_config(None, ["engine.kind=upstream", "engine.url=http://a", "engine.model=m"])
     (tmp_path / "config.toml").write_text(dump_toml(config))
     assert load_config(tmp_path / "config.toml") == config
+
+
+def test_a_dry_run_lists_the_values_of_every_key_that_has_few() -> None:
+    def values(kind: Any) -> tuple[str, ...]:
+        if get_origin(kind) is Literal:
+            return get_args(kind)
+        return next(filter(None, map(values, get_args(kind))), ())
+
+    lines = dump_toml(Config()).splitlines()
+    seen = 0
+    for name, kind in table_classes().items():
+        own = lines[next(n for n, line in enumerate(lines) if line.strip("[]") == name) :]
+        for key, field in kind.model_fields.items():
+            meaning = next(line for line in own if line.startswith(f"{key} = ")).partition("#")[2]
+            for value in values(field.annotation):
+                seen += 1
+                assert re.search(rf"\b{value}\b", meaning), f"{name}.{key}: {value}"
+    assert seen > 80

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -33,6 +34,9 @@ def first_config(agent: str, model: str, engine: str, tasks: str) -> str:
     """Return a commented configuration; raise ConfigError if it would not be valid."""
     from insitu.config import load_config  # `insitu --help` needs ENGINES and must not load pydantic
 
+    unset = "empty = the small model of the demo"
+    if tasks:
+        unset = "set this: empty is the demo's model, which knows only the words of the demo's tasks"
     source = f'source = "jsonl"              # docs/tasks.md has other formats\npath = "{tasks}"'
     text = f"""# All keys with their meaning: insitu train FILE --dry-run
 
@@ -40,7 +44,7 @@ def first_config(agent: str, model: str, engine: str, tasks: str) -> str:
 steps = 50
 
 [model]
-path = "{model}"{"" if model else "                     # empty = the small model of the demo"}
+path = "{model}"{"" if model else f"                     # {unset}"}
 
 [tasks]
 {source if tasks else 'source = "toy"                # generated tasks; "jsonl" with `path` for your own'}
@@ -57,10 +61,14 @@ group_size = 8                # rollouts per task
     return text
 
 
-def write_config(path: Path, text: str) -> list[str]:
+def write_config(path: Path, text: str, tasks: str) -> list[str]:
     """Write the file and return the next commands; raise ConfigError if it exists."""
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another name")
     with boundary(ConfigError, f"write {path}"):
         path.write_text(text, encoding="utf-8")
-    return ["insitu doctor", f"insitu rollout {path} rollout.count=4", f"insitu train {path} --dry-run"]
+    name = shlex.quote(str(path))
+    # Of a small set no task may be held out, and the first thing to know is whether they can be solved.
+    own = [f"insitu tasks validate {name}", f"insitu rollout {name} rollout.split=train rollout.count=1"]
+    first = own if tasks else [f"insitu rollout {name} rollout.count=4"]
+    return ["insitu doctor", *first, f"insitu train {name} --dry-run"]

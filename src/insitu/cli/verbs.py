@@ -44,7 +44,7 @@ def init_verb(options: argparse.Namespace) -> int:
     from insitu.cli.init import first_config, write_config
 
     text = first_config(options.agent, options.model, options.engine, options.tasks)
-    print("\n  ".join([f"wrote {options.file}; next:", *write_config(options.file, text)]))
+    print("\n  ".join([f"wrote {options.file}; next:", *write_config(options.file, text, options.tasks)]))
     return 0
 
 

@@ -79,9 +79,10 @@ def chosen_tasks(config: Config, source: TaskMix) -> Sequence[Task]:
     available = table.count if size is None else max(0, size - table.start)
     count = min(table.count or available, available)
     if not count or (table.count > available):
+        few = f"the {table.split} split has {size} tasks: lower rollout.count"
         raise ConfigError(
-            f"{source.name}: the {table.split} split has {size} tasks; rollout.start {table.start} and"
-            f" rollout.count {table.count} ask for more"
+            f"{source.name}: too few tasks for rollout.start = {table.start} and rollout.count ="
+            f" {table.count}: {_other_split_note(config, source) or few}"
         )
     tasks = source.spread(table.split, table.start, count)
     for task in tasks:
@@ -202,7 +203,7 @@ def _other_split_note(config: Config, source: TaskSource) -> str:
     table = config.rollout
     other: Split = "train" if table.split == "eval" else "eval"
     here, there = source.size(table.split), source.size(other)
-    if not here or not there:
+    if here is None or not there:
         return ""
     return (
         f"the {table.split} split has {here} of {here + there} tasks (tasks.eval_share);"

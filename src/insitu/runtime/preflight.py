@@ -34,7 +34,7 @@ from insitu.grading.reward import reward_function
 from insitu.grading.trust import below, trust_of
 from insitu.runtime.agents import AgentSetup, check_listener, find_pools, limits_of, make_setups
 from insitu.runtime.gateway import gateway_config
-from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit
+from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit, foreign_words
 from insitu.runtime.sandboxes import check_agents, check_programs, check_tasks
 from insitu.runtime.transcripts import transcript_reader
 from insitu.runtime.upstream import upstream_options
@@ -126,6 +126,8 @@ def prepare(
     if chosen is None:  # close() has raised
         raise ConfigError("a check failed without an error")
     source, tasks = chosen
+    if renderer is not None and (note := foreign_words(model_folder(config), tasks)):
+        say(note)
     setups = make_setups(parts, pools, say)
     return Prepared(source=source, tasks=tasks, renderer=renderer, setups=setups)
 

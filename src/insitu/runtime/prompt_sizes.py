@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from insitu.config.load import WARM_START
+from insitu.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,10 @@ OWN_FIRST_CALLS: Mapping[str, _FirstCall] = {
 """Those of the agents that insitu brings along, which `insitu serve` does not set up."""
 CHARACTERS_PER_TOKEN = 4
 """Approximate value of ordinary vocabularies on such prompts."""
+KNOWN = 0.9
+"""Share of known words from which the demo's model may be asked."""
+MAX_PROMPT = 10_000
+"""Characters of a task's prompt that are looked at."""
 
 
 class PromptFit:
@@ -76,6 +84,25 @@ class PromptFit:
             f"With {self._context:,} tokens of context (model.max_context_tokens) the first prompts of these "
             f"agents fit: {served}."
         )
+
+
+def foreign_words(model: Path, tasks: Iterable[Task]) -> str:
+    """Return a note where the model is the demo's and does not know the words of these tasks, else ""."""
+    if _vocabulary(model) != _vocabulary(WARM_START):
+        return ""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    words = known = 0
+    for task in tasks:
+        tokens = {token for token in tokenizer.encode(task.prompt[:MAX_PROMPT]).tokens if len(token) > 1}
+        for word in re.findall(r"[A-Za-z_]{2,}", task.prompt[:MAX_PROMPT]):
+            words += 1
+            known += any(word in token for token in tokens)
+    if known >= KNOWN * words:
+        return ""
+    return (
+        f"the model is the demo's, which knows {known:,} of the {words:,} words of these tasks: set"
+        " model.path to the folder of a model that can solve them"
+    )
 
 
 def _vocabulary(model: Path) -> bytes:

@@ -341,7 +341,7 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
             names = " + ".join(one.source.name for one in sets)
             raise ConfigError(
                 f"eval.{table.name}.count = {table.count}: {names} has {there} tasks in the {table.split}"
-                " split"
+                " split (tasks.eval_share); lower the count"
             )
 
 

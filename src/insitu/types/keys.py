@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -78,10 +79,20 @@ def marks(field: FieldInfo) -> list[UsedWith]:
 
 
 def description(field: FieldInfo) -> str:
-    """Return the meaning of a key in one line, after the choices that use it."""
+    """Return the meaning of a key in one line, after the choices that use it, and its values if listed."""
     words = " ".join((field.description or "").split())
+    values = _values(field.annotation)
+    if values and not all(re.search(rf"\b{value}\b", words) for value in values):
+        words = f"{words} One of: {', '.join(values)}."
     users = ", ".join(map(str, marks(field)))
     return f"{users}: {words}" if users and words else words
+
+
+def _values(kind: Any) -> tuple[str, ...]:
+    """Return the values of a Literal, also as element of a tuple."""
+    if get_origin(kind) is Literal:
+        return tuple(map(str, get_args(kind)))
+    return next(filter(None, map(_values, get_args(kind))), ())
 
 
 def _assigned(values: dict[str, Any]) -> str:

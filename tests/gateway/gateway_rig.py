@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -57,12 +57,14 @@ class Rig:
         unix: Path | None = None,
         limits: Limits | None = None,
         config: GatewayConfig | None = None,
+        log_line: Callable[[str], None] = str,
         **engine: Any,
     ) -> None:
         self.script = list(script)
         engine.setdefault("sampled", True)
         self._renderer, self._engine_options = renderer, engine
         self._unix, self._config = unix, config or GatewayConfig()
+        self._log_line = log_line
         self._limits = limits or Limits(max_calls=32, max_call_tokens=512, max_context_tokens=100_000)
         self._stack = AsyncExitStack()
         self.reports: list[CallReport] = []
@@ -74,7 +76,12 @@ class Rig:
         enter = self._stack.enter_async_context
         self.engine = ScriptedEngine(self._renderer, self._policy, **self._engine_options)
         self.gateway = await enter(
-            Gateway(TokenBackend(self.engine, self._renderer), self._config, self.reports.append)
+            Gateway(
+                TokenBackend(self.engine, self._renderer),
+                self._config,
+                self.reports.append,
+                log_line=self._log_line,
+            )
         )
         if self._unix is None:
             listener = await enter(self.gateway.listen_tcp())

@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 import openai
+import orjson
 import pytest
 from gateway_rig import Rig, call, said
 from wire_lab import CALLS, SCHEMA, openai_client, plain
 
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects import compaction
-from insitu.types import Limits, Message
+from insitu.gateway.dialects.base import Envelope
+from insitu.gateway.dialects.responses_output import ResponsesDialect
+from insitu.types import Limits, Message, Reply
 
 pytestmark = pytest.mark.slow
 
@@ -160,3 +163,70 @@ async def test_a_known_conversation_can_be_compacted_and_goes_on_unchanged(
         assert [item.type for item in said_on.output] == ["message"]
         await api.responses.compact(model="m", input=history)
         assert [turn.parent for turn in (await rig.sealed()).turns] == [-1, 0, 0, -1]
+
+
+ASSISTANT = {"role": "assistant", "content": "I looked."}
+SEALED = compaction.item(Reply(text="Short."), Envelope(id="a", created=0, model="m"))
+OLDER = compaction.item(Reply(text="Older."), Envelope(id="b", created=0, model="m"))
+RULES = {"role": "developer", "content": "Be brief."}
+ON = {"role": "user", "content": "Go on."}
+
+
+@pytest.mark.parametrize(
+    ("items", "texts"),
+    [
+        ([USER, ASSISTANT, SEALED, ON], ["Short.", "Go on."]),
+        ([RULES, USER, ASSISTANT, SEALED, ON], ["Be brief.", "Short.", "Go on."]),
+        ([USER, ASSISTANT, OLDER, ON, ASSISTANT, SEALED, ON], ["Short.", "Go on."]),
+        ([USER, OLDER, SEALED, ON], ["Short.", "Go on."]),
+        # The window of the route.
+        ([RULES, USER, ON, SEALED, ON], ["Be brief.", "Fix f.", "Go on.", "Short.", "Go on."]),
+        ([SEALED, USER, ASSISTANT, ON], ["Short.", "Fix f.", "I looked.", "Go on."]),
+        ([USER, ASSISTANT, SEALED, {"type": "compaction_trigger"}], ["Short.", compaction.REQUEST]),
+    ],
+)
+def test_the_newest_item_stands_for_what_was_before(items: list[Any], texts: list[str]) -> None:
+    wire = ResponsesDialect().parse({"input": items}, "")
+    assert [m.text.removeprefix(compaction.OPENING) for m in wire.request.messages] == texts
+    assert wire.kept is not None
+    again = ResponsesDialect().parse({"input": [orjson.loads(text) for text in wire.kept]}, "")
+    assert again.request.messages == wire.request.messages[: len(again.request.messages)]
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+async def test_a_client_that_does_not_prune_goes_on_from_the_summary(
+    renderer: TemplateRenderer, by_id: bool
+) -> None:
+    """With the whole array each time, of which the gateway knows the most, or with ids."""
+    script = [said("Looked."), SUMMARY, said("A"), said("B"), said("Second."), said("C"), said("D")]
+    trigger = {"type": "compaction_trigger"}
+    async with Rig(renderer, script) as rig, openai_client(rig) as api:
+        given: dict[str, Any] = {"model": "m", "tools": TOOLS, "instructions": "You fix.", "store": by_id}
+        items: list[Any] = []
+        before: Any = openai.omit
+        for new in (USER, trigger, ON, ON, trigger, ON, ON):
+            sent = [new] if by_id else [*items, new]
+            answer = await api.responses.create(input=sent, previous_response_id=before, **given)
+            before = answer.id if by_id else openai.omit
+            items += [*([] if new is trigger else [new]), *plain(answer)["output"]]
+        trajectory = await rig.sealed()
+        prompts = [renderer.decode(sent.ids) for sent in rig.engine.sent]
+    assert ["Fix f." in prompt for prompt in prompts] == [True, True, *[False] * 5]
+    assert ["f is mended" in prompt for prompt in prompts] == [False, False, True, True, True, False, False]
+    assert ["Second." in prompt for prompt in prompts] == [*[False] * 5, True, True]
+    assert [turn.parent for turn in trajectory.turns] == [-1, 0, -1, 2, 3, -1, 5]
+    assert rig.session.stats.edited == 0
+
+
+async def test_a_threshold_that_is_not_followed_is_said_once(renderer: TemplateRenderer) -> None:
+    lines: list[str] = []
+    async with Rig(renderer, [said("A")], log_line=lines.append) as rig, openai_client(rig) as api:
+        await api.responses.create(model="m", input=[USER], context_management=[{"type": "other"}])
+        assert lines == []
+        for _ in range(2):
+            asked = [{"type": "compaction", "compact_threshold": 1000}]
+            await api.responses.create(model="m", input=[USER], context_management=asked)
+        trajectory = await rig.sealed()
+    (line,) = lines
+    assert "context_management" in line
+    assert dict(trajectory.turns[-1].advisory)["context_management"].count("1000") == 1

@@ -7,7 +7,7 @@ text. Listening, authorisation, host tools, admin API and reports are the same f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
@@ -114,6 +114,14 @@ class ServerState:
     """For bodies that no session has taken on yet."""
     reports: CallReporter
     log_line: Callable[[str], None]
+    noted: set[str] = field(default_factory=set)
+    """Subjects of `note` so far."""
+
+    def note(self, subject: str, line: str) -> None:
+        """Log a line, unless it is empty or one on this subject was logged before."""
+        if line and subject not in self.noted:
+            self.noted.add(subject)
+            self.log_line(line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

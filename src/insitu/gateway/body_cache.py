@@ -19,6 +19,7 @@ import orjson
 
 from insitu.capture.message_history import DigestCache, History
 from insitu.gateway.dialects.base import Dialect, WireCall, WireError, deeper, labels
+from insitu.gateway.dialects.compaction import is_compaction
 from insitu.gateway.json_offsets import Elements, elements, whole_list
 from insitu.gateway.request import decode, loads, sorted_json, too_many_values
 from insitu.gateway.stored_responses import StoredResponses
@@ -172,7 +173,7 @@ class BodyCache:
             return None
         try:
             values = loads(b"[0" + new + b"]")[1:]
-            if deeper(values, self._max_depth - 1, self._max_items):
+            if deeper(values, self._max_depth - 1, self._max_items) or any(map(is_compaction, values)):
                 return None
             said = dialect.parse({dialect.grows: values}, action) if values else cut.wire
         except (orjson.JSONDecodeError, WireError):
@@ -236,7 +237,9 @@ class BodyCache:
         self, dialect: Dialect, action: str, record: _Record, part: _BodyPart, found: Elements
     ) -> None:
         """Store the cuts of a body: after the last few elements of the user's side."""
-        cut_after = [i for i, value in enumerate(found.values) if _of_user(dialect, value)][-CUTS:]
+        newest = max((i for i, value in enumerate(found.values) if is_compaction(value)), default=-1)
+        cut_after = [i for i, value in enumerate(found.values) if i > newest and _of_user(dialect, value)]
+        cut_after = cut_after[-CUTS:]
         running, at = part.mark.copy(), part.start
         text = part.raw[at:].decode() if cut_after else ""
         cuts = list(record.cuts)

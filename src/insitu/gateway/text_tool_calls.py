@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -36,25 +36,18 @@ class TextShim:
     """A text in none of the forms is a command as a whole."""
 
 
-class ShimWatch:
-    """Logs once that agents do not offer the tool of the shim: nothing is translated then."""
+def not_offered(shim: TextShim | None, tools: Sequence[ToolSpec]) -> str:
+    """Return a line if an agent does not offer the tool of the shim: nothing is translated then.
 
-    def __init__(self, log_line: Callable[[str], None]) -> None:
-        self._log_line = log_line
-        self._checked = False
-
-    def check(self, shim: TextShim | None, tools: Sequence[ToolSpec]) -> None:
-        """Check the tools of a request; one without any (a title, a summary) is ignored."""
-        if shim is None or self._checked or not tools:
-            return
-        self._checked = True
-        if any(tool.name == shim.tool for tool in tools):
-            return
-        names = ", ".join(repr(tool.name[:_MAX_NAME]) for tool in tools[:_MAX_NAMES])
-        self._log_line(
-            f"gateway.shim_tool {shim.tool!r} is not among the tools that the agent offers ({names}): no text"
-            " becomes a call"
-        )
+    Empty for a request without any tool: a title, a summary.
+    """
+    if shim is None or not tools or any(tool.name == shim.tool for tool in tools):
+        return ""
+    names = ", ".join(repr(tool.name[:_MAX_NAME]) for tool in tools[:_MAX_NAMES])
+    return (
+        f"gateway.shim_tool {shim.tool!r} is not among the tools that the agent offers ({names}): no text"
+        " becomes a call"
+    )
 
 
 def translate(shim: TextShim, text: str) -> ParsedCall | None:

@@ -27,7 +27,7 @@ from insitu.gateway.request import MemoryShare, hints_of, read_body
 from insitu.gateway.response_writer import Delivery, json_response
 from insitu.gateway.routes import Route
 from insitu.gateway.session import Session
-from insitu.gateway.text_tool_calls import ShimWatch
+from insitu.gateway.text_tool_calls import not_offered
 from insitu.gateway.turn import MAX_REFUSALS, Answer, Turns
 from insitu.storage.session_log import LogFile, LoggedForest
 from insitu.types import ModelRequest, Segment, Trajectory
@@ -37,6 +37,12 @@ MAX_OUTAGES = 4
 same time fail as one."""
 
 
+_NO_THRESHOLD = (
+    "an agent asks its provider to compact from a number of tokens on (context_management), which is recorded"
+    " and not done: without another compaction its session ends at model.max_context_tokens"
+)
+
+
 class TokenBackend:
     """Opens sessions over one engine."""
 
@@ -44,13 +50,11 @@ class TokenBackend:
         self._engine, self.renderer = engine, renderer
         self._server: ServerState
         self._reset_roles: frozenset[str]
-        self._shim_watch: ShimWatch
 
     def connect(self, server: ServerState) -> None:
         """Raise ConfigError when reasoning is to be dropped but the renderer's rules drop none."""
         self._server = server
         self._reset_roles = forgotten_before(self.renderer, server.config.keep_reasoning)
-        self._shim_watch = ShimWatch(server.log_line)
 
     def serves(self, route: Route) -> bool:
         return True
@@ -59,7 +63,7 @@ class TokenBackend:
         forest, log = self._open_forest(session)
         turns = Turns(self._engine, self.renderer, forest, session.spec, session.tools, session.stats)
         release = self._engine.release if isinstance(self._engine, TracksSessions) else None
-        return TokenCalls(session, self._server, turns, forest, log, self._shim_watch, release)
+        return TokenCalls(session, self._server, turns, forest, log, release)
 
     def _open_forest(self, session: Session) -> tuple[Forest, LogFile | None]:
         name, config = session.rollout_id, self._server.config
@@ -96,11 +100,10 @@ class TokenCalls:
         turns: Turns,
         forest: Forest,
         log: LogFile | None,
-        shim_watch: ShimWatch,
         release: Callable[[str], None] | None,
     ) -> None:
         self.session, self._server, self._turns, self._forest = session, server, turns, forest
-        self._log, self._shim_watch, self._release = log, shim_watch, release
+        self._log, self._release = log, release
         config = server.config
         self.bodies = BodyCache(config.max_json_depth, config.max_json_items)
         self._calls: list[ModelCall] = []
@@ -140,7 +143,11 @@ class TokenCalls:
             return json_response(dialect.count(await self.count_tokens(wire.request)))
         try:
             wire, name = await self._read(request)
-            self._shim_watch.check(self.session.spec.shim, wire.request.tools)
+            self._server.note("shim", not_offered(self.session.spec.shim, wire.request.tools))
+            if any(
+                name == "context_management" and "compact" in value for name, value in wire.request.advisory
+            ):
+                self._server.note("compaction", _NO_THRESHOLD)
             hints = hints_of(request.http)
             asked = replace(wire.request, hints=wire.request.hints + hints) if hints else wire.request
             call = self.admit(name, asked, wire.names)

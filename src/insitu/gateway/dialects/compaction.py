@@ -53,6 +53,33 @@ def without_trigger(items: Sequence[object]) -> tuple[Sequence[object], bool]:
     return (items[:-1] if asked else items), asked
 
 
+def is_compaction(item: object) -> bool:
+    return isinstance(item, dict) and item.get("type") == "compaction"
+
+
+def in_effect(items: Sequence[object]) -> Sequence[object]:
+    """Return the items that the model reads: the newest compaction item stands for those before it.
+
+    Instructions and tools before it stay. So do messages of the user if there is nothing else: then the items
+    begin with the window that the route answered with. Clients need not prune.
+    """
+    newest = max((i for i, item in enumerate(items) if is_compaction(item)), default=0)
+    before = items[:newest]
+    if all(_role(item) in ("user", *_RULES) for item in before):
+        return items
+    return [*(item for item in before if _role(item) in _RULES), *items[newest:]]
+
+
+_RULES = ("system", "developer", "additional_tools")
+
+
+def _role(item: object) -> str:
+    """Return the role of a message, the type of another item."""
+    fields = item if isinstance(item, dict) else {}
+    kind = fields.get("type", "message")
+    return str(fields.get("role") if kind == "message" else kind)
+
+
 def kept(items: Sequence[object]) -> Iterator[Mapping[str, object]]:
     """Return the items kept before the compaction item: those of the user."""
     for item in items:

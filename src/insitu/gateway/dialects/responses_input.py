@@ -89,6 +89,7 @@ def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
     if not items:
         raise WireError("invalid_request", "'input' must hold at least one item.", "input")
     items, asked = compaction.without_trigger(items)
+    items = compaction.in_effect(items)
     reader = _Reader(messages=messages, tools=tools)
     for i, item in enumerate(items):
         reader.read(mapping(item, f"input[{i}]"), f"input[{i}]")

@@ -58,7 +58,8 @@ def main() -> None:
         return [[sample(index=5 * g + s, group_index=g) for s in range(5)] for g in range(count)]
 
     config = load_config(None, ["collect.group_size=5", "collect.groups_per_step=2"])
-    slime._source = lambda: (Source(groups()[0].rollouts[0], groups()), config)  # type: ignore[assignment]
+    slime._tokenizer = lambda folder: SimpleNamespace(decode=lambda ids, **_: str(ids))  # type: ignore[assignment]
+    slime._source = lambda args, parameters=None: (Source(groups()[0].rollouts[0], groups()), config)  # type: ignore[assignment]
     nested = slime.generate_rollout(ARGS, 0, SimpleNamespace(get_samples=prompts))
     utils.validate_rollout_id_annotated(nested)
     made = [one for group in nested for rows in group for one in rows]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from row_lab import PLAN, groups, rollout
 from slime_lab import Source
@@ -23,7 +24,7 @@ from insitu.bridges.rows import rows_of
 from insitu.bridges.thread import SourceThread
 from insitu.config import load_config
 from insitu.errors import ConfigError
-from insitu.types import Group, Rollout, Status
+from insitu.types import Group, Ledger, Rollout, Status
 
 
 class State(Enum):
@@ -54,10 +55,18 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, one: Rollout, groups: Sequence[Group] = ()) -> Source:
-    source = Source(one, groups)
-    monkeypatch.setattr(slime, "_source", lambda: (source, load_config(None, [])))
+def use(
+    monkeypatch: pytest.MonkeyPatch, one: Rollout, groups: Sequence[Group] = (), *overrides: str
+) -> Source:
+    source, config = Source(one, groups), load_config(None, overrides)
+    monkeypatch.setattr(slime, "_source", lambda args, parameters=None: (source, config))
+    monkeypatch.setattr(slime, "_tokenizer", lambda folder: SimpleNamespace(decode=decode))
     return source
+
+
+def decode(ids: list[int], *, skip_special_tokens: bool) -> str:
+    assert not skip_special_tokens
+    return " ".join(map(str, ids))
 
 
 @pytest.mark.parametrize("rows", range(1, 10))
@@ -73,7 +82,11 @@ async def test_a_rollout_fans_out_into_its_rows(monkeypatch: pytest.MonkeyPatch,
         assert one.tokens == [100 * index + at for at in range(7)]
         assert one.response_length == len(one.loss_mask) == len(one.rollout_log_probs) == 3
         assert one.weight_versions == ["4"]
-        assert one.metadata == {"task_id": "toy-7", "own": 1, "insitu_rollout": "train/0/5/0"}
+        assert one.response == decode(one.tokens[4:], skip_special_tokens=False)
+        assert one.metadata == {
+            "task_id": "toy-7", "own": 1, "insitu_rollout": "train/0/5/0",
+            "insitu_row": index, "insitu_label": "final",
+        }  # fmt: skip
     assert sample.tokens == []
     last = await slime.generate_final(None, sample, {})
     assert last.tokens == made[-1].tokens
@@ -89,6 +102,136 @@ async def test_a_failed_rollout_is_aborted_and_has_a_number_as_reward(
     assert (one.status, one.reward, one.remove_sample) == (State.ABORTED, 0.0, True)
     assert one.metadata["abort_reason"] == "the sandbox vanished"
     assert len(one.tokens) == one.response_length + 1
+
+
+@pytest.mark.parametrize(
+    ("override", "status", "why"),
+    [
+        ("train.max_row_tokens=3", Status.OK, "overlong"),
+        ("train.truncated=mask", Status.TRUNCATED, "truncated"),
+    ],
+)
+async def test_a_graded_rollout_that_is_not_trained_keeps_its_reward(
+    monkeypatch: pytest.MonkeyPatch, override: str, status: Status, why: str
+) -> None:
+    use(monkeypatch, rollout("a", 0.5, 2, status=status), (), override)
+    [one] = await slime.generate(None, Sample(), {})
+    assert (one.reward, one.loss_mask, one.remove_sample) == (0.5, [0], True)
+    assert one.status is State(slime.STATUS[status])
+    assert one.metadata["insitu_left_out"] == why
+    assert len(one.tokens) == one.response_length + 1
+
+
+async def test_an_evaluation_has_its_reward_and_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rollout("eval/0/0/0", 1.0)
+    ledger = Ledger(captured=3, trained=0, excluded={"evaluation": 3})
+    one = replace(one, trajectory=replace(one.trajectory, ledger=ledger))
+    use(monkeypatch, one)
+    made = await slime.generate(None, Sample(), {}, evaluation=True)
+    assert (made.reward, made.status, made.response) == (1.0, State.COMPLETED, "4 5 6")
+
+
+def test_a_rollout_over_the_caps_counts_in_its_groups_mean() -> None:
+    capped = rollout("train/1/0/2", 1.0)
+    [segment] = capped.trajectory.segments
+    longer = {
+        name: np.pad(getattr(segment, name), (0, 9)) for name in ("ids", "mask", "logprobs", "versions")
+    }
+    capped = replace(capped, trajectory=replace(capped.trajectory, segments=(replace(segment, **longer),)))
+    members = (rollout("train/1/0/0", 1.0), rollout("train/1/0/1", 0.0), capped)
+    group = Group(id="train/1/0", task_id="t", rollouts=members)
+    rows = rows_of([group], PLAN.changed(max_row_tokens=10))
+    payload = slime.to_samples(rows).payload
+    assert [(row["status"], sum(row["loss_mask"])) for row in payload] == [
+        ("completed", n) for n in (3, 3, 0)
+    ]
+    made = [Sample(**{**row, "status": State(row["status"])}) for row in payload]
+    _, found = slime.rewards(SimpleNamespace(), made)
+    own = [item.advantage for item in rows[0].rollouts]
+    assert found == pytest.approx(own)
+    assert own == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+
+
+ENGINE = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "stop": None, "stop_token_ids": None}
+NOT_THE_ENGINES = [
+    ("temperature", 1.0, "temperature 1.0, but engine.temperature is 0.7"),
+    ("top_p", 0.9, "top_p 0.9"),
+    ("top_k", 20, "top_k 20"),
+    ("stop", ["\n\n"], "no stop strings"),
+    ("stop_token_ids", [5], "stop_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), NOT_THE_ENGINES)
+async def test_arguments_that_are_not_the_engines_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, message: str
+) -> None:
+    monkeypatch.setattr(slime, "_stop_ids", lambda config: frozenset({7}))
+    source = use(monkeypatch, rollout("a", 1.0), groups(), "engine.temperature=0.7")
+    args = SimpleNamespace(**{f"rollout_{key}": given for key, given in ENGINE.items()})
+    await slime.generate(args, Sample(), {**ENGINE, "stop_token_ids": [7], "skip_special_tokens": False})
+    slime.generate_rollout(args, 0, Prompts(5))
+    source.asked.clear()
+    wrong = SimpleNamespace(**{**vars(args), f"rollout_{name}": value})
+    with pytest.raises(ConfigError, match=message):
+        await slime.generate(args, Sample(), {**ENGINE, name: value})
+    with pytest.raises(ConfigError, match=message):
+        await slime.generate(wrong, Sample(), ENGINE)
+    with pytest.raises(ConfigError, match=message):
+        slime.generate_rollout(wrong, 0, Prompts(5))
+    assert source.asked == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("min_p", 0.1), ("repetition_penalty", 1.1), ("min_new_tokens", 4), ("n", 2), ("json_schema", "{}")],
+)
+async def test_further_parameters_that_change_what_is_sampled_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    use(monkeypatch, rollout("a", 1.0))
+    with pytest.raises(ConfigError, match=name):
+        await slime.generate(None, Sample(), {name: value})
+
+
+def test_evaluations_ask_for_what_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, rollout("a", 1.0))
+    monkeypatch.setattr(slime, "task_ids", lambda config, count, *, split: ["eval-0"])
+    args = SimpleNamespace(rollout_temperature=1.0, eval_temperature=0.0)
+    with pytest.raises(ConfigError, match=r"temperature 0\.0, .* is 1, in evaluations too"):
+        slime.generate_rollout(args, 0, Prompts(1), evaluation=True)
+    shorter = SimpleNamespace(rollout_max_response_len=96, eval_max_response_len=8)
+    with pytest.raises(ConfigError, match="max_new_tokens 8"):
+        slime.generate_rollout(shorter, 0, Prompts(1), evaluation=True)
+    args.eval_temperature = None
+    assert slime.generate_rollout(args, 0, Prompts(1), evaluation=True)["insitu"]["rewards"] == [1.0]
+
+
+def test_lengths_and_the_router_come_from_slimes_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "insitu.toml"
+    path.write_text("[limits]\nmax_call_tokens = 512\n[model]\nmax_context_tokens = 8192\n")
+    monkeypatch.setenv("INSITU_CONFIG", str(path))
+    monkeypatch.setattr(slime, "SourceThread", lambda config: config)
+    router = {"sglang_router_ip": "10.0.0.7", "sglang_router_port": 3456}
+    _, config = slime._source(SimpleNamespace(**router))
+    assert (config.engine.kind, config.engine.urls) == ("sglang", ("http://10.0.0.7:3456",))
+    assert (config.limits.max_call_tokens, config.model.max_context_tokens) == (512, 8192)
+    lengths = {"rollout_max_response_len": 128, "rollout_max_context_len": 4000}
+    source, config = slime._source(SimpleNamespace(**router, **lengths))
+    assert (config.limits.max_call_tokens, config.model.max_context_tokens) == (128, 4000)
+    assert slime._source(SimpleNamespace(**router, **lengths))[0] is source
+    longer = {"rollout_max_response_len": 4096, "rollout_max_context_len": 1 << 20}
+    _, config = slime._source(SimpleNamespace(**router, **longer))
+    assert (config.limits.max_call_tokens, config.model.max_context_tokens) == (512, 8192)
+    path.write_text(path.read_text() + '[[tasks]]\nname = "a"\n[tasks.limits]\nmax_call_tokens = 400\n')
+    slime._opened.cache_clear()
+    with pytest.raises(
+        ConfigError, match="max_call_tokens of a is 400, above --rollout-max-response-len 128"
+    ):
+        slime._source(SimpleNamespace(**router, **lengths))
+    slime._opened.cache_clear()
 
 
 async def test_what_names_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +348,7 @@ def test_slimes_rollout_function_runs_agents(monkeypatch: pytest.MonkeyPatch, tm
         collect={"group_size": 2, "groups_per_step": 1, "max_staleness": 0},
     )
     source = SourceThread(config)
-    monkeypatch.setattr(slime, "_source", lambda: (source, config))
+    monkeypatch.setattr(slime, "_opened", lambda *asked: (source, config))
     args, prompts = SimpleNamespace(n_samples_per_prompt=2, rollout_batch_size=1), Prompts(2)
     try:
         for step in range(2):
@@ -214,8 +357,10 @@ def test_slimes_rollout_function_runs_agents(monkeypatch: pytest.MonkeyPatch, tm
             assert {sample.index for sample in samples} == {2 * step, 2 * step + 1}
             assert all(len(sample.loss_mask) == len(sample.rollout_log_probs) for sample in samples)
             assert any(sum(sample.loss_mask) for sample in samples)
+            assert all(sample.response for sample in samples if sum(sample.loss_mask))
         judged = slime.generate_rollout(args, 1, prompts, evaluation=True)["insitu"]
         assert len(judged["rewards"]) == 1
+        assert judged["samples"][0].response
     finally:
         source.close()
 

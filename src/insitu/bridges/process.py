@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from insitu.config import Config, dump_toml, load_config
@@ -57,12 +58,12 @@ def read(config: Config | Path | str) -> Config:
     return config if isinstance(config, Config) else load_config(Path(config))
 
 
-def read_named() -> Config:
+def read_named(overrides: Mapping[str, Any] = MappingProxyType({})) -> Config:
     """Return the configuration that the environment variable INSITU_CONFIG names; raise ConfigError."""
     path = os.environ.get("INSITU_CONFIG")
     if not path:
         raise ConfigError("the environment variable INSITU_CONFIG must name insitu's configuration")
-    return read(path)
+    return load_config(Path(path), overrides)
 
 
 def task_ids(config: Config | Path | str, count: int, *, split: Split = "train", start: int = 0) -> list[str]:

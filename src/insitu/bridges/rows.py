@@ -23,6 +23,8 @@ is longer than it takes; it takes one contiguous conversation per rollout; it ha
 REFUSALS: frozenset[str] = frozenset(get_args(Refusal))
 SCORED_REASONS = frozenset({"", "zero_advantage", "degenerate", "few_groups"})
 """Reasons of rollouts that have no gradient and yet count in the baseline of another trainer."""
+UNTRAINED_REASONS = frozenset({"truncated", "overlong", "row_cap", "no_tokens"})
+"""Reasons of graded rollouts that count in the baseline and have no row to train."""
 RowKey = tuple[str, int]
 """Rollout id and segment index."""
 
@@ -52,6 +54,14 @@ class RolloutRows:
         return self.reason in SCORED_REASONS and self.rollout.reward is not None and bool(self.segments)
 
     @property
+    def left_out(self) -> str:
+        """Why nothing of it may be trained by any trainer though it is graded, or empty.
+
+        Its reward still counts in the baseline of its group.
+        """
+        return self.reason if self.reason in UNTRAINED_REASONS else ""
+
+    @property
     def oldest(self) -> int | None:
         """Oldest policy version among its masked tokens; None without any."""
         versions = [int(s.versions[s.mask].min()) for s in self.segments if s.mask.any()]
@@ -77,6 +87,13 @@ class GroupRows:
         found = tuple(rollout for rollout in self.rollouts if rollout.scored)
         return found if len(found) > 1 else ()
 
+    @property
+    def compared(self) -> tuple[RolloutRows, ...]:
+        """Rollouts whose rewards the planner compares: `scored` and those that are left out."""
+        graded = (item for item in self.rollouts if item.rollout.reward is not None)
+        found = tuple(item for item in graded if item.scored or item.left_out)
+        return found if len(found) > 1 else ()
+
 
 def rows_of(groups: Sequence[Group], plan: PlanConfig) -> tuple[GroupRows, ...]:
     """Return the groups of one step with the planner's decisions, in the planner's order.
@@ -94,6 +111,8 @@ def rows_of(groups: Sequence[Group], plan: PlanConfig) -> tuple[GroupRows, ...]:
 
 def rows_alone(rollout: Rollout, plan: PlanConfig) -> RolloutRows:
     """Return a rollout as the only one of its group, for a trainer that computes the advantages."""
+    # One of a larger group: neither too few nor all equal.
+    plan = plan.changed(group_min=1, degenerate="keep")
     [group] = rows_of([Group(id=rollout.id, task_id=rollout.task_id, rollouts=(rollout,))], plan)
     return group.rollouts[0]
 

@@ -3,10 +3,10 @@
     --custom-generate-function-path insitu.bridges.slime.generate
     --custom-reward-post-process-path insitu.bridges.slime.rewards
 
-The environment variable INSITU_CONFIG names insitu's configuration, whose engine is the server that slime
-updates; `metadata["task_id"]` of a prompt, or the prompt itself, names the task. slime's own normalisation
-takes the whole batch as one group when rollouts have several rows, and counts aborted ones as reward 0:
-`rewards` is needed.
+The environment variable INSITU_CONFIG names insitu's configuration; its engine is slime's router, whose
+address slime's arguments have. `metadata["task_id"]` of a prompt, or the prompt itself, names the task.
+slime's own normalisation takes the whole batch as one group when rollouts have several rows, and counts
+aborted ones as reward 0: `rewards` is needed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import functools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
-from insitu.bridges.process import read_named, task_ids
+from insitu.bridges.process import task_ids
 from insitu.bridges.rows import (
     Conversion,
     GroupRows,
@@ -32,9 +36,12 @@ from insitu.bridges.rows import (
     rows_of,
     unscored,
 )
+from insitu.bridges.slime_arguments import check_sampling, read_arguments, rollout_sampling, router_address
 from insitu.bridges.target_rows import replayed_experts
 from insitu.bridges.thread import SourceThread
-from insitu.config import Config
+from insitu.bridges.to_verifiers import Text, no_text
+from insitu.chat.load import load_renderer
+from insitu.config import Config, model_folder
 from insitu.errors import ConfigError
 from insitu.training.plan.step import PlanConfig
 from insitu.types import Rollout, Segment, Status
@@ -47,10 +54,16 @@ SCALED = ("grpo", "gspo", "cispo")
 """Those that divide by its standard deviation too."""
 
 
-@functools.cache
-def _source() -> tuple[SourceThread, Config]:
+def _source(args: Any, parameters: Mapping[str, Any] = MappingProxyType({})) -> tuple[SourceThread, Config]:
     """Open the source of this process at the first rollout; its child ends with the process."""
-    config = read_named()
+    asked = {**parameters, **rollout_sampling(args)}
+    context = getattr(args, "rollout_max_context_len", None)
+    return _opened(router_address(args), asked.get("max_new_tokens") or 0, context or 0)
+
+
+@functools.cache
+def _opened(address: str, call_tokens: int, context_tokens: int) -> tuple[SourceThread, Config]:
+    config = read_arguments(address, call_tokens, context_tokens)
     return SourceThread(config), config
 
 
@@ -59,24 +72,29 @@ async def generate(args: Any, sample: Any, sampling_params: Any, evaluation: boo
 
     An evaluation gives the last row only. Raises ConfigError, and what ended the source.
     """
-    made = await _samples(sample, evaluation)
+    made = await _samples(args, sample, sampling_params, evaluation)
     return made[-1] if evaluation else made
 
 
 async def generate_final(args: Any, sample: Any, sampling_params: Any, evaluation: bool = False) -> Any:
     """Return the last row only, for runs whose rollouts must be one Sample each."""
-    return (await _samples(sample, evaluation))[-1]
+    return (await _samples(args, sample, sampling_params, evaluation))[-1]
 
 
-async def _samples(sample: Any, evaluation: bool) -> list[Any]:
+async def _samples(
+    args: Any, sample: Any, parameters: Mapping[str, Any] | None, evaluation: bool
+) -> list[Any]:
     _check_sample(sample)
-    source, config = _source()
+    source, config = _source(args, {} if evaluation else parameters or {})
+    for asked in (rollout_sampling(args), parameters or {}):
+        check_sampling(asked, config, partial(_stop_ids, config))
     task = (sample.metadata or {}).get("task_id") or sample.prompt
     if not isinstance(task, str):
         raise ConfigError("slime: a prompt needs the id of a task in its metadata (task_id)")
     run = source.submit(lambda child: child.run(task, int(sample.index), evaluation=evaluation))
     rollout = await asyncio.wrap_future(run)
-    return [_filled(sample, fields) for fields in _rows(rows_alone(rollout, PlanConfig.of(config)))]
+    item = rows_alone(rollout, PlanConfig.of(config))
+    return [_filled(sample, fields) for fields in _rows(item, _decoder(config))]
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -96,7 +114,8 @@ def generate_rollout_final(args: Any, rollout_id: int, data_source: Any, evaluat
 
 
 def _rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
-    source, config = _source()
+    source, config = _source(args)
+    check_sampling(rollout_sampling(args, evaluation=evaluation), config, partial(_stop_ids, config))
     _check_sizes(args, config)
     if evaluation:
         return {"insitu": _evaluated(source, config, rollout_id, data_source)}
@@ -104,7 +123,7 @@ def _rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> 
     groups = rows_of(batch.groups, PlanConfig.of(config))
     made = []
     for group, samples in zip(groups, data_source.get_samples(len(groups)), strict=True):
-        rollouts = [rows for _, rows in _group_rows(group)]
+        rollouts = [rows for _, rows in _group_rows(group, _decoder(config))]
         # slime wants all places of a group, also those that never got a rollout.
         rollouts += [[_aborted({}, "no rollout")] for _ in samples[len(rollouts) :]]
         made.append(
@@ -143,7 +162,7 @@ def _evaluated(source: SourceThread, config: Config, rollout_id: int, data_sourc
     rollouts = [run.result() for run in [start(number, task) for number, task in enumerate(tasks)]]
     plan = PlanConfig.of(config)
     graded = [rows_alone(rollout, plan) for rollout in rollouts if rollout.reward is not None]
-    samples = [_filled(sample, _rows(item)[-1]) for item in graded]
+    samples = [_filled(sample, _rows(item, _decoder(config))[-1]) for item in graded]
     return {
         "rewards": [one.reward for one in samples],
         "truncated": [one.status.value == STATUS[Status.TRUNCATED] for one in samples],
@@ -171,38 +190,53 @@ def _filled(sample: Any, fields: dict[str, Any]) -> Any:
     return made
 
 
-def _group_rows(group: GroupRows) -> Iterator[tuple[bool, list[dict[str, Any]]]]:
-    """Yield, per rollout, whether it can be compared with the others, and the fields of its Samples."""
-    kept = {item.rollout.id for item in group.scored}
+def _group_rows(group: GroupRows, text: Text) -> Iterator[tuple[bool, list[dict[str, Any]]]]:
+    """Yield, per rollout, whether its rows are in the Samples, and the fields of those."""
+    kept = {item.rollout.id for item in group.compared}
     for item in group.rollouts:
         if item.rollout.id in kept:
-            yield True, _rows(item)
+            yield not item.left_out, _rows(item, text)
         else:
             name = {"insitu_rollout": item.rollout.id}
             yield False, [_aborted(name, item.reason or "alone in its group")]
 
 
-def _rows(item: RolloutRows) -> list[dict[str, Any]]:
-    """Return the fields of the Samples of a rollout; of an aborted one where there is nothing to train."""
+def _rows(item: RolloutRows, text: Text) -> list[dict[str, Any]]:
+    """Return the fields of the Samples of a rollout; of an aborted one where it has no reward.
+
+    A graded one that is not trained (over the caps, masked, without tokens) is one Sample without trained
+    tokens, so that its reward counts in the group's mean, as it does in insitu.
+    """
     rollout = item.rollout
     metadata = {"insitu_rollout": rollout.id}
-    if rollout.reward is None or not item.segments:
-        return [_aborted(metadata, rollout.error or "not graded, or nothing was sampled")]
-    shared = {"reward": rollout.reward, "status": STATUS[rollout.status], "metadata": metadata}
-    return [{**_row(segment), **shared} for segment in item.segments]
+    if rollout.reward is None:
+        return [_aborted(metadata, rollout.error or "not graded")]
+    shared = {"reward": rollout.reward, "status": STATUS[rollout.status]}
+    segments = item.segments
+    if item.reason == "evaluation":  # its tokens are excluded, but slime shows the text
+        segments = tuple(one for one in rollout.trajectory.segments if one.mask.any())
+    if item.left_out or not segments:
+        return [{**_NO_TOKENS, **shared, "metadata": {**metadata, "insitu_left_out": item.reason}}]
+    return [
+        {**_row(segment, text), **shared, "metadata": {**metadata, **_labels(segment)}}
+        for segment in segments
+    ]
 
 
-_ABORT: dict[str, Any] = {
+def _labels(segment: Segment) -> dict[str, Any]:
+    return {"insitu_row": segment.index, "insitu_label": segment.label}
+
+
+_NO_TOKENS: dict[str, Any] = {
     "tokens": [0, 0],
     "response": "",
     "response_length": 1,
     "loss_mask": [0],
     "rollout_log_probs": [0.0],
     "weight_versions": [],
-    "reward": 0.0,
     "remove_sample": True,
-    "status": ABORTED,
 }
+_ABORT = {**_NO_TOKENS, "reward": 0.0, "status": ABORTED}
 """slime's own form of an aborted rollout; a reward must not be None."""
 
 
@@ -210,7 +244,7 @@ def _aborted(metadata: Mapping[str, Any], why: str) -> dict[str, Any]:
     return {**_ABORT, "metadata": {**metadata, "abort_reason": why}}
 
 
-def _row(segment: Segment) -> dict[str, Any]:
+def _row(segment: Segment, text: Text) -> dict[str, Any]:
     """Return the fields of a row: the response is what follows the first prompt."""
     first = int(segment.mask.argmax())
     end = len(segment.mask) - int(segment.mask[::-1].argmax())
@@ -218,7 +252,7 @@ def _row(segment: Segment) -> dict[str, Any]:
     versions = np.unique(segment.versions[segment.mask])
     return {
         "tokens": segment.ids[:end].tolist(),
-        "response": "",
+        "response": text(segment.ids[first:end]),
         "response_length": end - first,
         "loss_mask": mask.astype(int).tolist(),
         "rollout_log_probs": np.where(mask, segment.logprobs[first:end], 0.0).tolist(),
@@ -226,11 +260,27 @@ def _row(segment: Segment) -> dict[str, Any]:
     }
 
 
-def to_samples(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
+@functools.cache
+def _tokenizer(folder: Path) -> Any:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def _decoder(config: Config) -> Text:
+    """Return a decoder of the model's ids."""
+    folder = model_folder(config)
+    return lambda ids: str(_tokenizer(folder).decode(ids.tolist(), skip_special_tokens=False))
+
+
+def _stop_ids(config: Config) -> frozenset[int]:
+    return load_renderer(model_folder(config), config.model.renderer).stop_ids
+
+
+def to_samples(groups: Sequence[GroupRows], *, text: Text = no_text) -> Conversion[list[dict[str, Any]]]:
     """Return Samples as dictionaries (`Sample.to_dict`), for slime's `--load-debug-rollout-data`.
 
     That file is `torch.save({"rollout_id": 0, "samples": payload}, path)`. Every rollout has a Sample, which
-    is aborted where it cannot be compared with others of its group. `rollout_routed_experts` is set where a
+    is aborted where it cannot be compared with others of its group. text: decodes the responses.
+    `rollout_routed_experts` is set where a
     sampler returned the experts of every row.
     """
     payload: list[dict[str, Any]] = []
@@ -238,14 +288,14 @@ def to_samples(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
     taken: list[RowKey] = []
     index = 0
     for number, group in enumerate(groups):
-        for item, (whole, rows) in zip(group.rollouts, _group_rows(group), strict=True):
+        for item, (whole, rows) in zip(group.rollouts, _group_rows(group, text), strict=True):
             place = {"group_index": number, "index": index, "rollout_id": index, "prompt": group.task_id}
             payload += [{**place, **row} for row in rows]
             segments += item.segments if whole else [None]
             taken += [(item.rollout.id, segment.index) for segment in item.segments if whole]
             index += 1
     _add_experts(payload, segments)
-    return convert(payload, groups, taken, unscored(groups), lost=("weights", "token_versions", "text"))
+    return convert(payload, groups, taken, unscored(groups), lost=("weights", "versions per token"))
 
 
 def _add_experts(payload: list[dict[str, Any]], segments: Sequence[Segment | None]) -> None:

@@ -195,7 +195,13 @@ def test_json_lines_go_to_stdout(run: Path, capfdbinary: pytest.CaptureFixture[b
     ("argv", "line"),
     [
         (["--to", "csv", "--out", "OUT"], "no such form: csv; there are: jsonl, parquet, hf, atif"),
-        (["--to", "atif", "--check", "--out", "OUT"], "--check reads back jsonl, parquet, hf, areal, nemo"),
+        (
+            ["--to", "atif", "--check", "--out", "OUT"],
+            "--check reads back jsonl, parquet, hf, openenv, prime",
+        ),
+        (["--to", "areal", "--out", "OUT"], "there is no form areal: AReaL groups rows by their number"),
+        (["--to", "nemo"], "NeMo-RL takes tensors of its own loop; use --to parquet"),
+        (["--to", "rllm"], "rLLM takes episodes of its own engine; use --to parquet"),
         (["--to", "parquet"], "give --out DIR: only JSON lines without --check are written to stdout"),
         (["--steps", "1-3", "--out", "OUT"], "--steps takes A:B, A: or :B, not '1-3'"),
         (["--phase", "nothing", "--out", "OUT"], "holds no such rollout"),

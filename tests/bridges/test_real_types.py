@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import importlib
 import importlib.util
@@ -15,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from peer_code import prime_types, taken
 from played import AGENTS, played_group
 
-from insitu.bridges.rows import GroupRows, rows_of
+from insitu.bridges.rows import GroupRows, rows_of, step_tokens
 from insitu.bridges.targets import check_payload
-from insitu.bridges.to_areal import to_areal
 from insitu.bridges.to_openenv import to_openenv
-from insitu.bridges.to_prime import to_prime, to_prime_samples
+from insitu.bridges.to_prime import to_prime
 from insitu.bridges.to_skyrl import to_skyrl
 from insitu.bridges.to_tinker import datums, to_tinker
 from insitu.bridges.to_verifiers import to_verifiers
@@ -80,9 +79,14 @@ def test_tinker_takes_every_row(all_groups: list[Groups]) -> None:
             (d.model_input.to_ints(), {n: t.data for n, t in d.loss_fn_inputs.items()})
             for d in datums(payload)
         ]
+        masks = [plain["mask"] for plain in payload]
         check_payload(
-            "tinker", groups, [{"model_input": ids, "loss_fn_inputs": more} for ids, more in inputs]
-        )
+            "tinker", groups,
+            [
+                {"model_input": ids, "loss_fn_inputs": more, "mask": mask}
+                for (ids, more), mask in zip(inputs, masks, strict=True)
+            ],
+        )  # fmt: skip
         for made, plain in zip(datums(payload), payload, strict=True):
             assert made.model_input.to_ints() == plain["model_input"].tolist()
             for name, array in plain["loss_fn_inputs"].items():
@@ -91,43 +95,26 @@ def test_tinker_takes_every_row(all_groups: list[Groups]) -> None:
                 assert list(tensor.data) == array.tolist()
 
 
-def _prime_types() -> Any:
-    """prime-rl's own types: INSITU_PRIME_SRC is a checkout."""
-    source = os.environ.get("INSITU_PRIME_SRC")
-    if not source:
-        pytest.skip("INSITU_PRIME_SRC names no checkout of prime-rl")
-    path = Path(source) / "src/prime_rl/transports/rollouts/types.py"
-    spec = importlib.util.spec_from_file_location("prime_types", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["prime_types"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _batches(msgspec: Any, prime: Any, groups: Groups) -> Any:
     wire = msgspec.msgpack.encode(to_prime(groups).payload)
     return msgspec.msgpack.Decoder(list[prime.MicroBatch]).decode(wire)
 
 
-def test_prime_decodes_batches_and_samples(all_groups: list[Groups]) -> None:
+def test_prime_decodes_batches(all_groups: list[Groups]) -> None:
     msgspec = pytest.importorskip("msgspec")
-    prime = _prime_types()
+    prime = prime_types()
     for groups in all_groups:
         check_payload("prime", groups, msgspec.to_builtins(_batches(msgspec, prime, groups)))
         rows = [row for group in groups for row in group.rows]
         batches = _batches(msgspec, prime, groups)
-        wire = msgspec.msgpack.encode(to_prime_samples(groups).payload)
-        samples = msgspec.msgpack.Decoder(list[prime.TrainingSample]).decode(wire)
-        for row, batch, sample in zip(rows, batches, samples, strict=True):
-            assert batch.input_ids == sample.token_ids == row.ids.tolist()
-            assert batch.loss_mask == sample.mask == row.mask.tolist()
+        for row, batch in zip(rows, batches, strict=True):
+            assert batch.input_ids == row.ids.tolist()
+            assert batch.loss_mask == row.mask.tolist()
             logprobs = np.array(batch.inference_logprobs, np.float32)
             assert logprobs.tobytes() == row.logprobs.tobytes()
-            weights = np.where(row.mask, row.weight, 0.0).tolist()
-            assert batch.rl_weights == sample.rl_weights == weights
-            assert batch.advantages == sample.advantages == np.where(row.mask, row.advantage, 0.0).tolist()
+            weights = np.where(row.mask, row.weight * step_tokens(groups), 0.0).tolist()
+            assert batch.rl_weights == weights
+            assert batch.advantages == np.where(row.mask, row.advantage, 0.0).tolist()
 
 
 def test_openenv_validates_every_trace(all_groups: list[Groups]) -> None:
@@ -185,23 +172,6 @@ def test_harbor_reads_every_trajectory(run: Path, tmp_path: Path) -> None:
             del sys.modules[name]
 
 
-def _taken(variable: str, file: str, names: set[str], **namespace: Any) -> dict[str, Any]:
-    """Classes and functions of a source file, without what its module imports. variable: names its folder."""
-    source = os.environ.get(variable)
-    if not source:
-        pytest.skip(f"{variable} names no folder with {file}")
-    tree = ast.parse(Path(source, file).read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", "") in names]
-    assert len(tree.body) == len(names)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            node.returns = None
-            for argument in node.args.args:
-                argument.annotation = None
-    exec(compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True), namespace)
-    return namespace
-
-
 def test_verl_takes_every_output(all_groups: list[Groups]) -> None:
     from typing import Optional
 
@@ -215,7 +185,7 @@ def test_verl_takes_every_output(all_groups: list[Groups]) -> None:
         "Any": Any,
         "Optional": Optional,
     }
-    model = _taken("INSITU_VERL_SRC", file, names, **types_)["AgentLoopOutput"]
+    model = taken("INSITU_VERL_SRC", file, names, **types_)["AgentLoopOutput"]
     for groups in all_groups:
         made = [[model(**output) for output in one] for one in to_verl(groups).payload]
         assert set(to_verl(groups).payload[0][0]) <= set(model.model_fields)
@@ -225,27 +195,10 @@ def test_verl_takes_every_output(all_groups: list[Groups]) -> None:
 def test_skyrl_accepts_its_step_wise_output(all_groups: list[Groups]) -> None:
     file = "skyrl/train/utils/trainer_utils.py"
     names = {"validate_generator_output", "_validate_step_wise_fields"}
-    found = _taken("INSITU_SKYRL_SRC", file, names, np=np, logger=logging.getLogger("skyrl"))
+    found = taken("INSITU_SKYRL_SRC", file, names, np=np, logger=logging.getLogger("skyrl"))
     for groups in all_groups:
         out = to_skyrl(groups).payload
         out["trajectory_ids"] = [types.SimpleNamespace(**one) for one in out["trajectory_ids"]]
         for one in out["trajectory_ids"]:
             one.to_string = lambda one=one: f"{one.instance_id}_{one.repetition_id}"
         found["validate_generator_output"](3, out, step_wise=True)
-
-
-def test_areal_accepts_every_trajectory(all_groups: list[Groups]) -> None:
-    torch = pytest.importorskip("torch")
-    found = _taken(
-        "INSITU_AREAL_SRC",
-        "areal/infra/workflow_executor.py",
-        {"check_trajectory_format"},
-        torch=torch,
-        logging=logging,
-        InteractionWithTokenLogpReward=type("Interaction", (), {}),
-        is_multi_modal_key=lambda key: False,
-    )
-    for groups in all_groups:
-        for arrays in to_areal(groups).payload:
-            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            assert found["check_trajectory_format"](tensors, logger=logging.getLogger("areal"))

@@ -20,14 +20,11 @@ import insitu
 from insitu.bridges.calls import row_calls
 from insitu.bridges.equality import difference
 from insitu.bridges.records import StoredRollout, read_rollout, rollout_record, row_records
-from insitu.bridges.rows import GroupRows, rows_of
+from insitu.bridges.rows import GroupRows, rows_of, step_tokens
 from insitu.bridges.slime import to_samples
 from insitu.bridges.targets import TARGETS, check_payload, read_payload
-from insitu.bridges.to_areal import to_areal
-from insitu.bridges.to_nemo import to_nemo
 from insitu.bridges.to_openenv import to_openenv
-from insitu.bridges.to_prime import to_prime, to_prime_samples
-from insitu.bridges.to_rllm import to_rllm
+from insitu.bridges.to_prime import to_prime
 from insitu.bridges.to_skyrl import to_skyrl
 from insitu.bridges.to_tinker import to_tinker
 from insitu.bridges.to_verifiers import to_verifiers
@@ -74,7 +71,7 @@ def test_every_captured_token_is_in_the_payload_or_excluded_by_name(name: str, g
     assert account.captured == account.trained + sum(account.excluded.values())
     own = sum(int(row.mask.sum()) for row in trained(groups))
     everything = sum(int(s.mask.sum()) for _, s in scored(groups))
-    assert account.trained == (own if name in ("prime", "rllm", "tinker", "verifiers") else everything)
+    assert account.trained == (own if name in ("prime", "tinker", "verifiers") else everything)
     unscored = account.excluded.get("target_unscored", 0) + account.excluded.get("ungraded", 0)
     assert unscored == ledgers[3].trained
 
@@ -99,11 +96,8 @@ def test_payloads_are_read_back_bit_for_bit(name: str, groups: Groups) -> None:
 
 
 DAMAGE: dict[str, Callable[[Any], object]] = {
-    "areal": lambda p: p[0]["input_ids"][0].__setitem__(0, 3),
-    "nemo": lambda p: p[0]["message_log"][1]["generation_logprobs"].pop(),
     "openenv": lambda p: p[0].update(env_reward=0.25),
     "prime": lambda p: p[0][13].__setitem__(p[0][1].index(True), 9.0),
-    "rllm": lambda p: p[0]["trajectories"][0]["steps"][0]["response_ids"].append(1),
     "skyrl": lambda p: p[0]["rollout_logprobs"].pop(),
     "tinker": lambda p: p.pop(),
     "verifiers": lambda p: p[0]["nodes"][0]["token_ids"].__setitem__(0, 3),
@@ -158,16 +152,14 @@ def test_tinker(groups: Groups) -> None:
 
 
 def test_prime(groups: Groups) -> None:
-    batches, samples = to_prime(groups).payload, to_prime_samples(groups, temperature=0.7).payload
-    for row, batch, sample in zip(trained(groups), batches, samples, strict=True):
+    for row, batch in zip(trained(groups), to_prime(groups, temperature=0.7).payload, strict=True):
         assert len(batch) == 14
-        assert len(sample) == 13
-        assert batch[0] == sample[0] == row.ids.tolist()
-        assert batch[1] == sample[1] == row.mask.tolist()
-        assert as_floats(batch[3]) == as_floats(sample[2]) == as_floats(row.logprobs)
-        assert batch[13] == sample[9] == np.where(row.mask, row.weight, 0.0).tolist()
-        assert batch[2] == sample[12] == np.where(row.mask, row.advantage, 0.0).tolist()
-        assert sample[3] == [0.7] * len(row.ids)
+        assert batch[0] == row.ids.tolist()
+        assert batch[1] == row.mask.tolist()
+        assert as_floats(batch[3]) == as_floats(row.logprobs)
+        assert batch[13] == np.where(row.mask, row.weight * step_tokens(groups), 0.0).tolist()
+        assert batch[2] == np.where(row.mask, row.advantage, 0.0).tolist()
+        assert batch[6] == [0.7] * len(row.ids)
 
 
 def with_experts(groups: Groups, unknown: int = -1) -> Groups:
@@ -198,10 +190,8 @@ def test_chosen_experts_reach_trainers_that_replay_them(all_groups: dict[str, Gr
         scored(groups), [[o] for r in to_verl(groups).payload for o in r], strict=True
     ):
         assert np.array_equal(output["routed_experts"], segment.experts[:-1])
-    batches, samples = to_prime(groups).payload, to_prime_samples(groups).payload
-    for row, batch, sample in zip(trained(groups), batches, samples, strict=True):
+    for row, batch in zip(trained(groups), to_prime(groups).payload, strict=True):
         data, shape, dtype = batch[10]
-        assert sample[7] == batch[10]
         found = np.frombuffer(msgpack.unpackb(msgpack.packb(data)), dtype).reshape(shape)
         assert shape == [len(row.ids), 3, 2], "prime-rl wants as many as tokens"
         assert np.array_equal(found[:-1], row.experts[:-1])
@@ -248,7 +238,8 @@ def test_verifiers_branches_are_the_rows(groups: Groups) -> None:
             assert len(node["mask"]) == len(node["token_ids"])
             assert len(node.get("logprobs", ())) == sum(node["mask"])
         weights = sum(sum(node.get("loss_weights", {"rl": [0]})["rl"]) for node in trace["nodes"])
-        assert weights == pytest.approx(sum(row.weight * row.mask.sum() for row in item.rows))
+        own = sum(row.weight * row.mask.sum() for row in item.rows)
+        assert weights == pytest.approx(own * step_tokens(groups))
         assert (trace["rewards"]["reward"] is None) == (item.rollout.reward is None)
 
 
@@ -318,45 +309,6 @@ def _with_turns(trajectory: Trajectory) -> Trajectory:
         version_runs=((0, 4),),
     )
     return replace(trajectory, segments=(row,), turns=(turn,))
-
-
-def test_areal_arrays_have_one_shape(groups: Groups) -> None:
-    found = to_areal(groups)
-    items = [item for group in groups for item in group.scored]
-    for item, arrays in zip(items, found.payload, strict=True):
-        assert len({a.shape for name, a in arrays.items() if name != "rewards"}) == 1
-        types = {name: str(array.dtype) for name, array in arrays.items()}
-        assert types == {
-            "input_ids": "int32", "attention_mask": "bool", "loss_mask": "int32", "logprobs": "float32",
-            "versions": "int32", "rewards": "float32",
-        }  # fmt: skip
-        for row, segment in enumerate(item.segments):
-            assert np.array_equal(arrays["input_ids"][row][arrays["attention_mask"][row]], segment.ids)
-            assert (arrays["versions"][row][: len(segment.ids)][~segment.mask] == -1).all()
-        assert arrays["loss_mask"].sum() == sum(s.mask.sum() for s in item.segments)
-
-
-def test_nemo_messages_are_contiguous(groups: Groups) -> None:
-    for (item, segment), datum in zip(scored(groups), to_nemo(groups).payload, strict=True):
-        log = datum["message_log"]
-        assert np.array_equal(np.concatenate([m["token_ids"] for m in log]), segment.ids)
-        own = [m for m in log if m["role"] == "assistant"]
-        assert sum(len(m["generation_logprobs"]) for m in own) == segment.mask.sum()
-        assert datum["length"] == len(segment.ids)
-        assert datum["reward"] == item.rollout.reward
-    assert "target_contiguous" in set(to_nemo(groups, several="last").refused.values()) or all(
-        len(item.segments) == 1 for group in groups for item in group.scored
-    )
-
-
-def test_rllm_steps_are_the_trained_calls(groups: Groups) -> None:
-    episodes = to_rllm(groups).payload
-    items = [item for group in groups for item in group.rollouts if item.rows]
-    for item, episode in zip(items, episodes, strict=True):
-        steps = [step for trajectory in episode["trajectories"] for step in trajectory["steps"]]
-        assert sum(len(step["response_ids"]) for step in steps) == sum(row.mask.sum() for row in item.rows)
-        assert all(len(step["logprobs"]) == len(step["response_ids"]) for step in steps)
-        assert {step["advantage"] for step in steps} == {item.advantage}
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -136,6 +136,20 @@ async def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("INSITU_CONFIG", str(tmp_path / "a.toml"))
     with pytest.raises(ConfigError, match="engine.kind must be external"):
         await verl.AgentLoop(Servers()).run({})
+    servers, config = Servers(), toy_config(tmp_path / "run")
+    algorithm = SimpleNamespace(algorithm=SimpleNamespace(adv_estimator="rloo"))
+
+    async def opened(given: Any) -> Any:
+        return None, config
+
+    with monkeypatch.context() as other:
+        other.setattr(verl, "_shared", opened)
+        loop = verl.AgentLoop(servers, trainer_config=SimpleNamespace(config=algorithm))
+        with pytest.raises(ConfigError, match="verl's rloo counts a rollout once for each of its rows"):
+            await loop.run({})
+        config = toy_config(tmp_path / "run", train={"rows": "final"})
+        with pytest.raises(ConfigError, match="needs the id of a task"):
+            await loop.run({})
     with pytest.raises(ConfigError, match="needs the id of a task"):
         verl._task({"raw_prompt": None})
     verl._starting.cache_clear()

@@ -28,7 +28,7 @@ from insitu.bridges.parquet import ParquetWriter
 from insitu.bridges.records import SCHEMA, Record, StoredRollout, rollout_record, row_records
 from insitu.bridges.rows import Conversion, GroupRows, convert
 from insitu.bridges.stored import READ_S, RolloutFilter, RunPart, run_parts, stored_rollouts
-from insitu.bridges.targets import TARGETS, check_payload, read_payload, write_payload
+from insitu.bridges.targets import REMOVED, TARGETS, check_payload, read_payload, write_payload
 from insitu.config import Config, dump_toml
 from insitu.errors import ConfigError, RecordError
 from insitu.storage.files import sha256_of, write_text
@@ -159,6 +159,10 @@ def write_export(options: RolloutExport, stdout: IO[bytes] | None = None) -> Map
 
 
 def _check_options(options: RolloutExport, stdout: IO[bytes] | None) -> None:
+    if why := REMOVED.get(options.to):
+        raise ConfigError(
+            f"there is no form {options.to}: {why}; use --to parquet, whose columns are in docs/bridges.md"
+        )
     if options.to not in FORMS:
         raise ConfigError(f"no such form: {options.to}; there are: {', '.join(FORMS)}")
     if options.out is None and (options.to != "jsonl" or options.check or stdout is None):
@@ -223,15 +227,18 @@ def _convert(
     for (phase, step), parts in groupby(
         run_parts(reader, config, options.chosen), key=lambda part: (part.phase, part.step)
     ):
-        payload: list[Any] = []
+        made: list[Conversion[Any]] = []
         written: list[GroupRows] = []
         for part in parts:
-            made = TARGETS[options.to].convert(part.groups)
-            counts.converted(part, made)
-            if made.account.trained:
-                payload += made.payload if isinstance(made.payload, list) else [made.payload]
+            one = TARGETS[options.to].convert(part.groups)
+            counts.converted(part, one)
+            if one.account.trained:
+                made.append(one)
                 written += part.groups
-        if payload:
+        if made:
+            # A trainer takes a file as one step.
+            whole = made[0] if len(made) == 1 else TARGETS[options.to].convert(written)
+            payload = whole.payload if isinstance(whole.payload, list) else [whole.payload]
             path = folder / "data" / f"{phase}-{step:05d}"
             write_payload(path, options.to, payload)
             if options.check:

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Generic, Literal, TypeVar, get_args
 
+import numpy as np
+
 from insitu.errors import TrainError
 from insitu.training.plan.step import PlanConfig, PlannedRollout, PlanRow, plan_rollouts, row_of
 from insitu.types import EXCLUSIONS, Group, Ledger, Rollout, Segment, Status
 
 T = TypeVar("T")
-Refusal = Literal["target_one_row", "target_length", "target_contiguous", "target_unscored"]
+Refusal = Literal["target_one_row", "target_length", "target_unscored"]
 """Why a row is not in a payload, beside the planner's reasons: the target takes one row per rollout; the row
-is longer than it takes; it takes one contiguous conversation per rollout; it has no place for reward None."""
+is longer than it takes; it has no place for reward None."""
 REFUSALS: frozenset[str] = frozenset(get_args(Refusal))
 SCORED_REASONS = frozenset({"", "zero_advantage", "degenerate", "few_groups"})
 """Reasons of rollouts that have no gradient and yet count in the baseline of another trainer."""
@@ -50,16 +52,26 @@ class RolloutRows:
 
     @property
     def scored(self) -> bool:
-        """Whether a trainer with its own advantages takes it: graded, not an evaluation, with tokens."""
-        return self.reason in SCORED_REASONS and self.rollout.reward is not None and bool(self.segments)
+        """Whether a trainer with its own advantages takes it: graded, not an evaluation."""
+        return self.reason in SCORED_REASONS | UNTRAINED_REASONS and self.rollout.reward is not None
 
     @property
-    def left_out(self) -> str:
-        """Why nothing of it may be trained by any trainer though it is graded, or empty.
+    def reward_only(self) -> bool:
+        """Whether nothing of it may be trained by any trainer; its reward is still part of the baseline."""
+        return self.reason in UNTRAINED_REASONS or not self.segments
 
-        Its reward still counts in the baseline of its group.
-        """
-        return self.reason if self.reason in UNTRAINED_REASONS else ""
+    @property
+    def given(self) -> tuple[Segment, ...]:
+        """The rows for a trainer with its own advantages; without one to train, a row of two other tokens."""
+        if not self.reward_only:
+            return self.segments
+        none = np.zeros(2, np.int32)
+        return (
+            Segment(
+                rollout_id=self.rollout.id, index=-1, kind="sampled", label="", ids=none,
+                mask=none.astype(np.bool_), logprobs=none.astype(np.float32), versions=none,
+            ),
+        )  # fmt: skip
 
     @property
     def oldest(self) -> int | None:
@@ -85,13 +97,6 @@ class GroupRows:
     def scored(self) -> tuple[RolloutRows, ...]:
         """Rollouts for a trainer with its own advantages; none when fewer than two can be compared."""
         found = tuple(rollout for rollout in self.rollouts if rollout.scored)
-        return found if len(found) > 1 else ()
-
-    @property
-    def compared(self) -> tuple[RolloutRows, ...]:
-        """Rollouts whose rewards the planner compares: `scored` and those that are left out."""
-        graded = (item for item in self.rollouts if item.rollout.reward is not None)
-        found = tuple(item for item in graded if item.scored or item.left_out)
         return found if len(found) > 1 else ()
 
 
@@ -202,6 +207,11 @@ def _unique(taken: Iterable[RowKey]) -> set[RowKey]:
 def _row_tokens(item: RolloutRows) -> Iterator[tuple[RowKey, int]]:
     for segment in item.segments:
         yield (item.rollout.id, segment.index), int(segment.mask.sum())
+
+
+def step_tokens(groups: Iterable[GroupRows]) -> int:
+    """Return the trained tokens of a step, for a trainer that divides its loss by their number."""
+    return sum(int(row.mask.sum()) for group in groups for row in group.rows if row.weight)
 
 
 def unscored(groups: Iterable[GroupRows]) -> dict[RowKey, Refusal]:

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 
 from insitu.bridges.process import task_ids
 from insitu.bridges.rows import (
+    UNTRAINED_REASONS,
     Conversion,
     GroupRows,
     RolloutRows,
@@ -192,10 +193,10 @@ def _filled(sample: Any, fields: dict[str, Any]) -> Any:
 
 def _group_rows(group: GroupRows, text: Text) -> Iterator[tuple[bool, list[dict[str, Any]]]]:
     """Yield, per rollout, whether its rows are in the Samples, and the fields of those."""
-    kept = {item.rollout.id for item in group.compared}
+    kept = {item.rollout.id for item in group.scored}
     for item in group.rollouts:
         if item.rollout.id in kept:
-            yield not item.left_out, _rows(item, text)
+            yield not item.reward_only, _rows(item, text)
         else:
             name = {"insitu_rollout": item.rollout.id}
             yield False, [_aborted(name, item.reason or "alone in its group")]
@@ -215,7 +216,7 @@ def _rows(item: RolloutRows, text: Text) -> list[dict[str, Any]]:
     segments = item.segments
     if item.reason == "evaluation":  # its tokens are excluded, but slime shows the text
         segments = tuple(one for one in rollout.trajectory.segments if one.mask.any())
-    if item.left_out or not segments:
+    if item.reason in UNTRAINED_REASONS or not segments:
         return [{**_NO_TOKENS, **shared, "metadata": {**metadata, "insitu_left_out": item.reason}}]
     return [
         {**_row(segment, text), **shared, "metadata": {**metadata, **_labels(segment)}}

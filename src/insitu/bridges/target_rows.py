@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,11 @@ def target_row(ids: Any, mask: Any, logprobs: Any, versions: Any = None, **more:
     )
 
 
+def prompt_length(segment: Segment) -> int:
+    """Return the tokens before the first trained one; 1 of a row without any."""
+    return int(segment.mask.argmax()) or 1
+
+
 def responses(prompt: Any, response: Any, mask: Any, logprobs: Any, reward: Any) -> TargetRow:
     """Return the row of a prompt and a response with a mask."""
     before = [0] * len(prompt)
@@ -76,6 +82,12 @@ def replayed_experts(experts: ExpertArray | None, count: int) -> ExpertArray | N
     if experts is None or (experts[: count - 1] < 0).any():
         return None
     return experts[: count - 1]
+
+
+def unscaled(rows: Sequence[TargetRow]) -> list[TargetRow]:
+    """Return rows whose weights were multiplied by the step's trained tokens, with insitu's weights."""
+    tokens = sum(int(row.mask.sum()) for row in rows if row.weight) or 1
+    return [row if row.weight is None else replace(row, weight=row.weight / tokens) for row in rows]
 
 
 def first_trained(values: Any, mask: Any) -> float | None:
@@ -112,7 +124,8 @@ def _differences(item: RolloutRows, segment: Segment, row: TargetRow) -> Iterato
             known = np.array((item.advantage, item.advantage * weight), np.float32)
             same = bool((np.float32(row.advantage) == known).any())
         else:
-            same = (row.advantage, row.weight) == (item.advantage, weight)
+            # A factor that is multiplied in and divided out again may change the last bit.
+            same = row.advantage == item.advantage and math.isclose(row.weight, weight, rel_tol=1e-12)
         if not same:
             yield "advantages"
     reward = item.rollout.reward
@@ -123,7 +136,12 @@ def _differences(item: RolloutRows, segment: Segment, row: TargetRow) -> Iterato
 def scored_rows(groups: Iterable[GroupRows]) -> Iterator[tuple[RolloutRows, Segment]]:
     """Yield the rows for a trainer that computes advantages."""
     for item in (item for group in groups for item in group.scored):
-        yield from ((item, segment) for segment in item.segments)
+        yield from ((item, segment) for segment in item.given)
+
+
+def graded_rows(groups: Iterable[GroupRows]) -> Iterator[tuple[RolloutRows, Segment]]:
+    """Yield the same, of rollouts that have rows."""
+    return ((item, segment) for item, segment in scored_rows(groups) if not item.reward_only)
 
 
 def trained_rows(groups: Iterable[GroupRows]) -> Iterator[tuple[RolloutRows, Segment]]:

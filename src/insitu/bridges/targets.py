@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from insitu.bridges.rows import Conversion, GroupRows, RolloutRows
-from insitu.bridges.target_rows import TargetRow, all_rows, check_rows, scored_rows, trained_rows
-from insitu.bridges.to_areal import read_areal, to_areal
-from insitu.bridges.to_nemo import read_nemo, to_nemo
+from insitu.bridges.target_rows import TargetRow, all_rows, check_rows, graded_rows, scored_rows, trained_rows
 from insitu.bridges.to_openenv import read_openenv, to_openenv
 from insitu.bridges.to_prime import read_prime, to_prime
-from insitu.bridges.to_rllm import read_rllm, to_rllm
 from insitu.bridges.to_skyrl import read_skyrl, to_skyrl
 from insitu.bridges.to_tinker import read_tinker, to_tinker
 from insitu.bridges.to_verifiers import read_verifiers, to_verifiers
@@ -35,16 +32,19 @@ class ExportTarget(NamedTuple):
 
 
 TARGETS: Mapping[str, ExportTarget] = {
-    "areal": ExportTarget(to_areal, read_areal),
-    "nemo": ExportTarget(to_nemo, read_nemo),
-    "openenv": ExportTarget(to_openenv, read_openenv),
+    "openenv": ExportTarget(to_openenv, read_openenv, graded_rows),
     "prime": ExportTarget(to_prime, read_prime, trained_rows),
-    "rllm": ExportTarget(to_rllm, read_rllm, trained_rows),
     "skyrl": ExportTarget(to_skyrl, read_skyrl),
     "tinker": ExportTarget(to_tinker, read_tinker, trained_rows),
     "verifiers": ExportTarget(to_verifiers, read_verifiers, all_rows),
     "verl": ExportTarget(to_verl, read_verl),
 }
+REMOVED: Mapping[str, str] = {
+    "areal": "AReaL groups rows by their number, so lost rollouts and second rows shift its advantages",
+    "nemo": "NeMo-RL takes tensors of its own loop",
+    "rllm": "rLLM takes episodes of its own engine",
+}
+"""Trainers whose own code does not train rows from files as insitu does, and why."""
 
 
 def check_payload(to: str, groups: Iterable[GroupRows], payload: Sequence[Any]) -> None:

@@ -17,9 +17,13 @@ from insitu.bridges.target_rows import TargetRow, calls_row
 
 
 def to_openenv(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
-    """Return group, rollout, reward and `trace` of each rollout that can be compared with others."""
+    """Return group, rollout, reward and `trace` of each rollout that can be compared with others.
+
+    A rollout of which only the reward counts has no turns.
+    """
     items = [item for group in groups for item in group.scored]
-    taken = [(item.rollout.id, segment.index) for item in items for segment in item.segments]
+    given = [item for item in items if not item.reward_only]
+    taken = [(item.rollout.id, segment.index) for item in given for segment in item.segments]
     payload = [
         {
             "group_id": item.group_id,
@@ -38,7 +42,7 @@ def training_trace(item: RolloutRows) -> dict[str, Any]:
 
 
 def _turns(item: RolloutRows) -> Iterator[dict[str, Any]]:
-    for segment, calls in row_calls(item):
+    for segment, calls in () if item.reward_only else row_calls(item):
         for call in (call for call in calls if call.trained):
             mask = segment.mask[: call.stop].copy()
             mask[: call.middle] = False

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, RowKey, convert, unscored
-from insitu.bridges.target_rows import TargetRow, responses
+from insitu.bridges.target_rows import TargetRow, prompt_length, responses
 
 _FIELDS = (
     "prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs",
@@ -21,8 +21,9 @@ def to_skyrl(groups: Sequence[GroupRows]) -> Conversion[dict[str, Any]]:
     out: dict[str, Any] = {name: [] for name in _FIELDS}
     taken: list[RowKey] = []
     for number, item in (pair for group in groups for pair in enumerate(group.scored)):
-        for segment in item.segments:
-            first = int(segment.mask.argmax())
+        segments = item.given
+        for segment in segments:
+            first = prompt_length(segment)
             values = (
                 segment.ids[:first].tolist(),
                 segment.ids[first:].tolist(),
@@ -31,11 +32,11 @@ def to_skyrl(groups: Sequence[GroupRows]) -> Conversion[dict[str, Any]]:
                 "length" if item.rollout.status == "truncated" else "stop",
                 segment.logprobs[first:].astype(np.float64).tolist(),
                 {"instance_id": item.group_id, "repetition_id": number},
-                segment is item.segments[-1],
+                segment is segments[-1],
             )
             for name, value in zip(_FIELDS, values, strict=True):
                 out[name].append(value)
-            taken.append((item.rollout.id, segment.index))
+        taken += [] if item.reward_only else [(item.rollout.id, segment.index) for segment in segments]
     out["rollout_metrics"] = None
     return convert(out, groups, taken, unscored(groups), lost=("weights", "versions"))
 

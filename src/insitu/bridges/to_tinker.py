@@ -18,7 +18,10 @@ from insitu.training.plan.step import PlanRow
 
 
 def to_tinker(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
-    """Return `model_input` (ids) and `loss_fn_inputs` (arrays of one length) of each trained row."""
+    """Return `model_input` (ids), `loss_fn_inputs` (arrays of one length) and `mask` of each trained row.
+
+    The mask is no input of Tinker's losses, which would refuse it: untrained tokens have advantage 0.
+    """
     rows = [row for group in groups for row in group.rows]
     taken = [(row.rollout_id, row.segment) for row in rows]
     return convert([_datum(row) for row in rows], groups, taken, lost=("versions", "rewards"))
@@ -32,8 +35,8 @@ def _datum(row: PlanRow) -> dict[str, Any]:
             "target_tokens": row.ids[1:].astype(np.int64),
             "logprobs": row.logprobs[1:],
             "advantages": (mask * (row.advantage * row.weight)).astype(np.float32),
-            "mask": mask,
         },
+        "mask": mask,
     }
 
 
@@ -54,11 +57,10 @@ def datums(payload: Sequence[dict[str, Any]]) -> list[Any]:
 
 def read_tinker(payload: Sequence[Any]) -> list[TargetRow]:
     """Return the rows of data, as made here or as JSON. Raises RecordError."""
-    return [_row(datum["model_input"], datum["loss_fn_inputs"]) for datum in payload]
+    return [_row(datum["model_input"], datum["loss_fn_inputs"], datum["mask"]) for datum in payload]
 
 
-def _row(ids: Any, inputs: Any) -> TargetRow:
-    mask = inputs["mask"]
+def _row(ids: Any, inputs: Any, mask: Any) -> TargetRow:
     return target_row(
         [*ids, inputs["target_tokens"][-1]],
         [0, *mask],

@@ -1,8 +1,9 @@
 """Rollouts as verifiers `Trace`s: one tree of message nodes each, whose branches are the rollout's rows.
 
 A node has the ids that it adds; a call that several rows share is trained in the first, which is verifiers'
-own rule. Rollouts without a reward are kept with `rewards["reward"] = None`. Versions have no place in a
-node: they are in `info["insitu"]`, per node.
+own rule. A token's weight is `loss_weights["rl"]`, multiplied by the step's trained tokens, since prime-rl
+divides by them. Rollouts without a reward are kept with `rewards["reward"] = None`. Versions have no place in
+a node: they are in `info["insitu"]`, per node.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from insitu.bridges.calls import RowCall, row_calls
-from insitu.bridges.rows import Conversion, GroupRows, RolloutRows, convert
-from insitu.bridges.target_rows import TargetRow, first_trained, target_row
+from insitu.bridges.rows import Conversion, GroupRows, RolloutRows, convert, step_tokens
+from insitu.bridges.target_rows import TargetRow, first_trained, target_row, unscaled
 from insitu.types import IntArray, Turn
 
 Text = Callable[[IntArray], str]
@@ -31,12 +32,13 @@ def to_verifiers(groups: Sequence[GroupRows], *, text: Text = no_text) -> Conver
     """Return a `Trace` per rollout with rows, as verifiers' `model_dump` writes it."""
     items = [item for group in groups for item in group.rollouts if item.segments]
     taken = [(row.rollout_id, row.segment) for item in items for row in item.rows]
-    return convert([_trace(item, text) for item in items], groups, taken)
+    tokens = step_tokens(groups)
+    return convert([_trace(item, text, tokens) for item in items], groups, taken)
 
 
-def _trace(item: RolloutRows, text: Text) -> dict[str, Any]:
+def _trace(item: RolloutRows, text: Text, step_tokens: int) -> dict[str, Any]:
     rollout = item.rollout
-    tree = _NodeTree(item, text)
+    tree = _NodeTree(item, text, item.weight * step_tokens if item.rows else 0.0)
     for _, calls in row_calls(item):
         parent: int | None = None
         for call in calls:
@@ -69,6 +71,8 @@ class _NodeTree:
 
     item: RolloutRows
     text: Text
+    weight: float
+    """Of each of its trained tokens."""
     nodes: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, list[list[int]]] = field(default_factory=dict)
     """Number of a node -> version runs of its sampled ids."""
@@ -106,7 +110,7 @@ class _NodeTree:
         if not trained or turn.logprobs is None:
             return node
         count, mask = len(turn.ids), [False] * len(opening) + [True] * len(turn.ids)
-        weights = [0.0] * len(opening) + [self.item.weight if self.item.rows else 0.0] * count
+        weights = [0.0] * len(opening) + [self.weight] * count
         self.nodes[node] |= {
             "sampled": True,
             "mask": mask,
@@ -124,8 +128,11 @@ def _message(role: str, content: str, name: str) -> dict[str, Any]:
 
 
 def read_verifiers(payload: Sequence[Any]) -> list[TargetRow]:
-    """Return the branches of traces; the first with a sampled node trains it. Raises RecordError."""
-    return [row for trace in payload for row in _branches(trace)]
+    """Return the branches of traces; the first with a sampled node trains it. Raises RecordError.
+
+    payload: the traces of one step.
+    """
+    return unscaled([row for trace in payload for row in _branches(trace)])
 
 
 def _branches(trace: Mapping[str, Any]) -> Iterator[TargetRow]:

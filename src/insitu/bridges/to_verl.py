@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, Refusal, RolloutRows, RowKey, convert, unscored
-from insitu.bridges.target_rows import TargetRow, replayed_experts, responses
+from insitu.bridges.target_rows import TargetRow, prompt_length, replayed_experts, responses
 from insitu.types import Segment
 
 
@@ -29,10 +29,13 @@ def to_verl(
     taken: list[RowKey] = []
     for item in (item for group in groups for item in group.scored):
         outputs = []
-        for segment in item.segments:
+        segments = item.given
+        for segment in segments:
             key = (item.rollout.id, segment.index)
             output = output_of(item, segment)
-            if several == "last" and segment is not item.segments[-1]:
+            if item.reward_only:
+                outputs.append(output)
+            elif several == "last" and segment is not segments[-1]:
                 refused[key] = "target_one_row"
             elif _longer(output["prompt_ids"], max_prompt) or _longer(output["response_ids"], max_response):
                 refused[key] = "target_length"
@@ -49,8 +52,8 @@ def _longer(ids: Sequence[int], limit: int) -> bool:
 
 def output_of(item: RolloutRows, segment: Segment) -> dict[str, Any]:
     """Return the fields of the `AgentLoopOutput` of one row."""
-    first = int(segment.mask.argmax())
-    versions = segment.versions[segment.mask]
+    first = prompt_length(segment)
+    versions = segment.versions[segment.mask] if segment.mask.any() else segment.versions
     return {
         "prompt_ids": segment.ids[:first].tolist(),
         "response_ids": segment.ids[first:].tolist(),

@@ -40,9 +40,11 @@ WAIT_S, RETRY_S = 20.0, 0.2
 class AgentLoop:
     """One rollout of a task; implements what verl calls of its `AgentLoopBase`."""
 
-    def __init__(self, server_manager: Any, **unused: Any) -> None:
-        """Take verl's client of its servers; its tokenizer, processor and data are not used."""
+    def __init__(self, server_manager: Any, trainer_config: Any = None, **unused: Any) -> None:
+        """Take verl's client of its servers and its configuration; nothing else is used."""
         self._servers = server_manager
+        given = None if trainer_config is None else trainer_config.config.algorithm
+        self._estimator = "grpo" if given is None else str(given.adv_estimator)
 
     async def run(self, sampling_params: Mapping[str, Any], **sample: Any) -> list[Any]:
         """Return an output per row, the last one last; none for a rollout without a reward, as V1 skips it.
@@ -56,13 +58,18 @@ class AgentLoop:
                 f"verl samples at temperature {sampling_params['temperature']}, engine.temperature is"
                 f" {config.engine.temperature}: evaluations need an agent loop of their own"
             )
+        if self._estimator != "grpo" and config.train.rows == "all":
+            raise ConfigError(
+                f"verl's {self._estimator} counts a rollout once for each of its rows: take"
+                ' algorithm.adv_estimator=grpo, or train.rows = "final", which is one row'
+            )
         task, key = _task(sample), next(_keys)
         rollout = await asyncio.wrap_future(source.submit(lambda child: child.run(task, key)))
         if rollout.reward is None:
             return []
         item = rows_alone(rollout, PlanConfig.of(config))
         made = import_module("verl.experimental.agent_loop.agent_loop").AgentLoopOutput
-        return [made(**output_of(item, segment)) for segment in item.segments]
+        return [made(**output_of(item, segment)) for segment in item.given]
 
 
 _keys = itertools.count()

@@ -21,6 +21,7 @@ from gateway_rig import ASK, TOOLS, Rig, call, said
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.base import Receipt
 from insitu.errors import EngineError, EngineUnavailable
+from insitu.gateway import request
 from insitu.gateway import session as session_module
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.turn import MAX_REFUSALS, MAX_STOPS
@@ -416,6 +417,17 @@ async def test_a_session_goes_from_open_to_sealed(renderer: TemplateRenderer) ->
 # ------------------------------------------------------------------------------- 47, 59: bodies and logs
 
 
+def zstd_frame(data: bytes, *, bomb: int = 0, window: int = 21, kind: int = 0) -> bytes:
+    """A zstd frame of raw blocks (`kind` 3: of an unknown one), after `bomb` blocks of 128 KB of one byte."""
+    parts = [b"\x28\xb5\x2f\xfd", bytes([0, (window - 10) << 3])]
+    parts += [((1 << 17 << 3) | (1 << 1)).to_bytes(3, "little") + b"a"] * bomb
+    blocks = [data[i : i + 100_000] for i in range(0, len(data), 100_000)] or [b""]
+    for i, block in enumerate(blocks):
+        head = (len(block) << 3) | (kind << 1) | (i == len(blocks) - 1)
+        parts += [head.to_bytes(3, "little"), block]
+    return b"".join(parts)
+
+
 @pytest.mark.case(47)
 @pytest.mark.parametrize("name", WIRES)
 async def test_bombs_and_odd_encodings(renderer: TemplateRenderer, name: str) -> None:
@@ -425,24 +437,41 @@ async def test_bombs_and_odd_encodings(renderer: TemplateRenderer, name: str) ->
     config = GatewayConfig(max_body_bytes=1 << 20, max_json_items=50_000)
     many = wire.body("x")
     many["more"] = [[] for _ in range(60_000)]
+    zstd_is_there = request.zstd is not None
     async with Rig(renderer, [said("x")], config=config) as rig:
         url = rig.base.removesuffix("/v1") + wire.path
         for data, encoding, status in (
             (gzip.compress(fine), "gzip", 200),
             (zlib.compress(fine), "deflate", 200),
             (gzip.compress(big), "gzip", 413),
-            (gzip.compress(gzip.compress(big)), "gzip, gzip", 400),
+            (gzip.compress(gzip.compress(big)), "gzip, gzip", 415),
+            (gzip.compress(fine), "", 200),
             (gzip.compress(fine)[:-12], "gzip", 400),
             (fine, "gzip", 400),
-            (fine, "whatever", 400),
+            (fine, "whatever", 415),
+            *(
+                (data, encoding, status if zstd_is_there else 415)
+                for encoding in ("zstd", "")
+                for data, status in (
+                    (zstd_frame(fine), 200),
+                    (zstd_frame(b"", bomb=10_000), 413),
+                    (zstd_frame(b"", bomb=10_000, window=31), 413),
+                    (zstd_frame(fine)[:-12], 400),
+                    (zstd_frame(fine) + b"x", 400),
+                    (zstd_frame(fine, kind=3), 400),
+                )
+            ),
+            (fine, "zstd", 400 if zstd_is_there else 415),
             (big, "identity", 413),
             (json.dumps(many).encode(), "identity", 400),
         ):
-            headers = {**rig.auth, "Content-Encoding": encoding, "Content-Type": "application/json"}
+            headers = {**rig.auth, "Content-Type": "application/json"}
+            headers |= {"Content-Encoding": encoding} if encoding else {}
             async with rig.http.post(url, data=io.BytesIO(data), headers=headers) as response:
-                assert response.status == status, encoding
+                assert response.status == status, (encoding, data[:30])
                 raw = await response.read()
                 assert status == 200 or b"error" in raw
+                assert status != 415 or b"gzip, deflate" in raw
         many_headers = {f"x-h{i}": "v" * 4000 for i in range(40)}
         async with rig.http.post(url, data=fine, headers={**rig.auth, **many_headers}) as response:
             assert response.status in (200, 400)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +24,12 @@ from insitu.gateway.dialects.base import WireError, deeper
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.routes import Route, dialect_of
 from insitu.gateway.text_tool_calls import TextShim
+
+zstd: Any = None
+"""The standard library's module, or its backport; None = zstd bodies are refused."""
+with contextlib.suppress(ImportError):
+    zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+_UNREADABLE: tuple[type[Exception], ...] = (zlib.error, *([] if zstd is None else [zstd.ZstdError]))
 
 _INLINE_UNPACK = 1 << 16
 """A packed body up to this size is unpacked on the event loop."""
@@ -162,16 +170,27 @@ async def read_body(
     return plain
 
 
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+"""First bytes of packed bodies: some clients send them without a header. No JSON text begins so."""
+_PACKED = ("gzip", "deflate", "zstd") if zstd is not None else ("gzip", "deflate")
+_ZSTD_WINDOW = 26
+"""Power of two of the bytes that a decoder may hold besides its output."""
+
+
 async def _unpack(http: web.BaseRequest, raw: bytes, limit: int) -> bytes:
     """Unpack a packed body. Raises WireError."""
-    encoding = http.headers.get("Content-Encoding", "identity").strip().lower()
+    encoding = http.headers.get("Content-Encoding", "").strip().lower().removeprefix("x-")
     if encoding in ("identity", ""):
+        encoding = next((name for magic, name in _MAGIC.items() if raw.startswith(magic)), "")
+    if not encoding:
         return raw
-    if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise WireError("invalid_request", "This Content-Encoding is not supported.")
+    if encoding not in _PACKED:
+        known = ", ".join(_PACKED)
+        message = f"Content-Encoding {encoding[:64]!r} is not supported; send the body plain or as {known}."
+        raise WireError("unsupported_encoding", message)
     if len(raw) < _INLINE_UNPACK:
-        return _unpacked(raw, limit)
-    return await asyncio.to_thread(_unpacked, raw, limit)
+        return _unpacked(raw, encoding, limit)
+    return await asyncio.to_thread(_unpacked, raw, encoding, limit)
 
 
 _ESCAPE = re.compile(
@@ -267,12 +286,18 @@ def decode(raw: bytes, max_depth: int, max_items: int) -> Mapping[str, object]:
     return body
 
 
-def _unpacked(raw: bytes, limit: int) -> bytes:
+def _unpacked(raw: bytes, encoding: str, limit: int) -> bytes:
     """Unpack at most `limit` bytes. Raises WireError."""
-    unpack = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
     try:
-        body = unpack.decompress(raw, limit + 1)
-    except zlib.error as error:
+        if encoding == "zstd":
+            options = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW}
+            unpack = zstd.ZstdDecompressor(options=options)
+        else:
+            unpack = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
+        body: bytes = unpack.decompress(raw, limit + 1)
+    except _UNREADABLE as error:
+        if "memory" in str(error):
+            raise WireError("too_large", "The request body is too large.") from error
         raise WireError("invalid_request", "The request body cannot be unpacked.") from error
     if len(body) > limit:
         raise WireError("too_large", "The request body is too large.")

@@ -4,6 +4,7 @@ rollout's."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -136,6 +137,51 @@ async def test_a_sandbox_lost_under_the_agent_is_the_agents_failure(
             result = await lose_sandbox(worker, reported(task, "hang"))
             assert (result.exit, dict(result.tree), worker.healthy) == ("failed", {}, False)
             assert "was lost while the agent ran" in result.detail
+
+
+async def test_sandboxes_lost_together_are_no_agents_failure(
+    fickle: Fickle, tmp_path: Path, task: Task
+) -> None:
+    sockets = Sockets([tmp_path / f"g{number}" for number in range(3)])
+    async with WorkerPool(sleeper(fickle), 3, sockets) as pool, contextlib.AsyncExitStack() as leases:
+        workers = [await leases.enter_async_context(pool.lease()) for _ in range(3)]
+        running = [lose_sandbox(worker, reported(task, "hang")) for worker in workers]
+        for found in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(found, SandboxError)
+            assert found.infra
+            assert "sandboxes were lost within" in str(found)
+
+
+async def test_an_agent_killed_by_a_machine_without_memory_is_not_graded(
+    fickle: Fickle, tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel counts is set here; tests of the sandbox have it counted."""
+    for modest in (True, False):
+        harness = command_harness(["sh", "-c", "cat > said; sleep 1; exit 137"], fickle)
+        async with harness.worker(tmp_path / "g") as worker:
+            running = asyncio.create_task(worker.run(reported(task, "hang"), access()))
+            await asyncio.sleep(0.5)
+            kills = worker._sandbox.fate.kills
+            monkeypatch.setattr(kills, "count", lambda: 1)
+            monkeypatch.setattr(kills, "modest", lambda modest=modest: modest)
+            if modest:
+                with pytest.raises(SandboxError, match="memory that others had taken"):
+                    await running
+            else:
+                result = await running
+                assert (result.exit, "said" in result.tree) == ("failed", True)
+                assert result.detail.startswith("out of memory: ")
+
+
+async def test_an_agent_that_uses_up_its_sandboxs_memory_is_graded(tmp_path: Path, task: Task) -> None:
+    small = LocalBackend(memory_bytes=96 << 20)
+    if small.cgroups is None:
+        pytest.skip(f"no control groups here: {small.why_no_cgroups}")
+    hog = "import os\nwhile True:\n    os.fork() or bytearray(64 << 20)\n"
+    for command in (["python3", "-c", hog], ["python3", "-c", "x = bytearray(300 << 20)"]):
+        async with command_harness(command, small).worker(tmp_path / "g") as worker:
+            result = await worker.run(reported(task, "x", 3.0), access())
+            assert result.exit in ("failed", "timeout")
 
 
 async def test_a_lost_sandbox_is_the_hosts_failure_when_no_sandbox_works(

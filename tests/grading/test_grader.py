@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 
 import pytest
 from watched import Watched
 
+import insitu.grading.grader as grader_module
 from insitu.errors import PolicyUnsupported, SandboxLost, TaskError
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.sandbox.base import Sandbox, SandboxSpec
@@ -195,6 +197,37 @@ async def test_lost_sandboxes_are_the_candidates_fault_when_the_control_lives(
     assert (verdict.outcome, verdict.reward) == (Outcome.UNRESOLVED, 0.0)
     assert "control" in verdict.reason
     assert watched.made == 4
+
+
+async def test_sandboxes_that_the_host_lost_are_not_the_candidates_fault(
+    backend: LocalBackend, task: Task, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fault(sandbox: object, *, lost: bool = True) -> str:
+        return "the host is out of memory"
+
+    monkeypatch.setattr(grader_module, "host_fault", fault)
+    watched = Watched(backend, dying=3)
+    verdict = await Grader(watched, GradeConfig(attempts=3)).grade(task, oracle, tree(task, app_py=GOLD))
+    assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None)
+    assert "the host is out of memory" in verdict.reason
+
+
+@pytest.mark.parametrize("modest", [True, False])
+async def test_a_test_process_killed_for_the_memory_of_others_is_run_again(
+    backend: LocalBackend, task: Task, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, modest: bool
+) -> None:
+    class Killing(Watched):
+        """Counts a kill in every sandbox whenever it is asked."""
+
+        async def create(self, spec: SandboxSpec) -> Sandbox:
+            sandbox = await super().create(spec)
+            reads = itertools.count()
+            monkeypatch.setattr(sandbox.fate.kills, "count", lambda: next(reads))
+            monkeypatch.setattr(sandbox.fate.kills, "modest", lambda: modest)
+            return sandbox
+
+    verdict = await Grader(Killing(backend)).grade(task, oracle, tree(task, app_py=b"1 / 0"))
+    assert verdict.reward == (None if modest else 0.0)
 
 
 async def test_a_missing_interpreter_is_infra(backend: LocalBackend, task: Task, oracle: Oracle) -> None:

@@ -1,8 +1,8 @@
 """Collection of an agent run's files, and attribution of sandbox failures.
 
 A sandbox failure during or right after an agent run is attributed to the agent, which can exhaust memory,
-processes and disk, unless a control sandbox fails too. Otherwise an agent could get bad rollouts excluded by
-breaking its sandbox.
+processes and disk, unless the host shows to be the cause (sandbox/host_faults.py) or a control sandbox fails
+too. Otherwise an agent could get bad rollouts excluded by breaking its sandbox.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from insitu.config import Config
 from insitu.errors import SandboxError, SandboxLost
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import MAX_FILES
+from insitu.sandbox.host_faults import host_fault
 from insitu.types import Tree
 
 AGENT_MEMORY_BYTES = 1 << 30
@@ -109,10 +110,14 @@ async def collect_tree(
 async def attribute_loss(
     error: SandboxError, backend: SandboxBackend, spec: SandboxSpec, lost: Sandbox | None = None
 ) -> str:
-    """Return a description of how the agent lost its sandbox.
+    """Return a description of how the agent lost its sandbox, which is closed.
 
-    Re-raises `error` when a control sandbox of the same backend fails too.
+    Raises SandboxError when the host shows to be the cause, or a control sandbox of the backend fails too.
     """
+    if fault := await host_fault(lost):
+        raise SandboxLost(f"{error}: {fault}") from error
+    if lost is not None:
+        await lost.close()  # what still runs in it must not slow the control sandbox down
     try:
         async with await control_sandbox(backend, replace(spec, files={}), lost) as control:
             works = (await control.exec(["true"], timeout_s=CONTROL_S)).exit_code == 0

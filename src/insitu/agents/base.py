@@ -25,6 +25,7 @@ Clock = Callable[[], float]
 
 
 def loop_time() -> float:
+    """Return the loop's time; a stall of the machine counts."""
     return asyncio.get_running_loop().time()
 
 

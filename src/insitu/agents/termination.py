@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from insitu.agents.base import Clock, FinishedCheck, loop_time
 from insitu.errors import SandboxError, SandboxLost
 from insitu.sandbox.base import ExecResult, Sandbox, terminate
+from insitu.stalls import awake_timeout
 
 GRACE_S = 2.0
 """Time between SIGTERM and SIGKILL, for an agent to save its state."""
@@ -47,7 +48,9 @@ async def attend(
             await asyncio.wait({running}, timeout=GRACE_S)
         if not running.done():
             await sandbox.kill_all()
-            await asyncio.wait({running}, timeout=KILL_S)
+            with contextlib.suppress(TimeoutError):
+                async with awake_timeout(KILL_S):
+                    await asyncio.wait({running})
         if not running.done():
             raise SandboxLost("the agent could not be killed")
         return running.result(), why

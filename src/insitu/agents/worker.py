@@ -21,6 +21,7 @@ from insitu.agents.base import AgentExit, AgentResult, FinishedCheck, ModelAcces
 from insitu.errors import HarnessError, SandboxError, SandboxLost
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, gateway_url, memory_kills
 from insitu.sandbox.base_tree import is_plain, set_up
+from insitu.sandbox.host_faults import host_fault, mark
 from insitu.types import Setup, Task, Tree
 
 COUNTERS = ("/proc/net/snmp", "/proc/net/snmp6")
@@ -166,11 +167,15 @@ class SandboxWorker(ABC):
     ) -> AgentEnd:
         """Run the agent; attribute a lost sandbox to the agent unless a control sandbox fails too."""
         kills = memory_kills(sandbox)
+        mark(sandbox)
         try:
             end = await self._run_agent(sandbox, task, access, finished)
         except SandboxLost as error:
             loss = await attribute_loss(error, self._template.backend, self._template.spec, sandbox)
             end = AgentEnd(exit="failed", detail=loss, reusable=False)
+        else:
+            if end.exit == "failed" and (fault := await host_fault(sandbox, lost=False)):
+                raise SandboxLost(f"{end.detail}: {fault}")
         if end.exit == "failed" and memory_kills(sandbox) > kills:
             return replace(end, detail=f"out of memory: {end.detail}")
         return end

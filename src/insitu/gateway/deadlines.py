@@ -1,7 +1,7 @@
 """Deadlines of a session and its calls, which are paused while the engine is down.
 
-`SessionClock` is the wall time of a session, `CallDeadline` the timeout of one call at the engine, and
-`QueueTimeout` the timeout of a call that waits for other calls.
+`SessionClock` is the wall time of a session, longer by the stalls of the machine, `CallDeadline` the timeout
+of one call at the engine, and `QueueTimeout` the timeout of a call that waits for other calls.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import math
 
 from insitu.gateway.session_spec import AWAY_MOST_S, SessionStats
+from insitu.stalls import stalled_s
 
 
 class SessionClock:
@@ -17,7 +18,7 @@ class SessionClock:
 
     def __init__(self, wall_s: float, stats: SessionStats) -> None:
         self._now = asyncio.get_running_loop().time
-        self._ends = self._now() + wall_s
+        self._wall_ends = self._now() + wall_s - stalled_s()
         self._stats = stats
         self._away = 0
         """Number of calls that wait for the engine."""
@@ -29,6 +30,10 @@ class SessionClock:
         if self._away:
             return self._ends + AWAY_MOST_S
         return self._ends + self._stats.away(self._now())
+
+    @property
+    def _ends(self) -> float:
+        return self._wall_ends + stalled_s()
 
     @property
     def paused(self) -> bool:

@@ -18,6 +18,7 @@ from insitu.gateway.backend import SessionBackend, SessionCalls
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.host_tools import HostCall, ToolBox
 from insitu.gateway.session_spec import SessionSpec, SessionStats
+from insitu.stalls import stalled_s
 from insitu.types import Trajectory
 
 State = Literal["open", "live", "draining", "sealed"]
@@ -74,9 +75,10 @@ class Session:
         return self.tools.calls
 
     def clock(self) -> float:
-        """Return the loop time minus the time that calls waited for the engine."""
+        """Return the loop time minus the time that calls waited for the engine, and the machine's stalls."""
+        stalled = stalled_s()
         now = asyncio.get_running_loop().time()
-        return now - self.stats.away(now)
+        return now - self.stats.away(now) - stalled
 
     def owns(self, secret: str, listener: Path | None, scope: str = "agent") -> bool:
         """Return whether `secret` is this session's for `scope`, from a listener that may use it.

@@ -40,6 +40,8 @@ from insitu.grading.runners.swebench_log import SwebenchLogRunner
 from insitu.grading.verdict import NOTHING_CHANGED, make_verdict
 from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
+from insitu.sandbox.host_faults import host_fault
+from insitu.stalls import awake_timeout
 from insitu.types import HiddenTests, Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
@@ -275,8 +277,9 @@ class Grader:
                 try:
                     return await self._run(sandbox, runner, task, oracle, candidate, patience=patience)
                 except (SandboxError, GradeError) as failed:
-                    error = failed
-                    lost.append(sandbox)
+                    fault = await host_fault(sandbox) if isinstance(failed, SandboxLost) else ""
+                    error = SandboxLost(f"{failed}: {fault}") if fault else failed
+                    lost += [] if fault else [sandbox]
         total = total_of(oracle)
         all_lost = len(lost) == self._config.attempts
         if all_lost and await self._pace(runner, task.setup, lost[-1]) is not None:
@@ -321,7 +324,7 @@ class Grader:
                 control_sandbox(self._backend, spec, lost) if control else self._backend.create(spec)
             )
             try:
-                async with asyncio.timeout(task.setup.timeout_s + self._config.margin_s):
+                async with awake_timeout(task.setup.timeout_s + self._config.margin_s):
                     await set_up(sandbox, task.setup)
             except BaseException:
                 await sandbox.close()
@@ -376,7 +379,7 @@ class Grader:
         try:
             with boundary(SandboxLost, "grade"):
                 count = runner.processes(task, oracle)
-                async with asyncio.timeout(count * wall_s + self._config.margin_s):
+                async with awake_timeout(count * wall_s + self._config.margin_s):
                     return await runner.run(sandbox, task, oracle, candidate, limits), limits.meter
         finally:
             await sandbox.close()

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from weakref import WeakSet
 
 from insitu.sandbox.process_owner import is_dead, owner
 
@@ -45,13 +46,26 @@ ENTER = (
 """Command prefix: enter the groups whose files follow, then exec what comes after `--`."""
 
 
+MEMORY_FILES = {
+    1: ("memory.oom_control", "memory.max_usage_in_bytes", "memory.limit_in_bytes"),
+    2: ("memory.events", "memory.peak", "memory.max"),
+}
+"""By version: files with the OOM kills, the largest memory use and its limit."""
+MODEST = 0.25
+"""Share of its memory limit below which a group is not what used up the machine's memory."""
+
+
 class OomCounter:
     """Number of OOM kills in a group."""
 
-    def __init__(self, events: Path | None = None) -> None:
-        """`events`: memory.events, or memory.oom_control (v1); None counts nothing. Raises OSError."""
-        self._fd = -1 if events is None else os.open(events, os.O_RDONLY | os.O_CLOEXEC)
-        self._count = 0
+    def __init__(self, folder: Path | None = None, version: int = 2) -> None:
+        """`folder`: of the group's memory controller; None counts nothing. Raises OSError."""
+        self._files = [folder / name for name in MEMORY_FILES[version]] if folder else []
+        self._fd = os.open(self._files[0], os.O_RDONLY | os.O_CLOEXEC) if folder else -1
+        self._count, self._share = 0, 1.0
+        self.counts = folder is not None
+        """Whether there is a group."""
+        _open_counters.add(self)
 
     def count(self) -> int:
         """Return the number of OOM kills; after `close` the last one."""
@@ -62,11 +76,32 @@ class OomCounter:
                         self._count = int(line.split()[1])
         return self._count
 
-    def close(self) -> None:
+    def modest(self) -> bool:
+        """Return whether the group never used MODEST of its limit; False where the kernel does not say."""
         if self._fd >= 0:
-            self.count()
+            with contextlib.suppress(OSError, ValueError):  # `max`: no limit; no peak before Linux 5.19
+                most, limit = (int(file.read_text()) for file in self._files[1:])
+                self._share = most / max(1, limit)
+        return self._share < MODEST
+
+    def close(self) -> None:
+        """Keep the last numbers; idempotent."""
+        global _closed_kills
+        if self._fd >= 0:
+            _closed_kills += self.count()
+            self.modest()
+            _open_counters.discard(self)
             os.close(self._fd)
             self._fd = -1
+
+
+_open_counters: WeakSet[OomCounter] = WeakSet()
+_closed_kills = 0
+
+
+def kills_in_groups() -> int:
+    """Return the OOM kills so far in all groups that this process counted."""
+    return _closed_kills + sum(counter.count() for counter in list(_open_counters))
 
 
 class Cgroup:
@@ -85,14 +120,14 @@ class Cgroup:
         memory, pids = self._folders[0], self._folders[-1]
         if len(self._folders) == 1:
             _set(memory / "memory.max", memory_bytes)
-            swap, most, events = memory / "memory.swap.max", 0, "memory.events"
+            swap, most = memory / "memory.swap.max", 0
         else:
             _set(memory / "memory.limit_in_bytes", memory_bytes)
-            swap, most, events = memory / "memory.memsw.limit_in_bytes", memory_bytes, "memory.oom_control"
+            swap, most = memory / "memory.memsw.limit_in_bytes", memory_bytes
         if swap.exists():
             _set(swap, most)
         _set(pids / "pids.max", processes + OUTSIDE)
-        self.kills = OomCounter(memory / events)
+        self.kills = OomCounter(memory, 2 if len(self._folders) == 1 else 1)
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Return `argv` with the prefix that enters the group."""
@@ -206,9 +241,11 @@ def kills_of(pid: int) -> OomCounter:
     with contextlib.suppress(OSError):
         paths = _paths(Path(f"/proc/{pid}/cgroup").read_text())
         for mount in _mounts(Path("/proc/self/mountinfo").read_text()):
-            name = {"": "memory.events", "memory": "memory.oom_control"}.get(mount[0])
-            if name and mount[0] in paths and (events := _own(mount, paths[mount[0]]) / name).exists():
-                return OomCounter(events)
+            version = {"": 2, "memory": 1}.get(mount[0])
+            if version and mount[0] in paths:
+                folder = _own(mount, paths[mount[0]])
+                if (folder / MEMORY_FILES[version][0]).exists():
+                    return OomCounter(folder, version)
     return OomCounter()
 
 

@@ -9,11 +9,13 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from insitu.errors import SandboxError, SandboxLost
+from insitu.stalls import awake_timeout
 
-ANSWER_S = 10.0
+ANSWER_S = 60.0
+"""PID 1 competes with all of the sandbox's processes for the CPUs. Stalls of the machine do not count."""
 MAX_FDS = 16
 _CREDENTIALS = struct.Struct("3i")
 
@@ -45,6 +47,8 @@ class Control:
         self._buffer = bytearray()
         self._sending = asyncio.Lock()
         self.lost = False
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called when the other end is gone; not after `close`."""
         sock.setblocking(False)
 
     @property
@@ -77,6 +81,7 @@ class Control:
             data = b""
         if not data:
             self._lose()
+            self.on_loss()
             return
         self._buffer += data
         *lines, rest = self._buffer.split(b"\n")
@@ -112,7 +117,7 @@ class Control:
         async with self._sending:
             try:
                 socket.send_fds(self._sock, [struct.pack("<I", len(body))], fds)
-                async with asyncio.timeout(ANSWER_S):
+                async with awake_timeout(ANSWER_S):
                     await self._loop.sock_sendall(self._sock, body)
             except (OSError, TimeoutError) as error:
                 if isinstance(error, OSError) and error.errno == errno.ETOOMANYREFS:
@@ -127,7 +132,7 @@ class Control:
         """Send an order and return its answer. Raises SandboxLost, also on a timeout."""
         _, future = await self.start(kind, fields)
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with awake_timeout(ANSWER_S):
                 return await future
         except TimeoutError as error:
             raise SandboxLost(f"the sandbox did not answer `{kind}` within {ANSWER_S:.0f} s") from error

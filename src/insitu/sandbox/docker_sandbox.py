@@ -43,14 +43,10 @@ class DockerSandbox(SupervisedSandbox):
         env: Mapping[str, str],
         kills: OomCounter,
     ) -> None:
-        super().__init__(spec, control, places=places, env=env, owner=-1)
+        super().__init__(spec, control, places=places, env=env, owner=-1, kills=kills)
         self._container = container
         self._cli = cli
-        self._kills = kills
         self._removed = False
-
-    def memory_kills(self) -> int:
-        return self._kills.count()
 
     async def _fill(self) -> None:
         # The daemon may map users: take the owner of the sandbox's home as seen from the host.
@@ -85,7 +81,7 @@ class DockerSandbox(SupervisedSandbox):
         await super().wipe()
 
     async def _close(self) -> None:
-        self._kills.close()
+        self.fate.kills.close()
         # Before PID 1 ends: the daemon would remove the container at the same time, which takes a second
         # call.
         await self._end()

@@ -26,7 +26,7 @@ from insitu.sandbox import local_namespaces as local_ns
 from insitu.sandbox import rootfs as layout
 from insitu.sandbox import seccomp as syscalls
 from insitu.sandbox.base import Capability, SandboxSpec
-from insitu.sandbox.cgroup import Cgroup, Cgroups, CgroupSupport, find
+from insitu.sandbox.cgroup import Cgroup, Cgroups, CgroupSupport, OomCounter, find
 from insitu.sandbox.control_channel import MAX_FDS, Control, readable
 from insitu.sandbox.limits import NOBODY_ID, a_user, allow_open_files, has_own_users
 from insitu.sandbox.setup_hints import advise
@@ -53,12 +53,10 @@ class LocalSandbox(SupervisedSandbox):
             places=layout.writable(spec),
             env=layout.environment(spec),
             owner=user,
+            kills=cgroup.kills if cgroup else OomCounter(),
         )
         self._process = process
         self._cgroup = cgroup
-
-    def memory_kills(self) -> int:
-        return self._cgroup.kills.count() if self._cgroup else 0
 
     async def _end(self) -> None:
         try:

@@ -21,6 +21,7 @@ from insitu.sandbox.base import (
     memory_kills,
     terminate,
 )
+from insitu.sandbox.host_faults import Fate, fate_of
 from insitu.types import Tree
 
 T = TypeVar("T")
@@ -51,6 +52,10 @@ class PooledSandbox:
 
     def memory_kills(self) -> int:
         return memory_kills(self._inner)
+
+    @property
+    def fate(self) -> Fate | None:
+        return fate_of(self._inner)
 
     async def cpu_s(self) -> float:
         return await cpu_s(self._inner)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Awaitable, Callable
 
 from insitu.errors import SandboxLost
+from insitu.stalls import awake_timeout
 
 STDERR_TAIL = 16 << 10
 LINE_BYTES = 64 << 20
@@ -100,7 +101,7 @@ class LocalProcess:
 
     async def readline(self, timeout_s: float) -> bytes:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with awake_timeout(timeout_s):
                 return await self._reader.readline()
         except ValueError as error:
             raise SandboxLost(f"the process wrote a line of more than {LINE_BYTES} bytes") from error
@@ -112,7 +113,7 @@ class LocalProcess:
         return -9 if self._code.cancelled() or self._code.exception() else self._code.result()
 
     async def wait(self, timeout_s: float) -> int:
-        async with asyncio.timeout(timeout_s):
+        async with awake_timeout(timeout_s):
             with contextlib.suppress(SandboxLost):
                 await asyncio.shield(self._code)
         code = self.poll()

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -16,9 +15,12 @@ from typing import BinaryIO, Self
 from insitu.errors import SandboxError, SandboxLost, boundary
 from insitu.sandbox import local_bwrap, tree
 from insitu.sandbox.base import ExecResult, Owner, SandboxSpec
+from insitu.sandbox.cgroup import OomCounter
 from insitu.sandbox.control_channel import Control
+from insitu.sandbox.host_faults import Fate
 from insitu.sandbox.process import LINE_BYTES, STDERR_TAIL, LocalProcess, Output
 from insitu.sandbox.socket_relay import SocketRelay
+from insitu.stalls import awake_s, awake_timeout
 from insitu.types import FileEntry, Tree
 
 
@@ -37,8 +39,11 @@ class SupervisedSandbox(ABC):
         places: Sequence[str],
         env: Mapping[str, str],
         owner: int,
+        kills: OomCounter,
     ) -> None:
         self._spec = spec
+        self.fate = Fate(kills)
+        control.on_loss = self.fate.lose
         self._control = control
         self._places = tuple(places)
         self._env = dict(env)
@@ -68,7 +73,7 @@ class SupervisedSandbox(ABC):
 
     def memory_kills(self) -> int:
         """Return the number of OOM kills; 0 without a counter."""
-        return 0
+        return self.fate.kills.count()
 
     async def cpu_s(self) -> float:
         return await self._control.order("cpu") / 1000
@@ -105,7 +110,7 @@ class SupervisedSandbox(ABC):
         stdin: bytes = b"",
         max_output_bytes: int = 1 << 20,
     ) -> ExecResult:
-        begun, kills = time.monotonic(), self.memory_kills()
+        begun, kills = awake_s(), self.memory_kills()
         fields = self._fields(argv, env, cwd)
         with boundary(SandboxError, "make pipes"), contextlib.ExitStack() as undo:
             out = Output(max_output_bytes)
@@ -129,7 +134,7 @@ class SupervisedSandbox(ABC):
         try:
             with contextlib.suppress(SandboxLost):
                 try:
-                    async with asyncio.timeout(timeout_s):
+                    async with awake_timeout(timeout_s):
                         exit_code = await asyncio.shield(code)
                 except TimeoutError:
                     await asyncio.shield(self._control.order("kill", job))
@@ -146,7 +151,7 @@ class SupervisedSandbox(ABC):
             stderr=stderr,
             timed_out=timed_out,
             truncated=out.truncated or err.truncated,
-            duration_s=time.monotonic() - begun,
+            duration_s=awake_s() - begun,
             out_of_memory=self.memory_kills() > kills,
         )
 
@@ -238,6 +243,7 @@ class SupervisedSandbox(ABC):
     async def close(self) -> None:
         """End the sandbox; finishes even when cancelled."""
         if self._closing is None:
+            self.fate.end()
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._closing)
 

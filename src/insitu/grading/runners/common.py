@@ -11,6 +11,7 @@ from itertools import islice
 from insitu.errors import SandboxError, SandboxLost, boundary
 from insitu.grading.runners.base import RunLimits
 from insitu.sandbox.base import Bind, ExecResult, Sandbox, cpu_s
+from insitu.sandbox.host_faults import host_fault
 from insitu.types import FailingCheck, GradingPlan, HiddenTests, Oracle, Task, Tree, task_hash
 
 MAX_CHECKS = 20
@@ -66,6 +67,8 @@ async def run_in(
         )
     if result.exit_code is None and not result.timed_out:
         raise SandboxLost("the sandbox died while the tests ran")
+    if result.out_of_memory and (fault := await host_fault(sandbox, lost=False)):
+        raise SandboxLost(fault)
     with contextlib.suppress(SandboxError):
         used = await cpu_s(sandbox)
         limits.meter.add(

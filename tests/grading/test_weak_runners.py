@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from insitu.errors import TaskError
-from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.grader import GradeConfig, Grader, runner_for
 from insitu.grading.runners.harbor import read_reward
 from insitu.grading.runners.swebench_log import lays_tests
 from insitu.sandbox.local import LocalBackend
@@ -175,6 +175,41 @@ async def test_only_the_framed_part_counts_where_the_script_frames_one(grader: G
 
 
 @pytest.mark.slow
+async def test_what_a_runner_prints_outside_of_the_frame_counts_where_nothing_is_inside(
+    grader: Grader,
+) -> None:
+    script = "python3 app.py\necho '>>>>> Start Test Output'\necho '>>>>> End Test Output'\n"
+    assert (await judge(grader, *log_task(script), f"print('{GOOD}')\n")).outcome is Outcome.RESOLVED
+
+
+@pytest.mark.slow
+async def test_ids_that_a_set_cut_are_found_in_the_log(grader: Grader) -> None:
+    tests = HiddenTests(
+        script="python3 app.py",
+        parser="pytest",
+        fail_to_pass=("t.py::a[x",),
+        pass_to_pass=("t.py::a[x", "t.py::b[1]"),
+    )
+    task, oracle = make("swebench_log", tests)
+    both = "PASSED t.py::a[x y]\\nPASSED t.py::a[x z]\\n"
+    solved = await judge(grader, task, oracle, f"print('{both}PASSED t.py::b[1]')")
+    assert (solved.outcome, solved.passed, solved.total) == (Outcome.RESOLVED, 3, 3), solved
+    for lines in (f"{both}FAILED t.py::a[x w] - no\\nPASSED t.py::b[1]", f"{both}PASSED t.py::b[1] more"):
+        assert (await judge(grader, task, oracle, f"print('{lines}')")).outcome is Outcome.UNRESOLVED
+    twice = HiddenTests(script="x", parser="pytest", fail_to_pass=("a",), pass_to_pass=("a",))
+    with pytest.raises(TaskError, match="a test id is required twice"):
+        runner_for(*make("swebench_log", twice))
+
+
+@pytest.mark.slow
+async def test_a_test_that_must_not_break_has_to_run(grader: Grader) -> None:
+    task, oracle = log_task("python3 app.py")
+    for reason, outcome in (("known", Outcome.RESOLVED), ("[NOTRUN] slow", Outcome.UNRESOLVED)):
+        app = f"print('PASSED a::new\\nXFAIL a::old - {reason}')\n"
+        assert (await judge(grader, task, oracle, app)).outcome is outcome
+
+
+@pytest.mark.slow
 async def test_a_patch_of_the_tests_meets_the_bases_version_of_them(grader: Grader) -> None:
     patch = "--- a/tests/test_app.py\n+++ b/tests/test_app.py\n@@ -1 +1 @@\n-old\n+PASSED a::new\n"
     task, oracle = log_task("cat tests/test_app.py; echo; echo PASSED a::old", patch=patch)
@@ -194,6 +229,10 @@ async def test_a_set_that_grades_by_equality_wants_every_outcome_as_expected(gra
     more = await judge(grader, task, oracle, f"print('{right}\\nPASSED t.py::c')")
     assert (more.outcome, more.passed) == (Outcome.UNRESOLVED, 2)
     assert (await judge(grader, task, oracle, "print('PASSED t.py::b')")).passed == 0
+    map_of_the_set = (("p[a - b]", "FAILED"), ("q", "PASSED"), ("", "ERROR"))
+    tests = HiddenTests(script="python3 app.py", parser="r2e", expected=map_of_the_set)
+    log = "FAILED t.py::p[a - b] - why\\nPASSED t.py::q\\nERROR t_2.py - no\\nXFAIL t.py::x - no"
+    assert (await judge(grader, *make("swebench_log", tests), f"print('{log}')")).outcome is Outcome.RESOLVED
 
 
 def harbor(script: str, reward: RewardKind = "binary") -> tuple[Task, Oracle]:

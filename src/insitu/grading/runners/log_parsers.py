@@ -1,7 +1,7 @@
-"""Parsers of test logs (decision 0103): one generator of (id, outcome) per format.
+"""Parsers of test logs (decision 0103): one generator of (name, outcome) per format.
 
-In the result of `read_log` an id with two outcomes has failed. Outcomes are PASSED, FAILED, ERROR, SKIPPED,
-XFAIL, XPASS.
+An id with two outcomes has failed. Outcomes are PASSED, FAILED, ERROR, SKIPPED, XFAIL, XPASS, NOTRUN. Names
+are yielded as they stand; `_NORMAL` strips what the runner adds to them, such as a duration.
 """
 
 from __future__ import annotations
@@ -9,75 +9,101 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
-PASSED, FAILED, ERROR, SKIPPED, XFAIL, XPASS = "PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"
-Outcomes = Iterator[tuple[str, str]]
+from insitu.grading.runners import pytest_logs
+from insitu.grading.runners.pytest_logs import (
+    ERROR,
+    FAILED,
+    PASSED,
+    SKIPPED,
+    XFAIL,
+    XPASS,
+    Outcomes,
+    is_cut,
+    merged,
+)
+
 Parser = Callable[[list[str]], Outcomes]
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
-_TIME = re.compile(r"\s*[\[(]\s*\d+(\.\d+)?\s*(m?s|ms|sec|seconds)\s*[\])]$", re.IGNORECASE)
-_BARE_TIME = re.compile(r"\s+\d+(\.\d+)?\s*m?s$")
+MAX_LINE = 4096
+"""Longest line that may name a test, except in JSON: the candidate writes the log, and patterns take time."""
+_ANSI = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours and cursor
+    r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # titles and links
+    r"|\x1b[PX^_][^\x1b\n]*\x1b\\"
+    r"|\x1b[ -/]*[0-~]"  # character sets and others
+)
+_DURATION = re.compile(r"[\[(]\s*\d+(?:\.\d+)?\s*(?:m?s|sec|seconds)\s*[\])]", re.IGNORECASE)
+_BARE_DURATION = re.compile(r"\s+\d+(?:\.\d+)?\s*m?s$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestLog:
+    """The outcomes of a log."""
+
+    parser: str
+    outcomes: Mapping[str, str]
+    """By names without what the runner adds to them."""
+    written: Mapping[str, str]
+    """By names as they stand in the log."""
+
+    def outcome(self, id: str) -> str | None:
+        """Return the outcome of a required id, None without one.
+
+        A data set may have recorded an id with the runner's additions, or cut it inside a parameter: then it
+        stands for all that begin with it, if they agree.
+        """
+        for known, name in (
+            (self.outcomes, id),
+            (self.written, id),
+            (self.outcomes, _NORMAL.get(self.parser, str.strip)(id)),
+        ):
+            if name in known:
+                return known[name]
+        if not is_cut(id):
+            return None
+        found = {outcome for name, outcome in self.outcomes.items() if name.startswith(id)}
+        if found <= {PASSED, XFAIL}:
+            return PASSED if PASSED in found else XFAIL if found else None
+        return found.pop() if len(found) == 1 else FAILED
+
+
+def parse_log(parser: str, log: str) -> TestLog:
+    """Read a log; escape codes are removed."""
+    lines = _ANSI.sub("", log).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    if parser not in _JSON:
+        lines = [line for line in lines if len(line) <= MAX_LINE]
+    pairs = list(PARSERS[parser](lines))
+    normal = _NORMAL.get(parser, str.strip)
+    return TestLog(
+        parser=parser,
+        outcomes=merged((normal(name), outcome) for name, outcome in pairs),
+        written=merged(pairs),
+    )
 
 
 def read_log(parser: str, log: str) -> dict[str, str]:
-    """Return id -> outcome; escape codes and durations are stripped from ids."""
-    found: dict[str, str] = {}
-    lines = _ANSI.sub("", log).replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    for name, outcome in PARSERS[parser](lines):
-        before = found.setdefault(name, outcome)
-        if before != outcome:
-            found[name] = ERROR if ERROR in (before, outcome) else FAILED
-    return found
+    """Return id -> outcome, without what the runner adds to names."""
+    return dict(parse_log(parser, log).outcomes)
 
 
 def _untimed(name: str) -> str:
-    return _TIME.sub("", name.strip()).strip()
+    """Strip one duration in brackets from the end."""
+    name = name.strip()
+    at = max(name.rfind("("), name.rfind("["))
+    return name[:at].rstrip() if at > 0 and _DURATION.fullmatch(name, at) else name
 
 
-_SUMMARY = re.compile(r"(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S.*)")
-_VERBOSE = re.compile(r"(\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \(.*\))?(?:\s+\[\s*\d+%\])?\s*")
+def _bare_untimed(name: str) -> str:
+    """Strip one duration without brackets."""
+    name = name.strip()
+    found = _BARE_DURATION.search(name, max(0, len(name) - 32))
+    return name[: found.start()] if found and found.start() else name
 
 
-def _pytest_summary(lines: list[str]) -> Outcomes:
-    """Parse the short test summary, `-rA`. A reason follows ` - `; skipped tests are listed without ids."""
-    for line in lines:
-        match = _SUMMARY.fullmatch(line.rstrip())
-        if match:
-            yield (match[2] if match[1] == PASSED else _unreasoned(match[2])).strip(), match[1]
-
-
-def _unreasoned(text: str) -> str:
-    """Strip the reason from an id; a parameter may contain the separator."""
-    bracket, cut = text.find("["), text.find(" - ")
-    if -1 < bracket < cut:
-        end = text.find("] - ", bracket)
-        return text[: end + 1] if end >= 0 else text
-    return text[:cut] if cut >= 0 else text
-
-
-def _pytest_verbose(lines: list[str]) -> Outcomes:
-    """Parse `-v` output, and the short summary where present."""
-    for line in lines:
-        match = _VERBOSE.fullmatch(line)
-        if match and "::" in match[1] and not match[1].startswith((PASSED, FAILED, ERROR)):
-            yield match[1], match[2]
-    yield from _pytest_summary(lines)
-
-
-def _pytest_options(lines: list[str]) -> Outcomes:
-    """Parse as pytest, with a path in a parameter cut to its last part."""
-    for name, outcome in _pytest_summary(lines):
-        head, bracket, rest = name.partition("[")
-        option = rest.removesuffix("]")
-        if bracket and option.startswith("/") and not option.startswith("//") and "*" not in option:
-            name = f"{head}[/{option.rsplit('/', 1)[-1]}]"
-        yield name, outcome
-
-
-def _pytest_r2e(lines: list[str]) -> Outcomes:
-    """Parse as pytest, with ids without the file: Class.test."""
-    for name, outcome in _pytest_summary(lines):
-        yield ".".join(name.split("::")[1:]) or name, outcome
+def _any_untimed(name: str) -> str:
+    return _bare_untimed(name) if _untimed(name) == name.strip() else _untimed(name)
 
 
 _DJANGO = re.compile(r"(.*?) \.\.\. ?(.*)")
@@ -125,12 +151,16 @@ def _sympy(lines: list[str]) -> Outcomes:
             yield failure[1], FAILED
 
 
+_GO = re.compile(r"--- (PASS|FAIL|SKIP): (\S+(?: \(\d[\d.]*m?s\))?)")
+
+
 def _go(lines: list[str]) -> Outcomes:
-    """Parse `go test -v`: `--- PASS: TestName (0.00s)`, subtests indented."""
+    """Parse `go test -v`: `--- PASS: TestName (0.00s)`, subtests indented, or behind a test's output."""
+    words = {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED}
     for line in lines:
-        match = re.fullmatch(r"\s*--- (PASS|FAIL|SKIP): (\S.*)", line)
-        if match:
-            yield _untimed(match[2]), {"PASS": PASSED, "FAIL": FAILED, "SKIP": SKIPPED}[match[1]]
+        for match in _GO.finditer(line):
+            if not line[: match.start()].strip() or match[2].endswith(")"):
+                yield match[2], words[match[1]]
 
 
 def _go_json(lines: list[str]) -> Outcomes:
@@ -146,7 +176,7 @@ def _cargo(lines: list[str]) -> Outcomes:
     """Parse `test path::name ... ok`."""
     words = {"ok": PASSED, "FAILED": FAILED, "ignored": SKIPPED, "failed": FAILED}
     for line in lines:
-        match = re.fullmatch(r"test (\S.*?) \.\.\. (ok|FAILED|failed|ignored)(,.*)?", _untimed(line))
+        match = re.fullmatch(r"test (\S.*?) \.\.\. (ok|FAILED|failed|ignored)([,( <].*)?", line.strip())
         if match:
             yield match[1].removesuffix(" - should panic"), words[match[2]]
 
@@ -160,9 +190,12 @@ _MARKS = {
 def _jest(lines: list[str]) -> Outcomes:
     """Parse `✓ name (3 ms)`, verbose; also vitest, whose names hold file and suites."""
     for line in lines:
-        match = re.fullmatch(r"\s*([✓✔√✕✗✖\u00d7○↓✎]) (?:skipped |todo )?(\S.*)", line)
+        match = re.fullmatch(r"\s*([✓✔√✕✗✖\u00d7○↓✎]) (\S.*)", line)
         if match:
-            yield _BARE_TIME.sub("", _untimed(match[2])), _MARKS[match[1]]
+            outcome, name = _MARKS[match[1]], match[2].strip()
+            if outcome == SKIPPED:
+                name = re.sub(r"^(?:skipped|todo) ", "", name)
+            yield name, outcome
 
 
 _SKIPPED_WORDS = re.compile(r"\((?:skipped)\)|\[(?:skip|skipped|pending|todo)\]", re.IGNORECASE)
@@ -173,15 +206,19 @@ def _symbols(lines: list[str]) -> Outcomes:
     for line in lines:
         match = re.fullmatch(r"\s*([✓✔✕✖✘\u00d7○◌◦⚪])\s*(?:\[[^\]]*\]:)?\s*:?\s*(\S.*)", line)
         if match:
-            yield _BARE_TIME.sub("", _untimed(match[2])), _MARKS[match[1]]
+            yield match[2].strip(), _MARKS[match[1]]
         elif _SKIPPED_WORDS.search(line):
-            name = _BARE_TIME.sub("", _untimed(_SKIPPED_WORDS.sub("", line)))
+            name = _SKIPPED_WORDS.sub("", line).strip()
             if name:
                 yield name, SKIPPED
 
 
 def _jest_json(lines: list[str]) -> Outcomes:
-    """Parse `--json`: fullName of every assertion."""
+    """Parse `--json`: fullName of every assertion; or lines made of them, `[PASSED] name`."""
+    for line in lines:
+        made = re.fullmatch(r"\[(PASSED|FAILED)\] (\S.*)", line.strip()[:MAX_LINE])
+        if made:
+            yield made[2], made[1]
     words = {"passed": PASSED, "failed": FAILED, "pending": SKIPPED, "todo": SKIPPED, "skipped": SKIPPED}
     for report in _objects(lines):
         results = report.get("testResults")
@@ -200,21 +237,30 @@ def _mocha(lines: list[str]) -> Outcomes:
         match = re.fullmatch(r"\s+([✓✔√]|\d+\)|-) (\S.*)", line)
         if match:
             outcome = _MARKS.get(match[1]) or (SKIPPED if match[1] == "-" else FAILED)
-            yield _untimed(match[2]), outcome
+            yield match[2].strip(), outcome
+
+
+_TAP_DIRECTIVE = re.compile(r"\s#\s*(\w+)")
 
 
 def _tap(lines: list[str]) -> Outcomes:
     """Parse `ok 1 - name`, `not ok 2 - name`, with the directives SKIP and TODO."""
     for line in lines:
-        match = re.fullmatch(r"\s*(not )?ok\b\s*\d*\s*-?\s*([^#]*?)\s*(?:#\s*(\w+).*)?", line)
-        if match and match[2]:
-            word = (match[3] or "").upper()
+        match = re.fullmatch(r"\s*(not )?ok\b\s*\d*\s*(.*)", line)
+        if match and _tap_name(match[2]):
             outcome = FAILED if match[1] else PASSED
+            directive = _TAP_DIRECTIVE.search(match[2])
+            word = directive[1].upper() if directive else ""
             if word.startswith("SKIP"):
                 outcome = SKIPPED
             elif word == "TODO":
                 outcome = XFAIL if match[1] else XPASS
-            yield _untimed(match[2]), outcome
+            yield match[2].strip(), outcome
+
+
+def _tap_name(text: str) -> str:
+    """Strip the dash, the directive and a duration."""
+    return _untimed(f" {text}".split(" #")[0].strip().removeprefix("-"))
 
 
 def _gtest(lines: list[str]) -> Outcomes:
@@ -234,12 +280,30 @@ def _ctest(lines: list[str]) -> Outcomes:
             yield match[1], PASSED if match[2] == "Passed" else SKIPPED if "Not Run" in match[2] else FAILED
 
 
+_GRADLE = re.compile(r"(\S.* > .*\S)\s+(PASSED|FAILED|SKIPPED)(?:\s*\(.*\))?")
+_GRADLE_GLUED = re.compile(r"(\S.*? > .*?\S)\s+(PASSED|FAILED|SKIPPED)(?=\W|[A-Z][a-z])")
+_GRADLE_OUTPUT = (" STANDARD_OUT", " STANDARD_ERROR", " STANDARD_ERR", " STARTED")
+
+
 def _gradle(lines: list[str]) -> Outcomes:
-    """Parse Gradle with test logging: `Class > method() PASSED`."""
+    """Parse Gradle with test logging: `Class > method() PASSED`.
+
+    Output of another process may stand behind the outcome, or between it and the name.
+    """
+    waiting: list[str] = []
     for line in lines:
-        match = re.fullmatch(r"(\S.* > \S.*) (PASSED|FAILED|SKIPPED)", line.strip())
+        text = line.strip()
+        match = None if text.startswith(">") else _GRADLE.fullmatch(text) or _GRADLE_GLUED.match(text)
         if match:
             yield match[1], match[2]
+            waiting = []
+        elif text in (PASSED, FAILED, SKIPPED):
+            yield from ((name, text) for name in waiting)
+            waiting = []
+        elif " > " in text and not text.startswith(">") and not text.endswith(_GRADLE_OUTPUT):
+            # Where the name ends is unknown if other output follows it.
+            at = text.find(")", text.find("("))
+            waiting = list(dict.fromkeys([text, text[: at + 1]] if "(" in text else [text]))
 
 
 def _minitest(lines: list[str]) -> Outcomes:
@@ -263,12 +327,6 @@ def _objects(lines: list[str]) -> Iterator[Mapping[str, object]]:
             yield value
 
 
-def _matplotlib(lines: list[str]) -> Outcomes:
-    """Parse as pytest, with two enum members as numbers, as newer versions of Python print them."""
-    for name, outcome in _pytest_summary(lines):
-        yield name.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"), outcome
-
-
 def _tests_json(lines: list[str]) -> Outcomes:
     """Parse the JSON {"tests": [{"name", "status"}]} of a data set's own parser."""
     try:
@@ -282,14 +340,14 @@ def _tests_json(lines: list[str]) -> Outcomes:
 
 
 PARSERS: Mapping[str, Parser] = {
-    "matplotlib": _matplotlib,
+    "matplotlib": pytest_logs.matplotlib,
     "tests_json": _tests_json,
-    "pytest": _pytest_summary,
-    "pytest_v2": _pytest_verbose,
-    "pytest_verbose": _pytest_verbose,
-    "pytest_options": _pytest_options,
-    "r2e": _pytest_r2e,
-    "seaborn": _pytest_verbose,
+    "pytest": pytest_logs.summary,
+    "pytest_v2": pytest_logs.verbose,
+    "pytest_verbose": pytest_logs.verbose,
+    "pytest_options": pytest_logs.options,
+    "r2e": pytest_logs.r2e,
+    "seaborn": pytest_logs.verbose,
     "django": _django,
     "unittest": _django,
     "sympy": _sympy,
@@ -307,3 +365,12 @@ PARSERS: Mapping[str, Parser] = {
     "gradle": _gradle,
     "minitest": _minitest,
 }
+_JSON = frozenset({"tests_json", "go_json", "jest_json"})
+"""Parsers of logs with long lines."""
+_NORMAL: Mapping[str, Callable[[str], str]] = {
+    **dict.fromkeys(("go", "cargo", "jest", "mocha"), _untimed),
+    "vitest": _bare_untimed,
+    "js_4": _any_untimed,
+    "tap": _tap_name,
+}
+"""What a runner adds to names, by parser; blanks around them elsewhere."""

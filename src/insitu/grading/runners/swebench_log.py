@@ -1,12 +1,13 @@
 """Runner `swebench_log`: the task's script runs tests in the grading sandbox; the host parses their log.
 
 Weak: the candidate's code writes to the same log. Only the text between two lines with a nonce is read, which
-only the outer shell has. Ids must match exactly, an id with two outcomes has failed, and the exit code is
-ignored.
+only the outer shell has. An id with two outcomes has failed, and the exit code is ignored. Ids must match
+exactly, except for what the runner adds to them and for ids that a set cut (TestLog.outcome).
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +28,8 @@ from insitu.grading.runners.common import (
     share,
     text_tail,
 )
-from insitu.grading.runners.log_parsers import PARSERS, SKIPPED, XFAIL, read_log
+from insitu.grading.runners.log_parsers import PARSERS, TestLog, parse_log
+from insitu.grading.runners.pytest_logs import SKIPPED, XFAIL, is_cut, r2e_names
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.types import FailingCheck, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
 
@@ -59,7 +61,8 @@ class SwebenchLogRunner(RunnerBase):
             raise TaskError(f"task {task.id}: no script that runs its tests")
         if not tests.fail_to_pass and not tests.expected:
             raise TaskError(f"task {task.id}: no test that must change from failing to passing")
-        required = (*tests.fail_to_pass, *tests.pass_to_pass)
+        # Two tests may have been cut to one id.
+        required = [name for name in (*tests.fail_to_pass, *tests.pass_to_pass) if not is_cut(name)]
         if len(set(required)) != len(required) or len(dict(tests.expected)) != len(tests.expected):
             raise TaskError(f"task {task.id}: a test id is required twice")
 
@@ -79,7 +82,7 @@ class SwebenchLogRunner(RunnerBase):
         argv = ["bash", "-c", FRAMED, "tests", str(limits.cpu_s)]
         stdin = f"{nonce}\n{tests.script}".encode()
         result = await run_in(sandbox, argv, limits, stdin=stdin, max_output_bytes=MAX_LOG_BYTES)
-        return _judge(tests, result, nonce.encode(), limits.cpu_s)
+        return await asyncio.to_thread(_judge, tests, result, nonce.encode(), limits.cpu_s)
 
 
 def lays_tests(script: str) -> bool:
@@ -95,12 +98,12 @@ def _judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> 
         if result.timed_out:
             return _failed(Outcome.TEST_TIMEOUT, total, "out of time before the first test")
         raise GradeError(f"the test script did not start (exit {result.exit_code}): bash may be missing")
-    log = result.stdout[len(nonce) + len(b" start\n") :]
+    output = result.stdout[len(nonce) + len(b" start\n") :]
     if result.timed_out:
         return _failed(Outcome.TEST_TIMEOUT, total, "out of time")
     if result.truncated:
         return _failed(Outcome.UNRESOLVED, total, f"the log has more than {MAX_LOG_BYTES} bytes")
-    body, mark, tail = log.partition(b"\n" + nonce + b" end ")
+    body, mark, tail = output.partition(b"\n" + nonce + b" end ")
     if nonce in body or nonce in tail:
         return _failed(Outcome.TAMPERED, total, "the log holds the nonce of the host")
     if not mark:
@@ -108,8 +111,10 @@ def _judge(tests: HiddenTests, result: ExecResult, nonce: bytes, cpu_s: int) -> 
         return _failed(Outcome.UNRESOLVED, total, f"the test script was killed before its end{how}")
     code = tail.strip()  # that of the script; `result` has that of the shell around it
     late = out_of_cpu(replace(result, exit_code=int(code) if code.isdigit() else None), cpu_s)
-    outcomes = read_log(tests.parser, _tests_part(tests.script, body).decode("utf-8", "replace"))
-    found = _equal(tests, outcomes) if tests.expected else _required(tests, outcomes)
+    log = parse_log(tests.parser, _tests_part(tests.script, body).decode("utf-8", "replace"))
+    if not log.outcomes:  # a runner may print before or behind the markers
+        log = parse_log(tests.parser, body.decode("utf-8", "replace"))
+    found = _equal(tests, log.outcomes) if tests.expected else _required(tests, log)
     if found.failing:
         last = FailingCheck(name="log", outcome="end of the output", tail=text_tail(body))
         found = replace(found, failing=failing_checks((last, *found.failing)))
@@ -131,8 +136,10 @@ def _failed(outcome: Outcome, total: int, reason: str, *, complete: bool = False
     return RunReport(outcome=outcome, passed=0, total=total, reason=reason, complete=complete, score=0.0)
 
 
-def _required(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
+def _required(tests: HiddenTests, log: TestLog) -> RunReport:
     """Judge by required ids; a pass_to_pass test may also be skipped or fail as expected, as upstream."""
+    found = {name: log.outcome(name) for name in (*tests.fail_to_pass, *tests.pass_to_pass)}
+    outcomes = {name: outcome for name, outcome in found.items() if outcome is not None}
     still = ("PASSED", SKIPPED, XFAIL)
     f2p = sum(outcomes.get(name) == "PASSED" for name in tests.fail_to_pass)
     p2p = sum(outcomes.get(name) in still for name in tests.pass_to_pass)
@@ -153,6 +160,8 @@ def _required(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
 def _equal(tests: HiddenTests, outcomes: Mapping[str, str]) -> RunReport:
     """Judge by equality: the same ids with the same outcomes, no more and no less."""
     expected = dict(tests.expected)
+    if tests.parser == "r2e":
+        expected = r2e_names(expected)
     right = sum(outcomes.get(name) == outcome for name, outcome in expected.items())
     more = len(outcomes.keys() - expected.keys())
     return RunReport(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,11 +41,11 @@ from insitu.storage.run_dir import read_summary as read_summary
 from insitu.storage.run_dir import read_tables
 from insitu.storage.score import Score
 from insitu.training.learner.process import describe_memory as describe_memory
-from insitu.training.learner.process import require_learner as require_learner
 from insitu.training.loop import TrainOptions as TrainOptions
 from insitu.training.sft.run import run_sft
 from insitu.types.values import Value
 from insitu.view.base import View
+from insitu.view.open import open_view
 from insitu.view.run import Run as Run
 from insitu.view.run_report import finish
 
@@ -89,14 +90,15 @@ class RunEvent(Value):
     """Metrics of a committed step."""
 
 
+Progress = Callable[[RunEvent], None] | bool | None
+"""Gets every event; True = the progress of the command line, on stdout."""
+
+
 class CallbackView:
     """Turn the calls that a view gets into events for one callback; implements `view.base.View`."""
 
-    def __init__(self, callback: Callable[[RunEvent], None] | None) -> None:
-        """Wrap the callback; raise ConfigError if it is none."""
-        if callback is not None and (not callable(callback) or inspect.iscoroutinefunction(callback)):
-            raise ConfigError(f"progress must be a plain function of a RunEvent, got {callback!a}")
-        self._callback = callback or (lambda event: None)
+    def __init__(self, callback: Callable[[RunEvent], None]) -> None:
+        self._callback = callback
 
     def begin(self, title: str, rollouts: int) -> None:
         self._callback(RunEvent(kind="begin", text=title, total=rollouts))
@@ -125,6 +127,22 @@ class CallbackView:
 
     def close(self) -> None:
         """Do nothing: no terminal is held."""
+
+
+@contextlib.contextmanager
+def viewing(progress: Progress, config: Config | None = None) -> Iterator[View]:
+    """Yield the view of a call; raise ConfigError for a callback that cannot be called."""
+    if progress is True:
+        run_dir = None if config is None else Path(config.run.dir)
+        view = open_view(sys.stdout, plain=config is not None and config.run.plain, run_dir=run_dir)
+    elif not progress:
+        view = CallbackView(lambda event: None)
+    elif callable(progress) and not inspect.iscoroutinefunction(progress):
+        view = CallbackView(progress)
+    else:
+        raise ConfigError(f"progress must be a plain function of a RunEvent or True, got {progress!a}")
+    with contextlib.closing(view):
+        yield view
 
 
 def open_run(path: Path | str) -> Run:
@@ -157,7 +175,7 @@ async def train_async(
     *,
     overrides: Overrides = (),
     resume: Path | str | None = None,
-    progress: Callable[[RunEvent], None] | None = None,
+    progress: Progress = None,
     **tables: Any,
 ) -> Run:
     """Train and return the finished run; the coroutine form of `train`."""
@@ -166,7 +184,8 @@ async def train_async(
         resume = resolved.run.dir if found else None
     else:
         resolved = resolve(config, overrides, resume, tables, changeable=TRAINING)
-    await train_with(resolved, CallbackView(progress), TrainOptions(resume=_path(resume)))
+    with viewing(progress, resolved) as view:
+        await train_with(resolved, view, TrainOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
 
@@ -175,7 +194,7 @@ def train(
     *,
     overrides: Overrides = (),
     resume: Path | str | None = None,
-    progress: Callable[[RunEvent], None] | None = None,
+    progress: Progress = None,
     **tables: Any,
 ) -> Run:
     """Train the configured model on the configured tasks and return the finished run.
@@ -186,7 +205,8 @@ def train(
     `agent` (name, path, command as a list, or Recipe), `model` (folder, or URL of a provider),
     `tasks` (list of Task, name or path of a source), `reward` (function or its path). `resume` continues a
     run directory, a finished one with `overrides={"run.steps": 16}`, and takes no other configuration.
-    `progress` gets every RunEvent on the run's event loop and must return at once. Raises InsituError.
+    `progress` gets every RunEvent on the run's event loop and must return at once; True prints the progress
+    that the command line shows. Raises InsituError.
     """
     return blocking(
         lambda: train_async(config, overrides=overrides, resume=resume, progress=progress, **tables)
@@ -199,7 +219,7 @@ async def rollout_async(
     n: int | None = None,
     overrides: Overrides = (),
     resume: Path | str | None = None,
-    progress: Callable[[RunEvent], None] | None = None,
+    progress: Progress = None,
     **tables: Any,
 ) -> Run:
     """Run and grade rollouts without training; the coroutine form of `rollout`."""
@@ -208,7 +228,8 @@ async def rollout_async(
     if "tasks" in tables and not (isinstance(tables["tasks"], str | Path) or _is_table(tables["tasks"])):
         tables["tasks"] = {"source": tables["tasks"], "eval_share": 1.0}  # no task is held back
     resolved = resolve(config, overrides, resume, tables, changeable=CHANGEABLE)
-    await rollout_with(resolved, CallbackView(progress), RolloutOptions(resume=_path(resume)))
+    with viewing(progress, resolved) as view:
+        await rollout_with(resolved, view, RolloutOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
 
@@ -218,7 +239,7 @@ def rollout(
     n: int | None = None,
     overrides: Overrides = (),
     resume: Path | str | None = None,
-    progress: Callable[[RunEvent], None] | None = None,
+    progress: Progress = None,
     **tables: Any,
 ) -> Run:
     """Run and grade `n` rollouts of each task without training, and return their run.
@@ -235,7 +256,7 @@ async def sft_async(
     *,
     overrides: Overrides = (),
     resume: Path | str | None = None,
-    progress: Callable[[RunEvent], None] | None = None,
+    progress: Progress = None,
     **tables: Any,
 ) -> Run:
     """Imitate the best stored rollouts of a run; the coroutine form of `sft`."""
@@ -243,7 +264,8 @@ async def sft_async(
         raise ConfigError("give the run directory with the rollouts to imitate, or resume")
     source = None if run is None else config_from_run(Path(run), "sft")
     resolved = resolve(source, overrides, resume, tables)
-    await sft_with(resolved, CallbackView(progress), TrainOptions(resume=_path(resume)))
+    with viewing(progress, resolved) as view:
+        await sft_with(resolved, view, TrainOptions(resume=_path(resume)))
     return Run(resolved.run.dir)
 
 
@@ -252,7 +274,7 @@ def sft(
     *,
     overrides: Overrides = (),
     resume: Path | str | None = None,
-    progress: Callable[[RunEvent], None] | None = None,
+    progress: Progress = None,
     **tables: Any,
 ) -> Run:
     """Imitate the best stored rollouts of a run (supervised fine-tuning) and return the new run.

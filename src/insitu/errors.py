@@ -7,6 +7,7 @@ caused by the agent (graded). `boundary` converts foreign exceptions at an edge 
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,12 @@ class InsituError(Exception):
     """Base class; `str(error)` is one line for the user."""
 
     infra = False
+
+    def _render_traceback_(self, *_: object) -> list[str]:
+        """Return what a notebook shows of it: one line, with INSITU_DEBUG=1 the traceback."""
+        if os.environ.get("INSITU_DEBUG"):
+            return traceback.format_exception(self)
+        return [f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(InsituError):

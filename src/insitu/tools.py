@@ -13,7 +13,7 @@ from typing import Any
 from insitu.agents.harness import check_start
 from insitu.agents.install import install as install_recipe
 from insitu.agents.recipe import Recipe, parse_agent
-from insitu.api import CallbackView, ConfigSource, Overrides, Run, RunEvent, blocking, resolve
+from insitu.api import ConfigSource, Overrides, Progress, Run, blocking, resolve, viewing
 from insitu.bridges.export import RolloutExport as RolloutExport
 from insitu.bridges.export import steps_of as steps_of
 from insitu.bridges.export import write_export
@@ -59,14 +59,13 @@ attack_with = attack_tasks
 validate_with = validate_tasks
 
 
-async def replay_async(
-    run: Path | str, *, progress: Callable[[RunEvent], None] | None = None
-) -> Mapping[str, Any]:
+async def replay_async(run: Path | str, *, progress: Progress = None) -> Mapping[str, Any]:
     """Repeat a stored run's training; the coroutine form of `replay`."""
-    return await replay_run(Path(run), CallbackView(progress))
+    with viewing(progress) as view:
+        return await replay_run(Path(run), view)
 
 
-def replay(run: Path | str, *, progress: Callable[[RunEvent], None] | None = None) -> Mapping[str, Any]:
+def replay(run: Path | str, *, progress: Progress = None) -> Mapping[str, Any]:
     """Repeat a stored run's training from its tokens and compare every step's weights bit for bit.
 
     Returns `identical`, `steps`, `differing_steps` and `weights`. Raises InsituError.
@@ -74,11 +73,10 @@ def replay(run: Path | str, *, progress: Callable[[RunEvent], None] | None = Non
     return blocking(lambda: replay_async(run, progress=progress))
 
 
-async def grade_async(
-    run: Path | str, *, write: bool = False, progress: Callable[[RunEvent], None] | None = None
-) -> Regraded:
+async def grade_async(run: Path | str, *, write: bool = False, progress: Progress = None) -> Regraded:
     """Grade a run's stored rollouts again; the coroutine form of `grade`."""
-    return await regrade_run(Path(run), CallbackView(progress), write=write)
+    with viewing(progress) as view:
+        return await regrade_run(Path(run), view, write=write)
 
 
 def grade(run: Path | str, *, write: bool = False) -> Regraded:
@@ -102,10 +100,11 @@ async def conformance_async(
     agents: Mapping[str, Recipe],
     *,
     record: Path | None = None,
-    progress: Callable[[RunEvent], None] | None = None,
+    progress: Progress = None,
 ) -> Mapping[str, ConformanceResult]:
     """Check agents token by token; the coroutine form of `conformance`."""
-    return await conform_all(agents, record, CallbackView(progress))
+    with viewing(progress) as view:
+        return await conform_all(agents, record, view)
 
 
 def conformance(
@@ -125,14 +124,15 @@ async def attack_async(
     only: str = "",
     runner: str = "",
     tasks: int = 3,
-    progress: Callable[[RunEvent], None] | None = None,
+    progress: Progress = None,
     **tables: Any,
 ) -> AttackReport:
     """Attack the grader; the coroutine form of `attack`."""
     resolved = resolve(config, overrides, None, tables)
     own = config is not None or "tasks" in tables or any(name.startswith("tasks.") for name in overrides)
     options = AttackOptions(only=only, runner=runner, tasks=tasks, own=own)
-    return await attack_tasks(resolved, options, CallbackView(progress))
+    with viewing(progress) as view:
+        return await attack_tasks(resolved, options, view)
 
 
 def attack(
@@ -158,13 +158,14 @@ async def validate_async(
     *,
     overrides: Overrides = (),
     options: ValidateOptions | None = None,
-    progress: Callable[[RunEvent], None] | None = None,
+    progress: Progress = None,
     **tables: Any,
 ) -> Mapping[str, Any]:
     """Validate tasks; the coroutine form of `validate`."""
-    return await validate_tasks(
-        resolve(config, overrides, None, tables), options or ValidateOptions(), CallbackView(progress)
-    )
+    with viewing(progress) as view:
+        return await validate_tasks(
+            resolve(config, overrides, None, tables), options or ValidateOptions(), view
+        )
 
 
 def validate(
@@ -204,15 +205,14 @@ async def install_with(agents: Iterable[str | Recipe], view: View) -> Mapping[st
 
 
 async def install_async(
-    agents: Iterable[str | Recipe], *, progress: Callable[[RunEvent], None] | None = None
+    agents: Iterable[str | Recipe], *, progress: Progress = None
 ) -> Mapping[str, Path | None]:
     """Install agents; the coroutine form of `install`."""
-    return await install_with(agents, CallbackView(progress))
+    with viewing(progress) as view:
+        return await install_with(agents, view)
 
 
-def install(
-    agents: Iterable[str | Recipe], *, progress: Callable[[RunEvent], None] | None = None
-) -> Mapping[str, Path | None]:
+def install(agents: Iterable[str | Recipe], *, progress: Progress = None) -> Mapping[str, Path | None]:
     """Install agents into the cache and start each once; return the folders by `name version`.
 
     `agents`: recipes, or NAME, NAME@VERSION, module:attribute or a TOML file with [harness]. An agent without

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import insitu
-from insitu.config import demo_preset
+from insitu.config import demo_preset, load_config
+from insitu.install_hints import install_extra
 from insitu.shutdown import descendants
+from insitu.storage.run_dir import RunDir
 
 SMALL = {
     "harness.agent": "script",
@@ -160,7 +163,7 @@ async def test_cancelling_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
         ({"config": 3}, "config must be a Config, a TOML file or a mapping of tables, got 3"),
         ({"overrides": "train.lr=1"}, "overrides must be a mapping or a list"),
         ({"agent": []}, "agent: the command is empty"),
-        ({"progress": 3}, "progress must be a plain function of a RunEvent, got 3"),
+        ({"progress": 3}, "progress must be a plain function of a RunEvent or True, got 3"),
         ({"progress": asyncio.sleep}, "progress must be a plain function of a RunEvent"),
         (
             {"tasks": [insitu.Task(id="a", prompt="", files={})]},
@@ -177,6 +180,45 @@ def test_wrong_arguments_are_one_line_and_leave_nothing(
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["train", "rollout", "serve", "sft", "stored"])
+def test_without_torch_every_call_says_what_to_install_before_it_writes(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = tmp_path / "stored"
+    with RunDir.create(load_config(None, [f"run.dir={stored}"])) as run, run.store():
+        pass
+    monkeypatch.setattr("insitu.training.learner.process.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    calls: dict[str, Callable[[], object]] = {
+        "train": lambda: insitu.train(overrides=SMALL),
+        "rollout": lambda: insitu.rollout("examples/rollout.toml"),
+        "serve": lambda: insitu.serve().start(),
+        "sft": lambda: insitu.sft(stored),
+        "stored": lambda: insitu.train(stored),
+    }
+    with pytest.raises(insitu.InsituError) as raised:
+        calls[verb]()
+    assert f"torch and safetensors are not installed: {install_extra('train')}" in str(raised.value)
+    assert list(tmp_path.iterdir()) == [stored]
+
+
+@pytest.mark.slow
+def test_progress_can_be_what_the_command_line_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    for shown in (True, False):
+        with pytest.raises(insitu.InsituError):
+            insitu.train(agent="script", tasks={"source": "jsonl", "path": "none.jsonl"}, progress=shown)
+        assert ("checking the configuration and the tasks" in capsys.readouterr().out) == shown
+
+
+def test_an_error_is_one_line_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(insitu.InsituError) as raised:
+        insitu.train(overrides={"train.lrr": 1})
+    assert raised.value._render_traceback_() == [f"ConfigError: {raised.value}"]
+    monkeypatch.setenv("INSITU_DEBUG", "1")
+    assert raised.value._render_traceback_()[0].startswith("Traceback")
 
 
 _BLOCKED = """

@@ -69,7 +69,7 @@ def test_a_moved_run_knows_its_new_place(tmp_path: Path) -> None:
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     with RunDir.create(config(tmp_path / "r")) as run, run.store() as store:
         store.put_rollout("train", 1, 0, 0, make_rollout("a"))
-    with pytest.raises(RecordError, match="holds a run already.*--resume"):
+    with pytest.raises(RecordError, match="holds a run already.*--resume .*resume="):
         RunDir.create(config(tmp_path / "r"))
     with RunDir.open(tmp_path / "r"):
         pass  # the refusal has given the lock back

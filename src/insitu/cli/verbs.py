@@ -157,7 +157,7 @@ def _run(
 ) -> int:
     """Print the configuration (dry run), or run and print the report and summary.
 
-    `failed`: whether a finished run counts as failed. `trains`: needs a learner whatever the engine.
+    `failed`: whether a finished run counts as failed. `trains`: a dry run predicts the learner's memory.
     """
     from insitu.config import dump_toml
 
@@ -168,11 +168,9 @@ def _run(
         sys.stdout.write(dump_toml(config))
         sys.stdout.write("".join(f"\n# {line}" for line in lines) + "\n" * bool(lines))
         return 0
-    from insitu.api import name_run, read_summary, require_learner
+    from insitu.api import name_run, read_summary
     from insitu.shutdown import run_interruptible
 
-    if trains or config.engine.in_learner:
-        require_learner(config)
     config = name_run(config)
     options.run_dir = Path(config.run.dir)
     view = _view(config, options)
@@ -196,13 +194,11 @@ def _view(config: Config, options: argparse.Namespace) -> View:
 
 
 def replay_verb(options: argparse.Namespace) -> int:
-    from insitu.api import read_config, require_learner
+    from insitu.api import read_config
     from insitu.shutdown import run_interruptible
     from insitu.tools import replay_with
 
-    config = read_config(options.run)
-    require_learner(config)
-    view = _view(config, options)
+    view = _view(read_config(options.run), options)
     try:
         result = run_interruptible(replay_with(options.run, view))
     finally:
@@ -268,7 +264,7 @@ def view_verb(options: argparse.Namespace) -> int:
 
 def serve_verb(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C, which is a success."""
-    from insitu.api import SERVE_BASE, ServeOptions, name_run, read_tools, require_learner, serve_with
+    from insitu.api import SERVE_BASE, ServeOptions, name_run, read_tools, serve_with
     from insitu.config import load_config
     from insitu.shutdown import run_interruptible
 
@@ -277,10 +273,7 @@ def serve_verb(options: argparse.Namespace) -> int:
         overrides.append(f"gateway.port={options.port}")
     if not 0 < options.sessions <= 64:
         raise ConfigError("--sessions takes 1 to 64")
-    config = load_config(Path(path) if path else None, overrides, SERVE_BASE)
-    if config.engine.in_learner:
-        require_learner(config)
-    config = name_run(config)
+    config = name_run(load_config(Path(path) if path else None, overrides, SERVE_BASE))
     chosen = ServeOptions(
         sessions=options.sessions,
         agents=options.agent,

@@ -18,6 +18,7 @@ from insitu.config import Config, model_folder
 from insitu.runtime.training import run_training
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
+from insitu.training.learner.process import require_learner
 from insitu.training.loop import TrainOptions
 from insitu.types import IntArray, Rollout
 from insitu.view.base import View
@@ -45,6 +46,7 @@ async def run_demo(config: Config, view: View, options: DemoOptions) -> str:
     if options.from_scratch and options.resume is None:
         from insitu.demo.make_warm_start import make_warm_start
 
+        require_learner(config)
         start = monotonic()
         folder = await make_warm_start(config, view)
         extra["warm_start_s"] = round(monotonic() - start, 1)

@@ -26,7 +26,7 @@ from insitu.evaluate.summary import count_per_task, render, summarise, write_res
 from insitu.grading.grader import runner_for
 from insitu.runtime.engine import open_sampler
 from insitu.runtime.fleet.controller import Fleet
-from insitu.runtime.preflight import Prepared, check_weights, prepare, prepare_tasks
+from insitu.runtime.preflight import Prepared, check_learner, prepare, prepare_tasks
 from insitu.runtime.run import OpenSampler, Runtime, open_agents, open_backend
 from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
@@ -63,8 +63,7 @@ def prepare_rollouts(config: Config, say: Callable[[str], None]) -> Prepared:
 
     Raises InsituError.
     """
-    needs_weights = (check_weights,) if config.engine.kind == "embedded" else ()
-    return prepare(config, say, chosen_tasks, needs_weights)
+    return prepare(config, say, chosen_tasks, (check_learner,) if config.engine.in_learner else ())
 
 
 def chosen_tasks(config: Config, source: TaskMix) -> Sequence[Task]:

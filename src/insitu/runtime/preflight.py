@@ -44,6 +44,7 @@ from insitu.tasks.factory import action_of, open_source
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tracking.names import GROUPS
 from insitu.tracking.start import check_trackers
+from insitu.training.learner.process import require_learner
 from insitu.training.trainer.scoring_server import ScoringServer
 from insitu.types import OF_AGENT, OF_EVAL, Oracle, Task, part_label
 
@@ -245,9 +246,10 @@ def check_names(config: Config) -> None:
             raise ConfigError(f"tasks.agents: metrics of a run have the name {min(taken)}; name the task set")
 
 
-def check_weights(config: Config) -> None:
-    """Raise ConfigError if the model folder has no weights for a learner; a service has its own."""
-    if config.policy.kind != "tinker":
+def check_learner(config: Config) -> None:
+    """Raise ConfigError if a learner lacks packages or weights; the weights of a service are its own."""
+    require_learner(config)
+    if "tinker" not in (config.policy.kind, config.engine.kind):
         _check_model(model_folder(config), "model.path")
 
 

@@ -18,7 +18,7 @@ from insitu.errors import ConfigError, RecordError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.registry import BUILT_IN
 from insitu.runtime.gauges import write_gauges
-from insitu.runtime.preflight import Checks, Prepared, check_names, check_reference, check_weights, prepare
+from insitu.runtime.preflight import Checks, Prepared, check_learner, check_names, check_reference, prepare
 from insitu.runtime.run import open_agents
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir, read_config, restore_steps
@@ -104,7 +104,7 @@ def _check_service(config: Config) -> None:
 
 def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
     """Check a training run before anything of it is started or written. Raises InsituError."""
-    own = (check_trained, _check_service, check_names, check_weights, check_reference)
+    own = (check_trained, _check_service, check_names, check_learner, check_reference)
     return prepare(config, say, _examples, own)
 
 
@@ -118,7 +118,7 @@ def _examples(config: Config, mix: TaskMix) -> Sequence[Task]:
 def _prepare_served(config: Config) -> Config:
     """Check a training run on stored sessions and limit its steps to them. Raises InsituError."""
     checks = Checks()
-    for check in (check_trained, check_weights, check_reference, check_trackers):
+    for check in (check_trained, check_learner, check_reference, check_trackers):
         checks.run(check, config)
     limited = checks.run(fit_to_sessions, config)
     checks.close()

@@ -38,6 +38,7 @@ from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir
 from insitu.storage.session_log import recover
 from insitu.storage.store import Store
+from insitu.training.learner.process import require_learner
 from insitu.types import Rollout, Status, Timings, Trajectory
 
 REPORT = "report.txt"
@@ -201,6 +202,8 @@ async def open_served(config: Config, console: Console) -> AsyncIterator[Served]
 
     Raises InsituError when the start fails.
     """
+    if config.engine.in_learner:
+        require_learner(config)
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.create(config))
         stack.push(run.drop_unused)

@@ -340,7 +340,8 @@ def _unused(path: Path) -> bool:
 def _remove_unused_run(path: Path) -> None:
     """Remove the files of a run without rollouts; raise RecordError when it has any."""
     if has_rollouts(path):
-        raise RecordError(f"{path} holds a run already; continue it with --resume or set another run.dir")
+        how = "continue it with --resume (from Python: resume=) or set another run.dir"
+        raise RecordError(f"{path} holds a run already; {how}")
     try:
         for name in STORE_FILES:
             (path / name).unlink(missing_ok=True)

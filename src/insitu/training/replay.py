@@ -16,7 +16,7 @@ from insitu.errors import RecordError
 from insitu.storage.run_dir import KIND, read_config, read_store
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
+from insitu.training.learner.process import LearnerSpec, require_learner
 from insitu.training.loop import TrainingObserver, check_start_model
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.recovery import stored_groups
@@ -35,6 +35,7 @@ async def replay_run(run_dir: Path, view: TrainingObserver) -> Mapping[str, Any]
             )
         if not steps:
             raise RecordError(f"{run_dir} has no committed step to replay")
+        require_learner(config)
         scratch = stack.enter_context(scratch_folder())
         spec = LearnerSpec.of(config, model=model_folder(config), log=scratch / "learner.log")
         learner = await stack.enter_async_context(Learner.start(replace(spec, samples=False)))

@@ -31,7 +31,7 @@ from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tracking.start import check_trackers, start_trackers
 from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
+from insitu.training.learner.process import LearnerSpec, require_learner
 from insitu.training.loop import (
     TrainingObserver,
     TrainOptions,
@@ -267,6 +267,7 @@ async def run_sft(config: Config, view: TrainingObserver, options: TrainOptions)
     if resume is not None and (summary := finished_run(resume, view.note, SFT)) is not None:
         return summary
     check_trackers(config)
+    require_learner(config)
     remove_stale_scratch()
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))

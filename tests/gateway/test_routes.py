@@ -151,3 +151,27 @@ async def test_what_an_agent_says_of_itself_labels_its_turns_and_steers_nothing(
         assert reported == ["sub-1", "sub-2" + "x" * 123]
         # Another agent by its own word, and yet the same line.
         assert [turn.parent for turn in turns] == [-1, 0]
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta"])
+async def test_a_method_of_a_model_that_is_not_served_is_unknown(
+    renderer: TemplateRenderer, version: str
+) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
+        base = f"{rig.base.removesuffix('/v1')}/{version}/models"
+        for method in ("batchEmbedContents", "embedContent", "predict"):
+            async with rig.http.post(f"{base}/m:{method}", json={}, headers=rig.auth) as response:
+                assert response.status == 404
+        async with rig.http.post(f"{base}/m", json={}, headers=rig.auth) as response:
+            assert response.status == 405
+        async with rig.http.get(f"{rig.base}/models/m:8b", headers=rig.auth) as response:
+            assert (await response.json())["id"] == "policy"
+
+
+async def test_an_error_names_its_request_as_its_headers_do(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [said("x")]) as rig:
+        url = f"{rig.base}/messages"
+        async with rig.http.post(url, json={"messages": []}, headers=rig.auth) as response:
+            error = await response.json()
+            assert error["request_id"] == response.headers["request-id"]
+            assert error["request_id"].startswith("req_")

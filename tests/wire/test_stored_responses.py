@@ -172,3 +172,26 @@ async def test_text_blocks_carry_no_null_citations(renderer: TemplateRenderer) -
         )
         assert answer.content[0].citations is None
         assert set(plain(answer)["content"][0]) == {"type", "text"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_repeats_instructions_metadata_and_the_id_that_it_continues(
+    renderer: TemplateRenderer, stream: bool
+) -> None:
+    async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:
+        ask: dict[str, Any] = {"model": "m", "instructions": "Be brief.", "metadata": {"a": "b"}}
+        before: Any = openai.omit
+        for _ in range(2):
+            answer = await api.responses.create(input="Hi", previous_response_id=before, stream=stream, **ask)
+            heads = (
+                [e.response for e in [e async for e in answer] if hasattr(e, "response")]
+                if stream
+                else [answer]
+            )
+            for head in heads:
+                assert (head.instructions, head.metadata) == ("Be brief.", {"a": "b"})
+                assert head.previous_response_id == (before or None)
+            before = heads[-1].id
+        plain_answer = await api.responses.create(model="m", input="Hi", metadata=None)
+        assert (plain_answer.instructions, plain_answer.metadata) == (None, {})
+        assert plain_answer.previous_response_id is None

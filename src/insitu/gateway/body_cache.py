@@ -208,6 +208,8 @@ class BodyCache:
         sent = decode(raw, self._max_depth, self._max_items)
         body = self.stored.expand(sent)
         wire = dialect.parse(body, action)
+        if sent.get("previous_response_id"):
+            wire = replace(wire, echo={**wire.echo, "previous_response_id": sent["previous_response_id"]})
         more = body is not sent or wire.history is not None or wire.kept is not None
         # What is not in the bytes, or must be handed on as text, cannot go on from known bytes.
         if not dialect.grows or self._pause or more:

@@ -138,6 +138,7 @@ class Delivery:
             content_type=self.wire.content_type,
             compaction=self.wire.compaction,
             history=self.wire.history,
+            echo=self.wire.echo,
             stored=self.wire.kept is not None,
         )
 

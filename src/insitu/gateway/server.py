@@ -209,6 +209,7 @@ class Gateway:
         self.counters.refused += 1
         self.counters.unauthorized += error.cause == "unauthorized"
         response = json_response(dialect.error(error), error.status)
+        name_request(response, error.id)
         if error.cause == "rate_limited":
             response.headers["Retry-After"] = "1"
         elif error.cause != "engine_failed":
@@ -232,6 +233,8 @@ class Gateway:
             raise
         mark_known(http)
         if http.method not in route.methods:
+            if route.kind == "model" and ":" in route.action:  # a method of Gemini's that is not served
+                raise WireError("not_found", f"Unknown request URL: {http.method} {http.path}.")
             raise WireError("method_not_allowed", f"Not allowed: {http.method} {http.path}.")
         if route.kind == "exit":
             session.leave()

@@ -137,10 +137,10 @@ class AnthropicDialect:
         said: dict[str, object] = {"type": kind, "message": message}
         if error.code:
             said["details"] = {"error_code": error.code, "unsupported": list(error.unsupported)}
-        return {"type": "error", "error": said, "request_id": None}
+        return {"type": "error", "error": said, "request_id": f"req_{error.id}"}
 
     def error_event(self, error: WireError, envelope: Envelope) -> bytes:
-        return sse_event(self.error(error))
+        return sse_event({**self.error(error), "request_id": f"req_{envelope.id}"})
 
     def count(self, tokens: int) -> Mapping[str, object]:
         return {"input_tokens": tokens}

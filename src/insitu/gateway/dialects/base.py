@@ -10,6 +10,7 @@ WireError in the provider's format.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -72,6 +73,8 @@ class WireError(GatewayError):
         where clients act on it; `unsupported`: the features that it names.
         """
         super().__init__(message)
+        self.id = secrets.token_hex(12)
+        """Names the request in headers and, where the provider has it, in the error."""
         self.cause: Cause = cause
         self.param = param
         self.used = used
@@ -102,6 +105,8 @@ class WireCall:
     """JSON texts of the items before the summary, where the answer is a complete new history."""
     kept: tuple[str, ...] | None = None
     """JSON texts of the items that the reply answers, where the client may refer to them by its id later."""
+    echo: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the body that the reply repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +125,8 @@ class Envelope:
     compaction: bool = False
     history: tuple[str, ...] | None = None
     """`compaction` and `history` of the request."""
+    echo: Mapping[str, object] = field(default_factory=dict)
+    """`WireCall.echo` of the request."""
     stored: bool = False
     """The client may refer to this reply by its id."""
     kept_alive: int = 0

@@ -110,6 +110,7 @@ def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
         names=tools.names,
         compaction=compact or asked,
         history=tuple(map(json_text, compaction.kept(items))) if compact else None,
+        echo={name: body[name] for name in ("instructions", "metadata") if body.get(name) is not None},
         kept=None if compact or body.get("store") is False else tuple(map(json_text, items)),
     )
 

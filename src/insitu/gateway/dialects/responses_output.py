@@ -60,6 +60,7 @@ def _head(envelope: Envelope, status: str) -> _Json:
         "top_p": None,
         "truncation": "disabled",
         "usage": None,
+        **envelope.echo,
     }
 
 

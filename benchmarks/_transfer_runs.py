@@ -219,7 +219,7 @@ def training_facts(folder: Path, row: str, seed: int) -> dict[str, Any]:
 
 
 def _facts(folder: Path, name: str) -> dict[str, Any]:
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "runs" / name / "metrics.jsonl").read_bytes().splitlines()
     steps = [made for made in map(json.loads, lines) if made["event"] == "step"]
     summary = json.loads((folder / "runs" / name / "summary.json").read_text())
     cost = json.loads((folder / "costs" / f"{name}.json").read_text())

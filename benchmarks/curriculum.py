@@ -58,7 +58,7 @@ def write_tasks(path: Path, tasks: int, unsolvable: int) -> None:
     """Write toy tasks as rows, of which the given number, evenly spread, cannot be solved."""
     export = ["tasks", "export", "tasks.source=toy", "--limit", str(tasks), "--out", str(path)]
     _insitu("export of tasks", *export)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     for number, row in enumerate(rows):
         if (number + 1) * unsolvable // tasks > number * unsolvable // tasks:
             row["cases"][0]["expected"] = "no program returns this"

@@ -118,6 +118,8 @@ def test_a_rows_own_script_loses_its_patching(tmp_path: Path) -> None:
     assert without_patching(script) == (
         f"cd /testbed\necho '{START}'\npytest -rA tests/test_core.py\necho '{END}'\n"
     )
+    odd = "echo 'a\x0cb\u2028c'\r\necho d\n\n"
+    assert without_patching(odd) == odd.replace("\r", "")
     row = rows.swe(repo="some/thing", eval_script=script, log_parser="parse_log_pytest_v2", image="i:1")
     (item,) = load(tmp_path, "swe_bench", row)
     assert item.oracle.tests.parser == "pytest_v2"

@@ -47,6 +47,6 @@ def _recorded(records: Path, rollout: Rollout) -> str:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    with boundary(RecordError, f"read {file}"):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
+    # Text has more line breaks than bytes, and JSON has them within its strings.
+    with boundary(RecordError, f"read {file}"), file.open("rb") as lines:
+        yield from map(json.loads, lines)

@@ -125,7 +125,7 @@ def without_patching(script: str) -> str:
     """
     kept: list[str] = []
     end = ""
-    for line in script.splitlines():
+    for line in script.replace("\r\n", "\n").removesuffix("\n").split("\n"):  # as a shell reads it
         if end:
             end = "" if line.strip() == end else end
             continue

@@ -302,3 +302,44 @@ def test_schemas_that_repeat_themselves_cost_no_more_than_their_size() -> None:
     chain = {str(i): {"$ref": f"#/$defs/{(i + 1) % 5000}"} for i in range(5000)}
     tool = ToolSpec(name="f", description="", parameters=json.dumps({"$ref": "#/$defs/0", "$defs": chain}))
     assert typed_call("f", {"v": "x"}, [tool], {}).arguments == '{"v": "x"}'
+
+
+@pytest.mark.parametrize(
+    "raw", ["not json", "[1]", '"text"', "3", "null", '{"a": 1', '{"a": NaN}', '{"a": 1e400}']
+)
+@pytest.mark.parametrize("position", ["whole", "in a text"])
+def test_arguments_that_are_no_object_are_shown(
+    chat_renderer: CodecRenderer, raw: str, position: str
+) -> None:
+    """A client's history may hold a call that was cut off, or one of another model."""
+    if position == "in a text":
+        raw = "<|im_end|>" + raw
+    user, result = Message(role="user", text="Go."), Message(role="tool", text="no", tool_call_id="call_x")
+    call = ToolCall(id="call_x", name="edit", arguments=raw)
+    shown = chat_renderer.decode(
+        chat_renderer.append([user, Message(role="assistant", tool_calls=(call,)), result])
+    )
+    assert raw in shown or json.dumps(raw)[1:-1] in shown
+    assert "edit" in shown
+
+
+@pytest.mark.parametrize("raw", ["", " \n", "{}", " {} ", "{\n}"])
+def test_no_arguments_are_an_empty_object(chat_renderer: CodecRenderer, raw: str) -> None:
+    called = [
+        Message(role="assistant", tool_calls=(ToolCall(id="call_x", name="edit", arguments=text),))
+        for text in (raw, "{}")
+    ]
+    ids, empty = (
+        chat_renderer.append([Message(role="user", text="Go."), message]).tolist() for message in called
+    )
+    assert ids == empty
+
+
+def test_arguments_nested_too_deep_for_a_mapping_are_shown(chat_renderer: CodecRenderer) -> None:
+    for depth in (100, 400, 900, 5000):
+        raw = '{"a": ' + "[" * depth + "]" * depth + "}"
+        call = ToolCall(id="call_x", name="edit", arguments=raw)
+        ids = chat_renderer.append(
+            [Message(role="user", text="Go."), Message(role="assistant", tool_calls=(call,))]
+        )
+        assert "[[[[" in chat_renderer.decode(ids)

@@ -11,7 +11,7 @@ import datetime
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -36,6 +36,8 @@ class TemplateInputs:
     outside: Callable[[str], str]
     arguments_as_text: bool = False
     """Pass call arguments as JSON text, for templates that do not accept a mapping."""
+    text_in_object: bool = False
+    """Pass arguments that are no JSON object as {"arguments": text}: the rules lose or refuse text."""
 
     def shield(self, text: str) -> str:
         return text if text is SENTINEL else self.outside(text)
@@ -64,12 +66,16 @@ class TemplateInputs:
         """Return a mapping if the text is a JSON object, as templates expect; else the shielded text."""
         # Numbers that Python cannot represent (1e400, NaN) stay text, so that their spelling does not change.
         try:
-            value = _ARGUMENTS.decode(raw)
+            value = _ARGUMENTS.decode(raw) if raw.strip() else {}
+            shielded = self.value(value)
         except (ValueError, RecursionError):
-            return self.shield(raw)
-        if self.arguments_as_text or not isinstance(value, dict):
-            return self.shield(raw)
-        return self.value(value)
+            value = None
+        if not isinstance(value, dict):
+            if not self.text_in_object:
+                return self.shield(raw)
+            value, shielded = {"arguments": raw}, {"arguments": self.shield(raw)}
+            raw = json.dumps(value, ensure_ascii=False)
+        return self.shield(raw.strip() or "{}") if self.arguments_as_text else shielded
 
     def tool(self, tool: ToolSpec) -> dict[str, object]:
         return {
@@ -90,6 +96,25 @@ class TemplateInputs:
         if isinstance(value, list):
             return [self.value(v) for v in value]
         return value
+
+
+def fitting_inputs(
+    shield: Callable[[str], str], render: Callable[[TemplateInputs, Sequence[Message]], str]
+) -> TemplateInputs:
+    """Return the form in which these rules show call arguments, found by rendering probes."""
+
+    def shows(inputs: TemplateInputs, arguments: str, shown: str) -> bool:
+        call = ToolCall(id="call_a", name="look", arguments=arguments)
+        called = [Message(role="user", text="x"), Message(role="assistant", tool_calls=(call,))]
+        try:
+            return shown in render(inputs, called)
+        except RenderError:
+            return False
+
+    for inputs in (TemplateInputs(shield), TemplateInputs(shield, arguments_as_text=True)):
+        if shows(inputs, '{"a": 1}', ""):
+            return replace(inputs, text_in_object=not shows(inputs, "no object", "no object"))
+    return TemplateInputs(shield)
 
 
 def _finite(text: str) -> float:
@@ -149,30 +174,26 @@ class ChatTemplate:
         day = now.date().isoformat() if "strftime_now" in source else ""
         self.identity = json.dumps([source, self.variables, day], sort_keys=True)
         """Everything that determines the template's output."""
-        self._inputs = self._choose_inputs(shield)
-
-    def _choose_inputs(self, shield: Callable[[str], str]) -> TemplateInputs:
-        """Return inputs with call arguments as a mapping, or as JSON text for templates that need that."""
-        call = ToolCall(id="call_a", name="look", arguments='{"a": 1}')
-        called = [Message(role="user", text="x"), Message(role="assistant", tool_calls=(call,))]
-        for inputs in (TemplateInputs(shield), TemplateInputs(shield, arguments_as_text=True)):
-            self._inputs = inputs
-            try:
-                self.render(called)
-            except RenderError:
-                continue
-            return inputs
-        return TemplateInputs(shield)
+        self._inputs = fitting_inputs(shield, self._render)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, generation_prompt: bool = False
     ) -> str:
         """Return the text, outside strings still shielded; raise RenderError if the template fails."""
+        return self._render(self._inputs, messages, tools, generation_prompt)
+
+    def _render(
+        self,
+        inputs: TemplateInputs,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+        generation_prompt: bool = False,
+    ) -> str:
         try:
             return self._template.render(
                 **self.variables,
-                messages=[self._inputs.message(m) for m in messages],
-                tools=[self._inputs.tool(t) for t in tools] or None,
+                messages=[inputs.message(m) for m in messages],
+                tools=[inputs.tool(t) for t in tools] or None,
                 add_generation_prompt=generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, RecursionError) as error:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from insitu.chat.codec import Codec
-from insitu.chat.jinja import TemplateInputs
+from insitu.chat.jinja import TemplateInputs, fitting_inputs
 from insitu.chat.parse import THINK_CLOSE, THINK_OPEN
 from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, demoted, joined, own_id
 from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
@@ -296,7 +296,11 @@ def adapted_renderer(
         in_reasoning=False,
         roots=RootCache(),
     )
-    return _derive(draft)
+
+    def shown(inputs: TemplateInputs, messages: Sequence[Message]) -> str:
+        return codec.decode(render(replace(draft, inputs=inputs), messages)[0])
+
+    return _derive(replace(draft, inputs=fitting_inputs(codec.shield, shown)))
 
 
 def _derive(draft: AdaptedRenderer) -> AdaptedRenderer:

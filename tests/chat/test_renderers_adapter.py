@@ -10,6 +10,7 @@ import pytest
 from known_lab import FAMILIES, renderer_of
 
 from insitu.chat.codec import Codec
+from insitu.chat.renderer import prepared
 from insitu.chat.renderers_adapter import AdaptedRenderer, adapted_renderer
 from insitu.chat.validation import check_renderer, round_trips
 from insitu.errors import RenderError
@@ -44,7 +45,8 @@ def test_pieces_are_what_the_packages_own_bridge_adds(chat_renderer: AdaptedRend
         (Message(role="assistant", text="Done."), [USER]),
     ]:
         ids = chat_renderer.render_reply(said)
-        rendered = [chat_renderer.inputs.message(m) for m in run]
+        shown = prepared([said, *run], chat_renderer.caps)[1:]
+        rendered = [chat_renderer.inputs.message(m) for m in shown]
         config = chat_renderer.renderer.config.model_copy(update={"thinking_retention": "all"})
         renderer = type(chat_renderer.renderer)(chat_renderer.renderer._tokenizer, config)
         bridged = renderer.bridge_to_next_turn(

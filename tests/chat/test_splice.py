@@ -22,6 +22,7 @@ from render_families import write_renderer
 
 from insitu.capture.forest import Forest
 from insitu.chat.model_files import read_folder
+from insitu.chat.renderer import prepared
 from insitu.chat.template import template_renderer
 from insitu.chat.validation import CodecRenderer
 from insitu.engines.scripted import ScriptedEngine
@@ -80,7 +81,10 @@ class Lab:
         for turn in range(steps):
             answer = await turns.run(request, turn)
             run = follow_up(answer.reply, follow)
-            self.runs.append(run)
+            sampled = self.sampled[turn : turn + 1]
+            calls = [call for ids, _ in sampled for call in self.chat_renderer.parse(ids).calls]
+            own = {wire.id: call.id for wire, call in zip(answer.reply.tool_calls, calls, strict=False)}
+            self.runs.append([replace(m, tool_call_id=own.get(m.tool_call_id, "")) for m in run])
             request = replace(request, messages=(*request.messages, echo(answer.reply, follow), *run))
         return turns
 
@@ -210,7 +214,7 @@ def test_pieces_are_the_whole_history_where_all_is_canonical(
             messages += [Message(role="tool", text=text, tool_call_id=c.id) for c in calls]
             if not calls or rng.random() < 0.4:
                 messages.append(Message(role="user", text=text))
-        shown = [chat_renderer.inputs.message(chat_renderer.with_own_ids(m)) for m in messages]
+        shown = [chat_renderer.inputs.message(m) for m in prepared(messages, chat_renderer.caps)]
         whole = chat_renderer.renderer.render(
             shown, tools=[chat_renderer.inputs.tool(TOOL)], add_generation_prompt=True
         ).token_ids

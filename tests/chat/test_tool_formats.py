@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 
 import numpy as np
 import pytest
 from known_lab import FAMILIES, renderer_of
 from renderers.base import ToolCallParseStatus
 
-from insitu.chat.renderer import carry_id, own_id
 from insitu.chat.renderers_adapter import AdaptedRenderer
 from insitu.types import Message, ToolCall, ToolSpec
 
@@ -232,19 +232,37 @@ def test_values_without_quotes_follow_the_schema(request: pytest.FixtureRequest)
     assert read(one("deep", '{"a": 1}, "b": {')) == {"deep": '{"a": 1}, "b": {'}
 
 
-def test_an_id_of_the_models_own_travels_inside_the_wire_id() -> None:
-    wire = carry_id("call_0123", "functions.edit:4")
-    assert wire.startswith("call_0123-")
-    assert own_id(wire) == "functions.edit:4"
-    assert carry_id("call_0123", "") == "call_0123"
-    for foreign in ("", "call_0123", "toolu_-", "a-b", "-", "call_é-é", "call_0123-ZnVuY3Rpb25z*"):
-        assert own_id(foreign) == foreign
-
-
 def test_kimi_results_name_the_call_as_the_model_did(request: pytest.FixtureRequest) -> None:
     chat_renderer = renderer_of("kimi-k2", request.config.cache.mkdir("insitu"))
-    call = ToolCall(id=carry_id("call_1", "functions.edit:7"), name="edit", arguments="{}")
-    said = chat_renderer.render_reply(Message(role="assistant", tool_calls=(call,)))
-    assert chat_renderer.parse(said).calls[0].id == "functions.edit:7"
-    result = chat_renderer.append([Message(role="tool", text="done", tool_call_id=call.id)])
-    assert "## Return of functions.edit:7\ndone" in chat_renderer.decode(result)
+    calls = tuple(ToolCall(id=f"functions.edit:{n}", name="edit", arguments="{}") for n in (7, 8))
+    said = chat_renderer.render_reply(Message(role="assistant", tool_calls=calls))
+    assert [call.id for call in chat_renderer.parse(said).calls] == ["functions.edit:7", "functions.edit:8"]
+    for ids, headings in [
+        (["functions.edit:7", "functions.edit:8"], [7, 8]),
+        (["functions.edit:8", "functions.edit:7"], [8, 7]),
+        (["a", "b"], [7, 8]),
+        (["functions.edit:7", "b"], [7, 8]),
+        (["functions.edit:8", "b"], [8, 7]),
+    ]:
+        results = [Message(role="tool", text="done", tool_call_id=id) for id in ids]
+        shown = chat_renderer.decode(chat_renderer.join(said, "stop", results))
+        assert re.findall(r"## Return of functions\.edit:(\d)\ndone", shown) == [str(n) for n in headings]
+
+
+@pytest.mark.parametrize(
+    "ids", [("call_9f2c", "toolu_01-x"), ("", ""), ("functions.other:3", "é.x"), ("1:1", "x" * 99)]
+)
+def test_calls_of_another_origin_are_named_alike_in_call_and_result(
+    request: pytest.FixtureRequest, ids: tuple[str, str]
+) -> None:
+    chat_renderer = renderer_of("kimi-k2", request.config.cache.mkdir("insitu"))
+    run = [Message(role="user", text="Go.")]
+    for id, name in zip(ids, ("look", "edit"), strict=True):
+        call = ToolCall(id=id, name=name, arguments="{}")
+        run += [
+            Message(role="assistant", tool_calls=(call,)),
+            Message(role="tool", text="ok", tool_call_id=id),
+        ]
+    shown = chat_renderer.decode(chat_renderer.append(run))
+    assert re.findall(r"<\|tool_call_begin\|>([^<]*)", shown) == ["functions.look:0", "functions.edit:1"]
+    assert re.findall(r"## Return of ([^\n]*)", shown) == ["functions.look:0", "functions.edit:1"]

@@ -9,8 +9,8 @@ share them.
 
 from __future__ import annotations
 
-import base64
 import hashlib
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -64,6 +64,10 @@ class Capabilities:
     """Replies can begin with a separate reasoning block."""
     open_ended: bool = False
     """A turn has no closing token of its own: the next message's opener ends it."""
+
+
+_OWN_ID = re.compile(r"(functions\.)?[^\s:]+:\d+")
+"""A call id as Kimi writes it."""
 
 
 class ChatRenderer(Protocol):
@@ -128,22 +132,29 @@ class ChatRenderer(Protocol):
         """Count control markers that occur in `text` as plain text."""
 
 
-def carry_id(minted: str, own: str) -> str:
-    """Return the wire id of a call: the minted id, with the model's own id encoded in it."""
-    # Agents echo wire ids, and a tool result must name the call by the model's own id.
-    if not own:
-        return minted
-    return f"{minted}-{base64.urlsafe_b64encode(own.encode()).decode().rstrip('=')}"
+def with_own_ids(messages: Sequence[Message], answered: Sequence[ParsedCall] = ()) -> list[Message]:
+    """Return the messages with call ids as Kimi writes them, `functions.NAME:N`; these pass unchanged.
 
-
-def own_id(wire: str) -> str:
-    """Return the model's own id encoded in a wire id; ids of other origin are returned unchanged."""
-    _, dash, carried = wire.partition("-")
-    try:
-        raw = base64.b64decode(carried + "=" * (-len(carried) % 4), altchars=b"-_", validate=True).decode()
-    except (ValueError, UnicodeDecodeError):
-        return wire
-    return raw if dash and raw else wire
+    A call with an id of another origin is numbered by its place in the messages. A result has the id of its
+    call; an unknown one that of the next unanswered call of the turn before, `answered`.
+    """
+    known: dict[str, str] = {}
+    waiting = [call.id for call in answered if call.id]
+    named, count = [], 0
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            is_own = re.fullmatch(rf"(functions\.)?{re.escape(call.name)}:\d+", call.id)
+            known[call.id] = call.id if is_own else f"functions.{call.name}:{count}"
+            calls.append(replace(call, id=known[call.id]))
+            count += 1
+        answers = message.tool_call_id
+        if message.role == "tool" and answers not in known:
+            known[answers] = waiting[0] if waiting and not _OWN_ID.fullmatch(answers) else answers
+        answers = known.get(answers, answers)
+        waiting = [own for own in waiting if own != answers]
+        named.append(replace(message, tool_calls=tuple(calls), tool_call_id=answers))
+    return named
 
 
 def dropping_roles(renderer: ChatRenderer) -> frozenset[str]:
@@ -181,15 +192,27 @@ def _drops(renderer: ChatRenderer, run: Sequence[Message]) -> bool:
 # --------------------------------------------------------------------------- helpers for implementations
 
 
-def joined(close: IntArray, run: IntArray, sampled: IntArray, caps: Capabilities) -> IntArray:
+def joined(
+    chat_renderer: ChatRenderer, sampled: IntArray, finish: Finish, messages: Sequence[Message]
+) -> IntArray:
     """Return the ids that follow a sampled turn; an opener sampled as its end is not repeated."""
-    if caps.open_ended and len(run) and len(sampled) and int(run[0]) == int(sampled[-1]):
+    if chat_renderer.caps.tool_format == "kimi":
+        messages = with_own_ids(messages, chat_renderer.parse(sampled).calls)
+    close, run = chat_renderer.close(sampled, finish), chat_renderer.append(messages)
+    if chat_renderer.caps.open_ended and len(run) and len(sampled) and int(run[0]) == int(sampled[-1]):
         run = run[1:]
     return np.concatenate([close, run]).astype(np.int32, copy=False)
 
 
-def demoted(message: Message) -> Message:
-    """Return a mid-list system message as a user message; pure per message, so prefixes are stable."""
+def prepared(messages: Sequence[Message], caps: Capabilities) -> Sequence[Message]:
+    """Return the messages in the form that the rules can write; pure per run, so prefixes are stable."""
+    if caps.tool_format == "kimi":
+        messages = with_own_ids(messages)
+    return messages if caps.native_system else [_demoted(message) for message in messages]
+
+
+def _demoted(message: Message) -> Message:
+    """Return a mid-list system message as a user message."""
     if message.role != "system":
         return message
     return Message(role="user", text=f"<system>\n{message.text}\n</system>")

@@ -23,7 +23,7 @@ import numpy as np
 from insitu.chat.codec import Codec
 from insitu.chat.jinja import TemplateInputs, fitting_inputs
 from insitu.chat.parse import THINK_CLOSE, THINK_OPEN
-from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, demoted, joined, own_id
+from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, joined, prepared
 from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
 from insitu.chat.validation import find_capabilities
 from insitu.errors import RenderError
@@ -152,7 +152,7 @@ class AdaptedRenderer:
     def append(self, messages: Sequence[Message]) -> IntArray:
         if not messages:
             return np.zeros(0, dtype=np.int32)
-        run = messages if self.caps.native_system else [demoted(m) for m in messages]
+        run = prepared(messages, self.caps)
         before = _before(run)
         ids, index = render(self, [*before, *run])
         start = next((i for i, owner in enumerate(index) if owner >= len(before)), len(index))
@@ -169,7 +169,7 @@ class AdaptedRenderer:
         return np.array(ids, dtype=np.int32)
 
     def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
-        return joined(self.close(sampled, finish), self.append(messages), sampled, self.caps)
+        return joined(self, sampled, finish, messages)
 
     def generation_prompt(self, after: Role = "user") -> IntArray:
         return self.prompts[after == "tool"]
@@ -191,7 +191,7 @@ class AdaptedRenderer:
     def _behind_prompt(self, message: Message) -> str:
         """Return the marked text of a reply without the generation prompt."""
         # Text, not ids: the prompt may end inside what the whole rendering writes with one token.
-        text = self.codec.decode_marked(render(self, [_USER, message])[0])
+        text = self.codec.decode_marked(render(self, [_USER, *prepared([message], self.caps)])[0])
         before = self.codec.decode_marked(render(self, [_USER])[0])
         prompt = self.codec.decode_marked(self.prompts[False])
         if text.startswith(before + prompt):
@@ -211,16 +211,6 @@ class AdaptedRenderer:
         follower = Message(role="tool", text="x", tool_call_id=calls[0].id) if calls else _USER
         return int(self.append([follower])[0])
 
-    def with_own_ids(self, message: Message) -> Message:
-        """Return the message with the calls' own ids where the format writes them (Kimi)."""
-        if self.caps.tool_format != "kimi":
-            return message
-        calls = tuple(
-            replace(call, id=own if (own := own_id(call.id)) != call.id else f"functions.{call.name}:{i}")
-            for i, call in enumerate(message.tool_calls)
-        )
-        return replace(message, tool_calls=calls, tool_call_id=own_id(message.tool_call_id))
-
     def decode(self, ids: IntArray) -> str:
         return self.codec.decode(ids)
 
@@ -238,7 +228,7 @@ def render(
     """Return (ids, message index of each id); raise RenderError if the package rejects the messages."""
     try:
         rendered = chat_renderer.renderer.render(
-            [chat_renderer.inputs.message(chat_renderer.with_own_ids(m)) for m in messages],
+            [chat_renderer.inputs.message(m) for m in messages],
             tools=[chat_renderer.inputs.tool(t) for t in tools] or None,
             add_generation_prompt=prompt,
         )

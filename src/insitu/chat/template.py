@@ -19,7 +19,7 @@ import numpy as np
 from insitu.chat.codec import Codec
 from insitu.chat.jinja import SENTINEL, ChatTemplate
 from insitu.chat.model_files import ModelFiles, RendererFile
-from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, demoted, joined
+from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, joined, prepared
 from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
 from insitu.chat.validation import find_capabilities, round_trips
 from insitu.errors import RenderError
@@ -63,7 +63,7 @@ class TemplateRenderer:
     def append(self, messages: Sequence[Message]) -> IntArray:
         if not messages:
             return np.zeros(0, dtype=np.int32)
-        run = messages if self.caps.native_system else [demoted(m) for m in messages]
+        run = prepared(messages, self.caps)
         return self.codec.encode(
             _opens(self.codec, _delta(self.template, run, tails=self.tails), run[0].role)
         )
@@ -78,7 +78,7 @@ class TemplateRenderer:
         return np.array(ids, dtype=np.int32)
 
     def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
-        return joined(self.close(sampled, finish), self.append(messages), sampled, self.caps)
+        return joined(self, sampled, finish, messages)
 
     def generation_prompt(self, after: Role = "user") -> IntArray:
         return self.prompt_ids
@@ -89,7 +89,7 @@ class TemplateRenderer:
     def render_reply(self, message: Message) -> IntArray:
         if message.role != "assistant":
             raise RenderError(f"render_reply takes an assistant message, not {message.role!r}")
-        text = self.template.render([_USER, message])
+        text = self.template.render([_USER, *prepared([message], self.caps)])
         before = self.template.render([_USER]) + self.prompt_text
         if not text.startswith(before):
             raise RenderError("the template does not write this reply after its own generation prompt")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import takewhile
+from types import MappingProxyType
 
 import numpy as np
 
@@ -27,33 +30,49 @@ def leading_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def new_ids(
-    renderer: ChatRenderer, forest: Forest, plan: PromptPlan, request: ModelRequest
+    renderer: ChatRenderer,
+    forest: Forest,
+    plan: PromptPlan,
+    request: ModelRequest,
+    own_ids: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[IntArray, MessageSpans]:
     """Return the ids to append to the stored path, and which of them are which message.
 
-    Raises RenderError.
+    `own_ids`: the model's own call id by wire id. Raises RenderError.
     """
-    root, close = np.zeros(0, dtype=np.int32), 0
+    root, close, write = np.zeros(0, dtype=np.int32), 0, renderer.append
     if plan.base is None:
         root = renderer.open(leading_system(request.messages), request.tools)
-        run = renderer.append(plan.replace)
     else:
         said = forest.sampled(plan.base)
-        run = renderer.join(said.ids, said.finish, plan.replace)
+        write = partial(renderer.join, said.ids, said.finish)
         close = len(renderer.close(said.ids, said.finish))
+    messages = [_renamed(message, own_ids) for message in plan.replace] if own_ids else plan.replace
+    run = write(messages)
     ids = np.concatenate([root, run, renderer.generation_prompt(request.messages[-1].role)])
-    inner = _inner_starts(renderer, plan.replace, run[close:])
+    inner = _inner_starts(renderer, write, messages, run)
     if inner is None:
         return ids.astype(np.int32, copy=False), ()
-    before, end = len(root) + close, len(root) + len(run)
-    starts = [before, *(before + start for start in inner), end]
+    starts = [len(root) + start for start in (close, *inner, len(run))]
     spans: MessageSpans = (("system", 0, len(root), ""),) if len(root) else ()
     for message, start, stop in zip(plan.replace, starts, starts[1:], strict=False):
         spans += ((message.role, start, stop, forest.tool_name(message.tool_call_id)),)
     return ids.astype(np.int32, copy=False), spans
 
 
-def _inner_starts(renderer: ChatRenderer, run: Sequence[Message], ids: IntArray) -> list[int] | None:
+def _renamed(message: Message, ids: Mapping[str, str]) -> Message:
+    calls = tuple(replace(call, id=ids.get(call.id, call.id)) for call in message.tool_calls)
+    return replace(
+        message, tool_calls=calls, tool_call_id=ids.get(message.tool_call_id, message.tool_call_id)
+    )
+
+
+def _inner_starts(
+    renderer: ChatRenderer,
+    write: Callable[[Sequence[Message]], IntArray],
+    run: Sequence[Message],
+    ids: IntArray,
+) -> list[int] | None:
     """Return where the second and later messages of a run begin in its ids; None = too costly to find.
 
     A message begins where the ids of the run before it stop being those of the whole run.
@@ -63,7 +82,7 @@ def _inner_starts(renderer: ChatRenderer, run: Sequence[Message], ids: IntArray)
     chars = sum(len(message.text) + CHARS_PER_MESSAGE for message in run)
     if len(run) * chars > MAX_SPLIT_CHARS or renderer.caps.open_ended:
         return None
-    return [first_difference(renderer.append(run[:count]), ids) for count in range(1, len(run))]
+    return [first_difference(write(run[:count]), ids) for count in range(1, len(run))]
 
 
 async def planned(forest: Forest, request: ModelRequest, fingerprint: str) -> PromptPlan:

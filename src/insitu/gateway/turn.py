@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from insitu.capture.drift import PromptPlan
 from insitu.capture.forest import Forest
-from insitu.chat.renderer import ChatRenderer, ParsedReply, carry_id
+from insitu.chat.renderer import ChatRenderer, ParsedReply
 from insitu.engines.base import Engine
 from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, EngineUnavailable
@@ -118,6 +118,8 @@ class Turns:
         self.refused = 0
         """Calls refused as too many since the last answered one."""
         self._checks = ReplyChecks(engine, renderer, spec.temperature)
+        self._own_ids: dict[str, str] = {}
+        """Wire id -> the id that the model sampled, where its format has such ids."""
         self._places = asyncio.Semaphore(spec.max_concurrent_calls)
         self._reserved = 0
         self._freed = asyncio.Event()
@@ -274,7 +276,7 @@ class Turns:
             raise self._overflow(chars // CHARS_PER_TOKEN, "at least ")
 
         def work() -> tuple[IntArray, MessageSpans, int]:
-            ids, spans = new_ids(self._renderer, self._forest, plan, request)
+            ids, spans = new_ids(self._renderer, self._forest, plan, request, self._own_ids)
             return ids, spans, sum(map(self._renderer.injections, fresh))
 
         effort = chars + CHARS_PER_MESSAGE * len(plan.replace)
@@ -402,14 +404,16 @@ class Turns:
     def _minted(self, parsed: ParsedReply, turn: int) -> tuple[ToolCall, ...]:
         """Return the calls of a reply with their wire ids."""
         spec = self._spec
-        return tuple(
+        minted = tuple(
             ToolCall(
-                id=carry_id(mint_call_id(spec.seed, spec.rollout_id, turn, i), call.id),
+                id=mint_call_id(spec.seed, spec.rollout_id, turn, i),
                 name=call.name,
                 arguments=call.arguments,
             )
             for i, call in enumerate(parsed.calls)
         )
+        self._own_ids.update((m.id, call.id) for m, call in zip(minted, parsed.calls, strict=True) if call.id)
+        return minted
 
     def out_of(self) -> str:
         """Return the first budget that is used up; empty when there is none."""

@@ -101,13 +101,21 @@ def test_the_same_seed_gives_the_same_bits(reference: tuple[Path, dict[str, Any]
     assert plans(tmp_path / "again") == plans(reference[0])
 
 
+@pytest.mark.parametrize("damaged", [False, True])
 def test_a_finished_run_goes_on_for_more_steps(
-    reference: tuple[Path, dict[str, Any]], tmp_path: Path
+    reference: tuple[Path, dict[str, Any]], tmp_path: Path, *, damaged: bool
 ) -> None:
+    """Also when its newest checkpoint is damaged: the steps are trained again to the same bits."""
     run_dir = tmp_path / "longer"
     shorter = finish(demo(run_dir, "run.steps=2"))
     assert (shorter["rl_steps"], shorter["weights"] != reference[1]["weights"]) == (2, True)
+    if damaged:
+        model = run_dir / "checkpoints" / "step-00002" / "model.safetensors"
+        raw = bytearray(model.read_bytes())
+        raw[len(raw) // 2] ^= 16
+        model.write_bytes(raw)
     longer = finish(command("train", "--plain", "--json", "--resume", run_dir, "run.steps=3"))
+    assert (run_dir / "checkpoints" / "damaged-step-00002").exists() is damaged
     assert (longer["rl_steps"], longer["weights"]) == (3, reference[1]["weights"])
     assert longer["heldout_after"] == reference[1]["heldout_after"]
     assert plans(run_dir) == plans(reference[0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import json
+import shutil
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +16,11 @@ from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, TrainError
 from insitu.gateway.deadlines import CallDeadline, SessionClock
 from insitu.gateway.session_spec import SessionStats
+from insitu.storage.files import sha256_of
 from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine, Trained
 from insitu.training.options import StepResult
 from insitu.training.plan.step import StepPlan
-from insitu.training.recovery import Committed, CommittedStep
+from insitu.training.recovery import Committed, CommittedStep, verify, written_steps
 from insitu.types import Ledger, RequestKey, SamplingParams
 from tests.fakes.learner import FakeLearner
 
@@ -105,6 +108,99 @@ async def test_one_that_dies_while_it_is_brought_back_is_brought_back_again(tmp_
     run = Run(tmp_path / "b", [("step", 3), ("load", 1)])
     assert await run.whole() == undisturbed
     assert run.learner.lives == 3
+
+
+class Files:
+    """A learner's load that reads files, as the real one: damaged ones are refused."""
+
+    def __init__(self, learner: FakeLearner) -> None:
+        self._loaded = learner.load
+
+    async def load(self, folder: Path) -> None:
+        verify(folder)
+        await self._loaded(folder)
+
+
+class DiskRun(Run):
+    """A run whose checkpoints are folders with checksums, one after each step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, (), every=1)
+        self.learner.load = Files(self.learner).load  # type: ignore[method-assign]
+
+    def committed(self) -> Committed:
+        self.checkpoint = max(written_steps(self.folder), default=0)
+        _, after = super().committed()
+        return self.at(self.checkpoint) if self.checkpoint else None, after
+
+    def at(self, step: int) -> Path:
+        return self.folder / f"step-{step:05d}"
+
+    async def commit(self, plan: StepPlan, trained: Trained) -> None:
+        self.steps.append((plan, trained.weights))
+        await self.supervisor.publish(trained)
+        folder = self.at(len(self.steps))
+        await self.supervisor.save(folder)
+        (folder / "trainer").mkdir(parents=True)
+        names = ("config.json", "model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json")
+        for name in names:
+            (folder / name).write_text(f"{name} of {folder.name}")
+        sums = {name: sha256_of(folder / name) for name in names}
+        (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+def _flip(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[3] ^= 16
+    path.write_bytes(raw)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": _flip,
+    "cut": lambda folder: (folder / "trainer/optimizer.safetensors").write_bytes(b""),
+    "lost": lambda folder: (folder / "trainer/state.json").unlink(),
+    "no sums": lambda folder: (folder / "checksums.json").unlink(),
+    "cut sums": lambda folder: (folder / "checksums.json").write_text('{"model'),
+    "odd sums": lambda folder: (folder / "checksums.json").write_text('["model"]'),
+    "empty": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damaged", [(3,), (3, 2), (3, 2, 1)])
+@pytest.mark.parametrize("kind", DAMAGES)
+async def test_behind_a_damaged_checkpoint_the_one_before_is_loaded(
+    tmp_path: Path, kind: str, damaged: tuple[int, ...]
+) -> None:
+    run = DiskRun(tmp_path)
+    *_, end = await run.whole()
+    for step in damaged:
+        DAMAGES[kind](run.at(step))
+        run.at(step).mkdir(exist_ok=True)
+    await run.learner.restart()
+    await run.supervisor.begin()
+    assert (run.learner.receipt, run.learner.version, run.learner.weights) == end
+    assert len(run.said) == len(damaged)
+    for step, line in zip(damaged, run.said, strict=True):
+        assert f"checkpoint {run.at(step)}" in line
+        assert f"it is now damaged-step-{step:05d}, and steps are trained again" in line
+        assert "\n" not in line
+    assert written_steps(tmp_path) == [step for step in (1, 2, 3) if step not in damaged]
+    assert (tmp_path / f"damaged-step-{damaged[-1]:05d}").is_dir()
+
+
+async def test_a_whole_checkpoint_that_does_not_fit_is_not_set_aside(tmp_path: Path) -> None:
+    run = DiskRun(tmp_path)
+    await run.whole()
+
+    async def refused(folder: Path) -> None:
+        raise TrainError(f"checkpoint {folder} was made with different optimizer settings")
+
+    run.learner.load = refused  # type: ignore[method-assign]
+    with pytest.raises(TrainError, match="different optimizer settings"):
+        await run.supervisor.begin()
+    assert written_steps(tmp_path) == [1, 2, 3]
+    assert run.said == []
 
 
 async def test_a_death_before_the_commit_is_found_when_the_step_is_published(

@@ -25,7 +25,7 @@ from insitu.training.learner.parent_watch import main_of_child
 from insitu.training.model.load import open_policy, start_dtype
 from insitu.training.model.lora import CONFIG, WEIGHTS
 from insitu.training.options import PolicyConfig
-from insitu.training.trainer.checkpoint import verify
+from insitu.training.recovery import verify
 
 WHOLE = "model.safetensors"
 

@@ -13,7 +13,7 @@ meanwhile, with agent deadlines paused; running ones finish first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from insitu.errors import EngineError, TrainError
 from insitu.training.learner.client import Learner
 from insitu.training.options import StepResult
 from insitu.training.plan.step import StepPlan
-from insitu.training.recovery import Committed
+from insitu.training.recovery import Committed, CommittedStep, set_aside
 from insitu.training.weights.files import Publisher
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
@@ -218,9 +218,7 @@ class LearnerSupervisor:
 
     async def _catch_up(self) -> None:
         """Load or repeat the last committed step, and publish its weights."""
-        folder, steps = self._committed()
-        if folder is not None:
-            await self._learner.load(folder)
+        steps = await self._load()
         for again in steps:
             if again.version <= self._learner.version:
                 continue  # the process replayed it before
@@ -234,6 +232,20 @@ class LearnerSupervisor:
                 )
         await self._publisher.publish(self._learner.version)
         self._replaying = False
+
+    async def _load(self) -> Sequence[CommittedStep]:
+        """Load the newest checkpoint whose files are whole; return the steps after it."""
+        while True:
+            folder, steps = self._committed()
+            if folder is None:
+                return steps
+            try:
+                await self._learner.load(folder)
+                return steps
+            except TrainError:
+                if not self._learner.alive or not (moved := await asyncio.to_thread(set_aside, folder)):
+                    raise
+                self._say(moved)
 
 
 class RetryingEngine(EngineWrapper):

@@ -26,21 +26,20 @@ from torch import Tensor
 from insitu import failpoint
 from insitu.engines.embedded.model_files import StoredModel, copied, model_files, share, write_hashed
 from insitu.engines.safetensors_file import model_assets
-from insitu.errors import TrainError, boundary
+from insitu.errors import TrainError
 from insitu.storage.files import sha256_of
 from insitu.training.memory.plan import available_memory
 from insitu.training.model.base import Policy
 from insitu.training.model.shard import like
+from insitu.training.recovery import MOMENTS, STATE, SUMS, verify
 from insitu.training.trainer.trainer import Trainer
 
 SCHEMA = 2
 """2: the trainer's state is in the sub-folder `trainer`; 1: beside the model's files."""
-SUMS = "checksums.json"
 RNG, RNG_GPU = "rng", "rng_cuda"
 """Names of the random states among the optimizer's tensors."""
 _SHARE = 0.8
 """Part of the free host memory that the copy of a checkpoint may take."""
-MOMENTS, STATE = "trainer/optimizer.safetensors", "trainer/state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,23 +185,6 @@ def load(trainer: Trainer, folder: Path) -> None:
     _copy(held, trainer.model)
     trainer.steps, trainer.version = int(raw["step"]), int(raw["version"])
     _restore_random(random, trainer.model.device)
-
-
-def verify(folder: Path) -> None:
-    """Raise TrainError unless every file of the checkpoint has its checksum."""
-    with boundary(TrainError, f"load checkpoint {folder}"):
-        sums: dict[str, str] = json.loads((folder / SUMS).read_text())
-        for name, expected in sums.items():
-            if sha256_of(folder / name) != expected:
-                raise TrainError(f"checkpoint {folder} is damaged: {name} has a wrong checksum")
-    whole, adapters = (
-        {"config.json", "model.safetensors"},
-        {"adapter_config.json", "adapter_model.safetensors"},
-    )
-    weights = adapters if adapters & set(sums) else whole
-    missing = sorted((weights | {MOMENTS, STATE}) - set(sums))
-    if missing:
-        raise TrainError(f"checkpoint {folder} is incomplete: no checksum for {missing[0]}")
 
 
 def _random(device: torch.device) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ plan is made from the stored rollouts and trained again, on a CPU with the same 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,12 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from insitu.errors import RecordError, TrainError, boundary
-from insitu.storage.files import sha256_of
+from insitu.errors import RecordError
 from insitu.storage.phases import is_heldout
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import StepRecord, Store
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import Group, Rollout
-
-SUMS = "checksums.json"
-MOMENTS, STATE = "trainer/optimizer.safetensors", "trainer/state.json"
-SERVICE = "service.json"
-"""Instead of the model, the state's name at a training service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,43 +87,6 @@ def checkpoint_folder(run: RunDir, step: int) -> Path:
 def written_steps(checkpoints: Path) -> list[int]:
     """Return the steps whose checkpoints are complete on disk, in order."""
     return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-[0-9]*"))
-
-
-def verify(folder: Path) -> None:
-    """Raise TrainError unless every file of the checkpoint has its checksum."""
-    with boundary(TrainError, f"load checkpoint {folder}"):
-        sums = json.loads((folder / SUMS).read_text())
-        if not isinstance(sums, dict):
-            raise TrainError(f"checkpoint {folder} is damaged: {SUMS} holds no names")
-        for name, expected in sums.items():
-            if sha256_of(folder / name) != expected:
-                raise TrainError(f"checkpoint {folder} is damaged: {name} has a wrong checksum")
-    whole, adapters = (
-        {"config.json", "model.safetensors"},
-        {"adapter_config.json", "adapter_model.safetensors"},
-    )
-    weights = adapters if adapters & set(sums) else whole
-    missing = sorted((weights | {MOMENTS, STATE}) - set(sums))
-    if missing:
-        raise TrainError(f"checkpoint {folder} is incomplete: no checksum for {missing[0]}")
-
-
-def set_aside(folder: Path) -> str:
-    """Rename a checkpoint whose files are damaged, so that the one before it counts; return what happened.
-
-    Empty, changing nothing, when its files are whole or it is one of a training service. Raises TrainError.
-    """
-    if (folder / SERVICE).exists():
-        return ""
-    try:
-        verify(folder)
-    except TrainError as error:
-        aside = folder.with_name(f"damaged-{folder.name}")
-        with boundary(TrainError, f"{error}; move it away"):
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-        return f"{error}; it is now {aside.name}, and steps are trained again from the checkpoint before it"
-    return ""
 
 
 def heldout_scores(store: Store) -> dict[int, float]:

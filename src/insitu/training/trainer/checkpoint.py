@@ -27,11 +27,11 @@ from insitu import failpoint
 from insitu.engines.embedded.model_files import StoredModel, copied, model_files, share, write_hashed
 from insitu.engines.safetensors_file import model_assets
 from insitu.errors import TrainError
+from insitu.storage.checkpoint_files import MOMENTS, STATE, SUMS, verify
 from insitu.storage.files import sha256_of
 from insitu.training.memory.plan import available_memory
 from insitu.training.model.base import Policy
 from insitu.training.model.shard import like
-from insitu.training.recovery import MOMENTS, STATE, SUMS, verify
 from insitu.training.trainer.trainer import Trainer
 
 SCHEMA = 2

@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from insitu.grading.grader import Grader
 from insitu.grading.runners.json_io import ChannelTampered, equal, judge, read_claims, same
 from insitu.grading.runners.json_io_worker import MAX_NODES, encode
+from insitu.grading.trust import trust_of
 from insitu.sandbox.base import ExecResult
+from insitu.sandbox.local import LocalBackend
+from insitu.tasks.contests import _call
 from insitu.tasks.row_files import MAX_DIGITS
-from insitu.types import Case, Outcome
+from insitu.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, task_hash
 
 
 class Whole(int):
@@ -113,6 +117,50 @@ def test_numbers_may_differ_where_a_case_says_so(
 def test_the_first_of_a_list_counts_where_a_case_says_so() -> None:
     case = Case(function="f", args=(), expected=[3], exact=False, wrapped=True)
     assert [equal(value, case) for value in (3, [3], 4, [4], [[3]])] == [True, True, False, False, False]
+    longer = replace(case, expected=[3, 4])
+    assert [equal(value, longer) for value in (3, [3], [3, 4])] == [False, False, True]
+
+
+WRAPPED = {  # outputs of a row, solution -> answers that are right, answers that are wrong, trust
+    "values that no set wraps": ([[1, 2], [1]], "[1, 2] if n == 0 else [1]", [], ["1", "[1]"], "strong"),
+    "a solution that returns lists": ([[7], [7]], "[7]", [], ["7", "[[7]]"], "strong"),
+    "a solution that returns values": ([[7], [7]], "7", [], ["[7]"], "strong"),
+    "lists in lists": ([[[1, 2]], [[1, 2]]], "[1, 2]", ["(1, 2)"], ["[[1, 2]]", "1"], "strong"),
+    "no solution, and values that no set wraps": ([[1, 2, 5], [1]], "", [], ["1"], "strong"),
+    "no solution": ([[7], [7]], "", ["7", "[7]"], ["8"], "standard"),
+    "a solution that is wrong": ([[7], [7]], "8", ["7", "[7]"], ["8"], "standard"),
+    "dictionaries": ([{"1": [2]}, {"1": [2]}], "{1: [2]}", [], ["[{1: [2]}]", "{'1': [2]}"], "strong"),
+    "dictionaries in lists": ([[{"1": 2}, {"3": 4}]] * 2, "[{1: 2}, {3: 4}]", [], ["[{1: 2}]"], "strong"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRAPPED)
+async def test_the_solution_says_whether_a_set_wraps_its_values(name: str) -> None:
+    outputs, solution, right, wrong, trust = WRAPPED[name]
+    files = {"app.py": FileEntry(content=b"def f(n):\n    pass\n")}
+    plan = GradingPlan(entry="app.py")
+    task = Task(id="t", prompt="p", files=files, grading=plan, content_hash=task_hash("p", files, plan))
+
+    def returns(value: str) -> dict[str, FileEntry]:
+        return {"app.py": FileEntry(content=f"def f(n):\n    return {value}\n".encode())}
+
+    oracle = Oracle(
+        task_id="t",
+        cases=tuple(_call("f", [n], value) for n, value in enumerate(outputs)),
+        gold=returns(solution) if solution else {},
+    )
+    grader = Grader(LocalBackend())
+    for value in [*right, *([solution] if solution and trust == "strong" else [])]:
+        verdict = await grader.grade(task, oracle, returns(value))
+        assert (verdict.outcome, verdict.trust) == (Outcome.RESOLVED, trust), (value, verdict)
+    for value in wrong:
+        verdict = await grader.grade(task, oracle, returns(value))
+        assert (verdict.outcome, verdict.trust) == (Outcome.UNRESOLVED, trust), (value, verdict)
+    if name != "a solution that is wrong":  # which only a run tells
+        assert trust_of(task, oracle)[0] == trust
+    if solution and trust == "strong":
+        await grader.validate(task, oracle, repeats=1)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_keys_that_were_integers_are_integers_again(tmp_path: Path) -> None:
     reported = call(inputs=[[{"1": 2, "3": 4}]], outputs=[{"1": 6}])
     (item,) = load(tmp_path, "apps", apps(input_output=reported))
     (case,) = item.oracle.cases
-    assert (case.args, case.expected, case.lists) == (({1: 2, 3: 4},), [{1: 6}], True)
+    assert (case.args, case.expected, case.lists) == (({1: 2, 3: 4},), {1: 6}, True)
     reported = call(inputs=[[{"a": 2}, 1]], outputs=[[{"1": 6}]])
     (item,) = load(tmp_path, "apps", apps(question="Other", input_output=reported))
     (case,) = item.oracle.cases

@@ -32,7 +32,7 @@ from insitu.grading.protected_files import policy_of
 from insitu.grading.runners.base import CpuMeter, GradingRunner, RunLimits, RunReport
 from insitu.grading.runners.command import CommandRunner
 from insitu.grading.runners.harbor import HarborRunner
-from insitu.grading.runners.json_io import JsonIoRunner
+from insitu.grading.runners.json_io import JsonForms, JsonIoRunner, without_forms
 from insitu.grading.runners.pytest import PytestRunner
 from insitu.grading.runners.pytest_collect import PytestCollect, whole_files
 from insitu.grading.runners.stdio import StdioRunner
@@ -42,7 +42,7 @@ from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
 from insitu.sandbox.host_faults import host_fault
 from insitu.stalls import awake_timeout
-from insitu.types import HiddenTests, Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
+from insitu.types import Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Grader:
         self._spares: list[tuple[SandboxSpec, Sandbox]] = []
         self.bases = BaseTrees(backend)
         self._reports: OrderedDict[tuple[str, str, str], RunReport] = OrderedDict()
-        self._test_ids: dict[tuple[str, str], HiddenTests] = {}
+        self._named: dict[tuple[str, str], Oracle] = {}
         self._collecting: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def grade(self, task: Task, oracle: Oracle, after: Tree) -> Verdict:
@@ -192,23 +192,34 @@ class Grader:
                 log.warning("task=%s trust=%s: %s", task.id, solved.trust, solved.controls)
 
     async def named(self, task: Task, oracle: Oracle) -> Oracle:
-        """Return the oracle with test ids in place of whole test files, by a cached run of the solution.
+        """Return the oracle with what only its solution can tell, by a cached run of it.
 
+        These are test ids in place of whole test files, and the form of values that a set may have wrapped.
         Raises TaskError where the solution fails a test, GradeError, SandboxError.
         """
-        if task.grading.runner != "pytest" or not whole_files(oracle.tests):
-            return oracle
+        collect: PytestCollect | JsonForms
+        if task.grading.runner == "pytest" and whole_files(oracle.tests):
+            collect = PytestCollect()
+        else:
+            oracle = replace(oracle, cases=without_forms(oracle.cases))
+            if not any(case.wrapped for case in oracle.cases) or not (oracle.gold or oracle.gold_patch):
+                return oracle
+            collect = JsonForms()
         key = (task.content_hash, oracle_digest(oracle))
         async with self._collecting.setdefault(key, asyncio.Lock()):
-            if key not in self._test_ids:
+            if key not in self._named:
                 base = (await self.bases.of(task)).files
-                collect = PytestCollect()
                 solved = Candidate.of(task, base, solution(task, oracle, base))
                 report, _ = await self._try_sandboxes(collect, task, oracle, solved)
-                if report.outcome is not Outcome.RESOLVED:
-                    raise GradeError(f"task {task.id}: its tests were not collected: {report.reason}")
-                self._test_ids[key] = collect.named(oracle).tests
-        return replace(oracle, tests=self._test_ids[key])
+                if isinstance(collect, PytestCollect):
+                    if report.outcome is not Outcome.RESOLVED:
+                        raise GradeError(f"task {task.id}: its tests were not collected: {report.reason}")
+                    self._named[key] = collect.named(oracle)
+                elif report.outcome is Outcome.INFRA:
+                    raise GradeError(f"task {task.id}: its solution was not run: {report.reason}")
+                else:
+                    self._named[key] = replace(oracle, cases=collect.cases or oracle.cases)
+        return self._named[key]
 
     async def _cached_report(
         self, runner: GradingRunner, task: Task, oracle: Oracle, base: Tree, diff: Diff

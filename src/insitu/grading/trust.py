@@ -13,6 +13,7 @@ from insitu.errors import TaskError
 from insitu.grading.canaries import text_of
 from insitu.grading.candidate import Candidate
 from insitu.grading.grader import RUNNERS
+from insitu.grading.runners.json_io import without_forms
 from insitu.grading.runners.pytest_mutants import draw
 from insitu.tasks.base import REWARD_ONLY
 from insitu.types import FileEntry, Oracle, Task, Tree, Trust
@@ -37,6 +38,9 @@ def trust_of(task: Task, oracle: Oracle) -> tuple[Trust, str]:
     if runner.name == "pytest":
         for path in _without_mutation(task, oracle):
             return "weak", f"no assertion of {path} can be mutated unseen"
+    solved = oracle.gold or oracle.gold_patch
+    if not solved and any(case.wrapped for case in without_forms(oracle.cases)):
+        return "standard", "whether its values are wrapped in lists only a solution could tell"
     return runner.trust, f"runner {runner.name}"
 
 

@@ -212,16 +212,19 @@ class _AppsFormat(RowFormat):
 
 
 def _call(function: str, args: object, expected: object) -> Case:
-    """Return a case that compares with the output, or with its first element where that is a list."""
+    """Return a case that compares with the output, which may be the value in a list."""
     if not isinstance(args, list):
         raise TaskError("input_output: the inputs of a function are not a list of arguments")
     if args and isinstance(args[0], dict):
         args = [_int_keys(args[0])]
     if isinstance(expected, dict):
-        expected = [_int_keys(expected)]
+        expected = _int_keys(expected)
     elif isinstance(expected, list) and expected and isinstance(expected[0], dict):
-        expected = [_int_keys(expected[0])]
-    return Case(function=function, args=tuple(args), expected=expected, exact=False, wrapped=True, lists=True)
+        expected = [_int_keys(one) if isinstance(one, dict) else one for one in expected]
+    wrapped = not isinstance(expected, dict)
+    return Case(
+        function=function, args=tuple(args), expected=expected, exact=False, wrapped=wrapped, lists=True
+    )
 
 
 def _int_keys(value: dict[str, object]) -> dict[Any, object]:

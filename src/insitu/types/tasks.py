@@ -116,7 +116,7 @@ class Case:
     tolerance: float = 0.0
     """Above 0: largest allowed difference of numbers; `exact` has no effect then."""
     wrapped: bool = False
-    """`expected` is a list, and its first element alone counts as well (APPS)."""
+    """`expected` may be the value in a list (APPS): the task's solution decides; without one both count."""
     lists: bool = False
     """A tuple in the result counts as a list: the contests' expected values have no tuples."""
 

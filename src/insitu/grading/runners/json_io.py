@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from insitu.errors import GradeError, TaskError
@@ -91,6 +91,14 @@ class JsonIoRunner(RunnerBase):
     async def run(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
+        ids, result = await self._answers(sandbox, task, oracle, candidate, limits)
+        report = judge(oracle.cases, ids, result, limits.cpu_s)
+        return replace(report, trust="standard") if any(case.wrapped for case in oracle.cases) else report
+
+    async def _answers(
+        self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> tuple[Sequence[str], ExecResult]:
+        """Return the ids of the cases and the raw answers."""
         await candidate.lay(sandbox)
         nonce = secrets.token_hex(8)
         ids = [f"{nonce}-{number}" for number in range(len(oracle.cases))]
@@ -100,7 +108,40 @@ class JsonIoRunner(RunnerBase):
         if not result.stdout.startswith(f'["{nonce}"]\n'.encode()):
             tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
             raise GradeError(f"the worker did not start (exit {result.exit_code}): {tail}")
-        return judge(oracle.cases, ids, result, limits.cpu_s)
+        return ids, result
+
+
+class JsonForms(JsonIoRunner):
+    """A run of the solution of a task whose expected values may be wrapped; fills `cases`. For one use."""
+
+    cases: tuple[Case, ...] = ()
+
+    async def run(
+        self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        ids, result = await self._answers(sandbox, task, oracle, candidate, limits)
+        report = judge(oracle.cases, ids, result, limits.cpu_s)
+        self.cases = oracle.cases
+        if report.outcome is Outcome.RESOLVED:
+            claims = read_claims(result.stdout.split(b"\n", 1)[1], ids)
+            self.cases = tuple(map(_form_of, oracle.cases, claims))
+        return report
+
+
+def _form_of(case: Case, claim: _Claim) -> Case:
+    """Return a case that takes the form of a right answer only."""
+    whole = replace(case, wrapped=False)
+    if not case.wrapped or equal(claim.value, whole) or not isinstance(case.expected, list):
+        return whole
+    return replace(whole, expected=case.expected[0])
+
+
+def without_forms(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Return cases that take whole values only where one of them cannot be wrapped: sets wrap all or none."""
+    wrapped = [case.expected for case in cases if case.wrapped]
+    if all(isinstance(value, list) and len(value) == 1 for value in wrapped):
+        return cases
+    return tuple(replace(case, wrapped=False) for case in cases)
 
 
 def _some(tree: Tree) -> str:
@@ -208,7 +249,9 @@ def equal(claimed: object, case: Case) -> bool:
     expected = _plain(case.expected)
     if case.lists:
         claimed = _as_lists(claimed)
-    ways = [expected, expected[0]] if case.wrapped and isinstance(expected, list) and expected else [expected]
+    ways = [expected]
+    if case.wrapped and isinstance(expected, list) and len(expected) == 1:
+        ways.append(expected[0])
     if case.tolerance:
         return any(_close(claimed, way, case.tolerance) for way in ways)
     return any(same(claimed, way) if case.exact else claimed == way for way in ways)

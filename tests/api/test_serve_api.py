@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import insitu
@@ -62,6 +63,21 @@ async def test_sessions_are_sealed_with_a_reward_and_give_rows(tmp_path: Path) -
         assert (await session.seal_async(0.0)).captured > 0
     assert descendants(os.getpid()) == before
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("insitu")]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_stored_loses_no_session(tmp_path: Path) -> None:
+    with insitu.serve(overrides=SMALL, run={"dir": str(tmp_path / "run")}) as server:
+        session = server.session("a\udc00b", task="half \ud83d name")
+        assert (session.id, session.task) == ("a\ufffdb", "half \ufffd name")
+        ask(session)
+        wrong: Any
+        for wrong in (float("nan"), float("inf"), "1", [1.0]):
+            with pytest.raises(insitu.InsituError, match="stays open: a reward is a finite number"):
+                session.seal(reward=wrong)
+        assert session.seal(reward=np.float32(0.5)).trained > 0
+    (rollout,) = insitu.open_run(tmp_path / "run").rollouts(task="half \ufffd name")
+    assert (rollout.id, rollout.reward) == ("a\ufffdb", 0.5)
 
 
 @pytest.mark.full

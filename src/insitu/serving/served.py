@@ -117,8 +117,12 @@ class Served:
     def open(self, name: str, task: str = "", tools: Sequence[HostTool] | None = None) -> Session:
         """Open a session with the configured limits and temperature; `name` becomes the rollout's id.
 
+        Halves of surrogate pairs in the two names become U+FFFD, as in a request: nothing could store them.
         `tools`: None = those of the configuration. Raises GatewayError when there was one of this name.
         """
+        name, task = (
+            text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in (name, task)
+        )
         if name in self._names:
             raise GatewayError(f"session {name} exists already")
         self._names.add(name)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from math import isfinite
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -44,7 +46,8 @@ class ServedSession:
     def seal(self, reward: float | None = None) -> Ledger:
         """End the session, store it as a rollout and return the account of its tokens.
 
-        Without a reward it is not graded. Raises GatewayError when it is sealed already.
+        Without a reward it is not graded. Raises GatewayError when it is sealed already, or the reward is no
+        finite number.
         """
         return self._server.call(self._seal(reward))
 
@@ -68,7 +71,9 @@ class ServedSession:
         return self._trajectory
 
     async def _seal(self, reward: float | None) -> Ledger:
-        self._session.reward = reward
+        if reward is not None and not (isinstance(reward, Real) and isfinite(reward)):
+            raise GatewayError(f"session {self.id} stays open: a reward is a finite number, not {reward!r}")
+        self._session.reward = None if reward is None else float(reward)
         self._trajectory = await self._server.served.seal(self._session)
         return self._trajectory.ledger
 

@@ -7,12 +7,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from scripted_server import ScriptedServer, play
 
 from insitu.agents.base import ModelAccess
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.recipe import Recipe, Start, named_recipe, parse_agent, resolve_agent
-from insitu.cli.conformance import choose
+from insitu.cli.conformance import choose, print_report
 from insitu.config import dump_toml, load_config
 from insitu.doctor import examine
 from insitu.errors import ConfigError
@@ -87,6 +88,33 @@ async def test_agents_without_a_shell_conform_too(code: str, calls: int) -> None
     finding = await conform(recipe, LocalBackend("auto"))
     assert finding.failures == ()
     assert (finding.calls, finding.unexplained) == (calls, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [False, True])
+async def test_a_title_asked_without_tools_may_be_auxiliary(after: bool) -> None:
+    title = 'ask([{"role": "user", "content": "A title for: " + messages[0]["content"]}], [])\n'
+    code = LOOKS + title if after else CALL + title + LOOKS.removeprefix(CALL)
+    finding = await conform(Recipe(name="mine", command=("python3", "-c", code)), LocalBackend("auto"))
+    assert finding.failures == ()
+    assert (finding.calls, finding.unexplained, finding.notes) == (6, 0, ())
+    assert set(finding.excluded) == {"auxiliary"}
+    assert (finding.compactions, finding.subagents) == (None, None)
+
+
+@pytest.mark.slow
+async def test_replies_that_the_agents_own_limit_cut_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code = TALKS.replace('"messages": messages,', '"messages": messages, "max_completion_tokens": 3,')
+    finding = await conform(Recipe(name="mine", command=("python3", "-c", code)), LocalBackend("auto"))
+    assert finding.failures == ()
+    (note,) = finding.notes
+    assert "1 replies were cut at the max_tokens that the agent itself sent (3 at the least; turns 0)" in note
+    print_report({"mine": finding}, Console(width=200))
+    shown = capsys.readouterr().out
+    assert f"mine: {note}" in shown
+    assert "-: not asked for" in shown
+    assert [line.split()[-4:-2] for line in shown.splitlines() if line.startswith("mine ")] == [["-", "-"]]
+    assert finding.as_json()["compactions"] is None
 
 
 @pytest.mark.slow

@@ -65,11 +65,14 @@ def print_report(findings: Mapping[str, ConformanceResult], console: Console) ->
     for name, found in findings.items():
         excluded = ", ".join(f"{n} {reason}" for reason, n in sorted(found.excluded.items())) or "0"
         row = [name, found.version, "yes" if found.ok else "NO", found.calls, found.sampled, found.trained]
-        row += [excluded, found.unexplained, found.compactions, found.subagents]
+        asked = ("-" if number is None else number for number in (found.compactions, found.subagents))
+        row += [excluded, found.unexplained, *asked]
         table.add_row(*map(str, row), f"{found.split:.0%}", f"{found.duration_s:.1f}")
     console.print(table)
+    if any(None in (found.compactions, found.subagents) for found in findings.values()):
+        console.print("-: not asked for", highlight=False)
     for name, found in findings.items():
-        for failure in found.failures:
+        for failure in (*found.failures, *found.notes):
             console.print(f"{name}: {failure}", markup=False, highlight=False)
         if not found.ok and found.log:
             tail = found.log[-LOG_TAIL:].decode("utf-8", "replace")

@@ -6,6 +6,7 @@ prompts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,8 +23,10 @@ from insitu.types import EXCLUSIONS, IntArray, Ledger, Trajectory, Tree, Turn
 
 LEAST_SPLIT = 0.2
 LEAST_TRAINED = 0.99
+MOST_NAMED = 8
 LINES = ("main", "part")
-"""Replies to the main agent and to sub-agents: all of them must be trainable."""
+"""Replies to the main agent and to sub-agents: all of them must be trainable. So must those to an agent that
+has no tools at all; of another a call without tools may be a title."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +40,9 @@ class ConformanceResult:
     excluded: Mapping[str, int] = field(default_factory=dict)
     unexplained: int = 0
     """Tokens that are neither trained nor excluded for a named reason."""
-    compactions: int = 0
-    subagents: int = 0
+    compactions: int | None = None
+    subagents: int | None = None
+    """None = the agent was not asked for any."""
     calls: int = 0
     split: float = 0.0
     """Share of the replies with tokens that no tokenizer would choose."""
@@ -46,6 +50,8 @@ class ConformanceResult:
     window_too_small: bool = False
     """The agent compacted before the task was done: its own prompt nearly fills the window."""
     failures: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Lines that explain failures and are none."""
     log: bytes = field(default=b"", repr=False)
     """Redacted output of the agent."""
 
@@ -63,6 +69,7 @@ class ConformanceResult:
             "unexplained": self.unexplained,
             "compactions": self.compactions,
             "subagents": self.subagents,
+            "notes": list(self.notes),
         }
 
 
@@ -94,13 +101,14 @@ def judge(
         trained=ledger.trained,
         excluded=dict(ledger.excluded),
         unexplained=sampled - explained,
-        compactions=policy.compactions,
-        subagents=len(policy.finished_parts),
+        compactions=policy.compactions if tools.compacts else None,
+        subagents=len(policy.finished_parts) if tools.spawn is not None else None,
         calls=len(engine.sent),
         split=sum(split) / max(1, len(split)),
         duration_s=result.duration_s,
         window_too_small=policy.window_too_small,
         failures=tuple(failures),
+        notes=tuple(_cuts(trajectory.turns)),
         log=result.log,
     )
 
@@ -109,6 +117,23 @@ def _produced(policy: ScriptedPolicy, sent: SentRequest) -> int:
     """Return the number of tokens that the engine returned for a request; 0 if it was aborted."""
     reply = policy.replies.get(sent.key.turn)
     return 0 if reply is None else min(len(reply.ids), sent.params.max_tokens)
+
+
+def _cuts(turns: Sequence[Turn]) -> Iterator[str]:
+    """Yield a line if replies were cut at the `max_tokens` that the agent itself sent."""
+    cut = [turn for turn in turns if turn.finish == "length" and str(len(turn.ids)) in _limits(turn)]
+    if cut:
+        named = ", ".join(str(turn.index) for turn in cut[:MOST_NAMED])
+        more = ", ..." if len(cut) > MOST_NAMED else ""
+        yield (
+            f"{len(cut)} replies were cut at the max_tokens that the agent itself sent "
+            f"({min(len(turn.ids) for turn in cut)} at the least; turns {named}{more}): a cut call is not run"
+        )
+
+
+def _limits(turn: Turn) -> set[str]:
+    """Return the limits on the reply that the agent sent, by whatever name its format has for them."""
+    return {value for name, value in turn.advisory if re.fullmatch(r"max_?\w*tokens", name, re.IGNORECASE)}
 
 
 def _agent_failures(tools: AgentTools, result: AgentResult, session: Session) -> Iterator[str]:
@@ -162,8 +187,9 @@ def _lines(turns: Sequence[Turn], policy: ScriptedPolicy, sent: Sequence[SentReq
     """Check that replies to the main agent and to sub-agents are trained."""
     # The kind of a turn comes from the policy: a forest that labels every call auxiliary would lose nothing.
     kinds = {turn: reply.kind for turn, reply in policy.replies.items()}
-    said = sum(_produced(policy, request) for request in sent if kinds.get(request.key.turn) in LINES)
-    own = [turn for turn in turns if kinds.get(turn.index) in LINES]
+    lines = LINES if policy.tools_offered else (*LINES, "bare")
+    said = sum(_produced(policy, request) for request in sent if kinds.get(request.key.turn) in lines)
+    own = [turn for turn in turns if kinds.get(turn.index) in lines]
     lost = said - sum(len(turn.ids) for turn in own if not turn.excluded)
     if not said:
         yield "the agent sent no request with the task's prompt"

@@ -37,6 +37,8 @@ MOST_GROWTH = 14
 """Most commands with long output; by then an agent should have compacted."""
 LOOK = "I look first."
 """Text of the first reply."""
+DONE = "The task is done: app.py is mended and checked.\n"
+"""Text of the last reply."""
 _PART = re.compile(r"\[\[part (\d+)\]\]")
 _SUMMARY = re.compile(r"\[\[summary (\d+)\]\]")
 
@@ -84,7 +86,8 @@ def read_prompt(codec: Codec, ids: IntArray) -> PromptTranscript:
     return PromptTranscript(tools=tools, messages=tuple(messages))
 
 
-Kind = Literal["main", "part", "summary", "other"]
+Kind = Literal["main", "part", "summary", "bare", "other"]
+"""`bare`: a prompt with the task and without tools: a title, or all there is of an agent without tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,8 @@ class ScriptedPolicy:
         """All sub-agents had started when the first of them finished."""
         self.compactions = 0
         """Summaries that the agent requested and then used."""
+        self.tools_offered = False
+        """The agent has tools."""
         self.window_too_small = False
         """A summary was requested before the opening was over."""
         self._renderer = renderer
@@ -144,6 +149,7 @@ class ScriptedPolicy:
     def _react(self, seen: PromptTranscript) -> tuple[Kind, ScriptedReply]:
         asked = seen.messages[-1] if seen.messages else PromptBlock(role="user", text="")
         tools = self.tools
+        self.tools_offered = self.tools_offered or bool(seen.tools)
         if self._wants_summary(asked, seen):
             self.window_too_small = self.window_too_small or self._done < len(self._opening())
             self._summaries += not (tools.review and re.search(tools.review, asked.text))
@@ -154,6 +160,8 @@ class ScriptedPolicy:
         if MAIN not in text:
             part = _PART.search(text)
             return ("part", self._part(part[1], seen)) if part else ("other", ScriptedReply(text="A task"))
+        if not seen.tools:
+            return "bare", ScriptedReply(text=DONE)
         if self.tools is OWN_AGENT:
             self.tools = tools_from_schemas(seen.tools)
         shown = [int(number) for number in _SUMMARY.findall(text)]
@@ -198,7 +206,6 @@ class ScriptedPolicy:
             replies.append(
                 ScriptedReply(text="Two helpers.", calls=[tools.spawn(prompt) for prompt in asked])
             )
-        # An agent without tools gets its final text at once.
         return [reply for reply in replies if all(name for name, _ in reply.calls)]
 
     def _grow(self) -> ScriptedReply:
@@ -211,8 +218,7 @@ class ScriptedPolicy:
             self._grown += 1
             code = f"for n in range({tools.grow_bytes // 20}): print(n, {self._grown}, 'line of output')"
             return ScriptedReply(reasoning="More to read.", calls=[tools.run(f'python3 -c "{code}"')])
-        text = "The task is done: app.py is mended and checked.\n"
-        return ScriptedReply(text=text, calls=[tools.finish] if tools.finish else ())
+        return ScriptedReply(text=DONE, calls=[tools.finish] if tools.finish else ())
 
     def _say(self, reply: ScriptedReply, seen: PromptTranscript) -> IntArray:
         """Return the ids of a reply as a tokenizer would choose them, with the stop id."""

@@ -112,6 +112,19 @@ def test_permits_that_are_enough_or_left_to_the_run_are_taken() -> None:
         assert config.sandbox.max_sandboxes in (0, config.sandboxes_needed)
 
 
+def test_a_process_may_not_have_more_memory_than_its_sandbox() -> None:
+    own = 'harness.command=["a"]'
+    line = r"^harness\.process_memory_mb = 5000 is more than sandbox\.memory_mb = 4096, .*: raise that$"
+    with pytest.raises(ConfigError, match=line):
+        load_config(None, [own, "harness.process_memory_mb=5000"])
+    for taken in (
+        ["harness.process_memory_mb=5000", "sandbox.memory_mb=5000"],
+        ["sandbox.memory_mb=512"],  # the default is no wish
+        ["harness.process_memory_mb=5000", "sandbox.backend=harbor", "sandbox.environment=e2b"],
+    ):
+        assert load_config(None, [own, *taken])
+
+
 def test_the_families_are_those_of_the_toy_source() -> None:
     assert set(get_args(ToyKind)) == set(FAMILIES)
 

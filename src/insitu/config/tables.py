@@ -404,6 +404,15 @@ class Config(Table):
                 f" {self.harness.workers} harness.workers and {self.grade.workers} grade.workers"
                 f" need {self.sandboxes_needed} sandboxes (0 = enough)"
             )
+        process, usual = (
+            self.harness.process_memory_mb,
+            HarnessTable.model_fields["process_memory_mb"].default,
+        )
+        if self.sandbox.backend in ("local", "docker") and process > max(usual, self.sandbox.memory_mb):
+            raise ValueError(
+                f"harness.process_memory_mb = {process} is more than sandbox.memory_mb ="
+                f" {self.sandbox.memory_mb}, which the processes of a sandbox share: raise that"
+            )
         if self.harness.compact and self.harness.agent != "pi":
             raise ValueError(f"harness.compact only applies to pi, not to {self.harness.agent}")
         if self.collect.group_min > self.collect.group_size:

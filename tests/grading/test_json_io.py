@@ -3,14 +3,16 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from insitu.grading.grader import Grader
-from insitu.grading.runners.json_io import ChannelTampered, equal, judge, read_claims, same
+from insitu.grading.runners.json_io import ChannelTampered, judge, read_claims
 from insitu.grading.runners.json_io_worker import MAX_NODES, encode
+from insitu.grading.runners.json_values import LONG, Digits, equal, parse, same, shown
 from insitu.grading.trust import trust_of
 from insitu.sandbox.base import ExecResult
 from insitu.sandbox.local import LocalBackend
@@ -316,3 +318,76 @@ def test_time_is_told_apart_from_failure(
     )
     report = judge(CASES, IDS, result, CPU_S)
     assert (report.outcome, report.passed, report.complete) == (outcome, 1, certain)
+
+
+HUGE = "9" * MAX_DIGITS
+
+
+@pytest.mark.parametrize(
+    ("claimed", "expected", "right"),
+    [
+        (HUGE, 10**MAX_DIGITS - 1, True),
+        ("-" + HUGE, 10**MAX_DIGITS - 1, False),
+        (f"[{HUGE}, 1]", [10**MAX_DIGITS - 1, 1], True),
+        (HUGE, 3, False),
+        ("3", 10**LONG, False),
+        (str(10**LONG), 10**LONG, True),
+        (str(10 ** (LONG - 1)), 10 ** (LONG - 1), True),
+        (f'{{"\\u0000dict":[[{HUGE},1]]}}', {10**MAX_DIGITS - 1: 1}, True),
+        (HUGE, 1e300, False),
+        ("1" + "0" * 300, 1e300, False),
+    ],
+)
+@pytest.mark.parametrize("rule", [{}, {"exact": False}, {"exact": False, "tolerance": 1e-6}])
+def test_long_integers_are_compared_by_their_digits(
+    claimed: str, expected: object, right: bool, rule: dict[str, Any]
+) -> None:
+    case = Case(function="f", args=(), expected=expected, **rule)
+    close = claimed.startswith("10") and expected == 1e300 and "tolerance" in rule
+    assert equal(parse(claimed), case) is (right or close)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [HUGE + "9", "NaN", "Infinity", "-Infinity", "[" * 100_000, "01"],
+)
+def test_what_the_worker_does_not_write_is_no_answer(text: str) -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        parse(text)
+    with pytest.raises(ChannelTampered):
+        read_claims(f'["a",true,{text}]\n'.encode(), ["a"])
+
+
+@pytest.mark.parametrize("text", ["1e400", "-1e400", "1." + "3" * 1000])
+@pytest.mark.parametrize("expected", [1.5, 10**400, 0])
+def test_a_float_that_is_none_of_the_workers_equals_nothing(text: str, expected: object) -> None:
+    for rule in ({}, {"exact": False}, {"exact": False, "tolerance": 1e300}):
+        assert not equal(parse(text), Case(function="f", args=(), expected=expected, **rule))  # type: ignore[arg-type]
+
+
+def test_the_beginning_of_a_value_is_shown() -> None:
+    small = {"a": [1, 2.5, None, True, "x'y"], "b": (1, {"c": set()})}
+    assert shown(small) == "{'a': [1, 2.5, None, True, \"x'y\"], 'b': (1, {'c': {}})}"
+    assert shown(Digits("9" * 5000)) == "9" * 2048
+    assert shown(10**5000) == "an integer of 16610 bits"
+    assert len(shown(["x" * 10_000_000] * 1000)) == 2048
+    assert shown(nested(5000)).startswith("[[[[")
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_wrong_answers_of_many_digits_are_judged_and_shown_in_part() -> None:
+    cases = [Case(function="f", args=(10**5000, n), expected=10**5000) for n in range(3)]
+    answers = "".join(f'["{n}",true,{HUGE}]\n' for n in range(3))
+    report = judge(
+        cases, ["0", "1", "2"], ExecResult(exit_code=0, stdout=f'["x"]\n{answers}'.encode(), stderr=b""), 1
+    )
+    assert (report.outcome, report.passed) == (Outcome.UNRESOLVED, 0)
+    assert report.failing[2].name == "case 2: f(an integer of 16610 bits, 2)"
+    assert report.failing[0].got == HUGE[:2048]
+    assert report.failing[0].expected == "an integer of 16610 bits"

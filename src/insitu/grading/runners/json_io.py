@@ -8,7 +8,7 @@ all inputs.
 
 from __future__ import annotations
 
-import json
+import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ from insitu.grading.runners.common import (
     for_memory,
     out_of_cpu,
     run_in,
-    unique_pairs,
 )
-from insitu.grading.runners.json_io_worker import MAX_DEPTH, MAX_NODES, encode
+from insitu.grading.runners.json_io_worker import MAX_NODES, encode
+from insitu.grading.runners.json_values import equal, parse, shown
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.sandbox.base_tree import is_plain
 from insitu.tasks.row_files import MAX_DIGITS
@@ -41,7 +41,6 @@ ENVIRONMENT = {
     "PYTHONINTMAXSTRDIGITS": str(MAX_DIGITS),
 }
 """A fixed hash seed makes verdicts on code that iterates over sets repeatable."""
-RELATIVE = 1e-7
 ANSWER_OVERHEAD = 128
 """Most bytes of an answer line beside its value."""
 
@@ -92,7 +91,7 @@ class JsonIoRunner(RunnerBase):
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
         ids, result = await self._answers(sandbox, task, oracle, candidate, limits)
-        report = judge(oracle.cases, ids, result, limits.cpu_s)
+        report = await asyncio.to_thread(judge, oracle.cases, ids, result, limits.cpu_s)
         return replace(report, trust="standard") if any(case.wrapped for case in oracle.cases) else report
 
     async def _answers(
@@ -103,7 +102,7 @@ class JsonIoRunner(RunnerBase):
         nonce = secrets.token_hex(8)
         ids = [f"{nonce}-{number}" for number in range(len(oracle.cases))]
         argv = [limits.python, "-s", "-S", "-B", "-c", WORKER]
-        job = _job(sandbox.workdir, task, oracle, ids, nonce, limits)
+        job = await asyncio.to_thread(_job, sandbox.workdir, task, oracle, ids, nonce, limits)
         result = await run_in(sandbox, argv, limits, cwd="/", env=ENVIRONMENT, stdin=job)
         if not result.stdout.startswith(f'["{nonce}"]\n'.encode()):
             tail = ascii(result.stderr[-200:].decode("utf-8", "replace"))
@@ -120,7 +119,7 @@ class JsonForms(JsonIoRunner):
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
         ids, result = await self._answers(sandbox, task, oracle, candidate, limits)
-        report = judge(oracle.cases, ids, result, limits.cpu_s)
+        report = await asyncio.to_thread(judge, oracle.cases, ids, result, limits.cpu_s)
         self.cases = oracle.cases
         if report.outcome is Outcome.RESOLVED:
             claims = read_claims(result.stdout.split(b"\n", 1)[1], ids)
@@ -201,10 +200,10 @@ def judge(cases: Sequence[Case], ids: Sequence[str], result: ExecResult, cpu_s: 
 
 
 def _failing(number: int, case: Case, claim: _Claim) -> FailingCheck:
-    call = f"case {number}: {case.function}({', '.join(map(repr, case.args))})"
-    expected = repr(case.expected)
+    call = f"case {number}: {case.function}({shown(case.args)[1:-1]})"
+    expected = shown(case.expected)
     if claim.ok:
-        return FailingCheck(name=call, outcome="wrong", expected=expected, got=repr(claim.value))
+        return FailingCheck(name=call, outcome="wrong", expected=expected, got=shown(claim.value))
     return FailingCheck(name=call, outcome=f"raised {claim.value}", expected=expected)
 
 
@@ -228,7 +227,7 @@ def read_claims(data: bytes, ids: Sequence[str]) -> list[_Claim]:
 
 def _read_claim(line: bytes, key: str) -> _Claim:
     try:
-        answer = json.loads(line, parse_constant=_no_constant, object_pairs_hook=unique_pairs)
+        answer = parse(line)
     except (ValueError, RecursionError):
         raise ChannelTampered("an answer is not JSON") from None
     if type(answer) is not list or len(answer) != 3 or type(answer[1]) is not bool:
@@ -239,64 +238,3 @@ def _read_claim(line: bytes, key: str) -> _Claim:
     if not ok and not (type(value) is str and value.isascii() and value.isidentifier() and len(value) <= 40):
         raise ChannelTampered("an error has no name")
     return _Claim(ok=ok, value=value)
-
-
-def _no_constant(text: str) -> object:
-    raise ValueError(text)
-
-
-def equal(claimed: object, case: Case) -> bool:
-    expected = _plain(case.expected)
-    if case.lists:
-        claimed = _as_lists(claimed)
-    ways = [expected]
-    if case.wrapped and isinstance(expected, list) and len(expected) == 1:
-        ways.append(expected[0])
-    if case.tolerance:
-        return any(_close(claimed, way, case.tolerance) for way in ways)
-    return any(same(claimed, way) if case.exact else claimed == way for way in ways)
-
-
-def _as_lists(claimed: object, depth: int = 0) -> object:
-    """Replace tuples by lists, as deep as the worker nests values."""
-    if depth > 2 * MAX_DEPTH:
-        return claimed
-    if isinstance(claimed, list):
-        return [_as_lists(item, depth + 1) for item in claimed]
-    if isinstance(claimed, dict):
-        if claimed.keys() == {"\0tuple"}:
-            return _as_lists(claimed["\0tuple"], depth + 1)
-        return {key: _as_lists(item, depth + 1) for key, item in claimed.items()}
-    return claimed
-
-
-def _plain(value: object) -> object:
-    """Return a value as it comes out of the sandbox."""
-    return json.loads(encode(value, 0, [MAX_NODES]))
-
-
-def _close(claimed: object, expected: object, tolerance: float) -> bool:
-    """Compare as `==`, with numbers that may differ by `tolerance` plus RELATIVE of the expected one."""
-    if isinstance(expected, int | float) and isinstance(claimed, int | float):
-        try:
-            return abs(claimed - expected) <= tolerance + RELATIVE * abs(expected)
-        except OverflowError:  # an integer beyond the floats
-            return claimed == expected
-    if isinstance(claimed, list) and isinstance(expected, list):
-        pairs = zip(claimed, expected, strict=False)
-        return len(claimed) == len(expected) and all(_close(a, b, tolerance) for a, b in pairs)
-    if isinstance(claimed, dict) and isinstance(expected, dict):
-        keys = claimed.keys() == expected.keys()
-        return keys and all(_close(claimed[key], expected[key], tolerance) for key in expected)
-    return claimed == expected
-
-
-def same(claimed: object, expected: object) -> bool:
-    """Compare JSON values with types, only as deep as `expected`."""
-    if type(claimed) is not type(expected):
-        return False
-    if isinstance(claimed, list) and isinstance(expected, list):
-        return len(claimed) == len(expected) and all(map(same, claimed, expected))
-    if isinstance(claimed, dict) and isinstance(expected, dict):
-        return claimed.keys() == expected.keys() and all(same(claimed[k], expected[k]) for k in expected)
-    return claimed == expected

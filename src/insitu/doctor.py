@@ -21,7 +21,9 @@ from insitu.install_hints import install_extra
 from insitu.registry import BUILT_IN_SOURCE, listing
 from insitu.sandbox import rootfs as layout
 from insitu.sandbox.cgroup import find as find_cgroups
-from insitu.sandbox.setup_hints import advise
+from insitu.sandbox.limits import is_root
+from insitu.sandbox.local import LocalBackend, Mode
+from insitu.sandbox.setup_hints import find_bwrap
 
 _PROBE_S = 10.0
 
@@ -55,11 +57,18 @@ def examine() -> Iterator[MachineCheck]:
 
 
 def report(checks: Sequence[MachineCheck]) -> tuple[str, bool]:
-    """Return the text of checks and whether all needed requirements are met."""
+    """Return the text of checks and whether all needed requirements are met; the last line says it."""
     width = max(len(c.name) for c in checks)
-    marks = {True: "ok", False: "--"}
-    lines = [f"{marks[c.found]}  {c.name:<{width}}  {c.text}" for c in checks]
-    return "\n".join(lines), all(c.found for c in checks if c.needed)
+    lines = [f"{_mark(c)}  {c.name:<{width}}  {c.text}" for c in checks]
+    missing = [c.name for c in checks if c.needed and not c.found]
+    lines.append(
+        f"needed and missing: {', '.join(missing)}" if missing else "nothing that is needed is missing"
+    )
+    return "\n".join(lines), not missing
+
+
+def _mark(check: MachineCheck) -> str:
+    return "ok" if check.found else "NO" if check.needed else "--"
 
 
 def _training() -> Iterator[MachineCheck]:
@@ -113,22 +122,24 @@ def _disk() -> MachineCheck:
 
 
 def _isolation() -> Iterator[MachineCheck]:
-    bwrap = shutil.which("bwrap")
-    works = False
-    if bwrap is None:
-        text = f"not found; {advise(bwrap_missing=True)}"
-    else:
-        probe = _run([bwrap, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "true"])
-        works = probe is not None and probe.returncode == 0
-        text = f"{_first_line([bwrap, '--version'])} at {bwrap}"
-        if not works:
-            reason = "timeout" if probe is None else probe.stderr.decode(errors="replace").strip()
-            text += f", but it cannot create a sandbox here: {reason}; {advise(bwrap_missing=False)}"
-    root = os.geteuid() == 0
-    yield MachineCheck(name="bubblewrap", found=works, text=text, needed=not root)
-    if not works:
-        fallback = "root: insitu creates namespaces itself" if root else "not root: insitu needs bubblewrap"
-        yield MachineCheck(name="namespaces", found=root, text=fallback)
+    """Start a sandbox in each mode that this user could use; one that works is needed."""
+    bwrap, root = find_bwrap(), is_root()
+    why = _mode_fault("bubblewrap")
+    text = f"{_first_line([bwrap, '--version'])} at {bwrap}" if bwrap else ""
+    text = "; ".join(filter(None, (text, why)))
+    yield MachineCheck(name="bubblewrap", found=not why, text=text, needed=not root)
+    if root:
+        why_not = _mode_fault("namespaces")
+        text = why_not or "root: insitu creates namespaces itself"
+        yield MachineCheck(name="namespaces", found=not why_not, text=text, needed=bool(why))
+
+
+def _mode_fault(mode: Mode) -> str:
+    try:
+        LocalBackend(mode)
+    except SetupError as error:
+        return str(error)
+    return ""
 
 
 def _cgroups() -> MachineCheck:

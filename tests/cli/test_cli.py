@@ -416,7 +416,11 @@ def test_doctor_says_one_line_each() -> None:
         "pi",
         "torch",
     }
-    assert all(line[:4] in ("ok  ", "--  ") for line in lines)
+    assert all(line[:4] in ("ok  ", "--  ", "NO  ") for line in lines[:-1])
+    assert lines[-1] == "nothing that is needed is missing"
+    found = json.loads(insitu("doctor", "--json").stdout)
+    assert found["complete"] is True
+    assert [check["name"] for check in found["checks"]] == [line.split("  ")[1] for line in lines[:-1]]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from insitu import doctor
 from insitu.doctor import MachineCheck
+from insitu.errors import SetupError
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +35,41 @@ def test_a_machine_without_gpu_triton_or_compiler_says_what_is_lost(
     assert (
         "not installed: insitu supports vLLM 0.32, and 0.26 with --worker-extension-cls" in found["vllm"].text
     )
+
+
+def test_what_ends_every_run_is_marked_and_named_last() -> None:
+    checks = [
+        MachineCheck(name="python", found=True, text="3.11"),
+        MachineCheck(name="bubblewrap", found=False, text="no way to isolate"),
+        MachineCheck(name="gpu", found=False, text="none", needed=False),
+    ]
+    text, complete = doctor.report(checks)
+    assert [line[:4] for line in text.splitlines()] == ["ok  ", "NO  ", "--  ", "need"]
+    assert (text.splitlines()[-1], complete) == ("needed and missing: bubblewrap", False)
+
+
+def test_isolation_is_tried_as_a_sandbox_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    working: set[str] = set()
+
+    def backend(mode: str) -> None:
+        if mode not in working:
+            raise SetupError(f"no way to isolate a process here ({mode}: refused)")
+
+    monkeypatch.setattr(doctor, "LocalBackend", backend)
+    for root, modes, needed in (
+        (True, {"bubblewrap", "namespaces"}, []),
+        (True, {"namespaces"}, []),
+        (True, {"bubblewrap"}, []),
+        (True, set(), ["namespaces"]),
+        (False, {"bubblewrap"}, []),
+        (False, set(), ["bubblewrap"]),
+    ):
+        working.clear()
+        working.update(modes)
+        monkeypatch.setattr(doctor, "is_root", lambda root=root: root)
+        checks = list(doctor._isolation())
+        assert [check.name for check in checks if check.needed and not check.found] == needed
+        assert all(check.found or "refused" in check.text for check in checks)
 
 
 def test_what_is_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.docker_host import docker_environment
 from insitu.sandbox.harbor import HarborBackend
 from insitu.sandbox.local import LocalBackend, Mode
+from insitu.sandbox.setup_hints import find_bwrap
 from insitu.testing import SandboxContract
 from tests.fakes.harbor import FakeEnvironment
 
@@ -53,7 +53,7 @@ class TestBubblewrap(SandboxContract):
 
     @pytest.fixture
     def backend(self) -> SandboxBackend:
-        if shutil.which("bwrap") is None:
+        if not find_bwrap():
             pytest.skip("bubblewrap is not installed")
         return LocalBackend("bubblewrap")
 

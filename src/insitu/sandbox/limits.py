@@ -21,16 +21,28 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def is_root() -> bool:
+    """Return whether this process is root and can become another user.
+
+    In a user namespace of one user, root is an ordinary user's name for itself.
+    """
+    return _root_over(NOBODY_ID, 1)
+
+
 def has_own_users() -> bool:
     """Return whether each sandbox can run as its own user: needs root, and the ids mapped in containers."""
-    return os.geteuid() == 0 and all(_mapped(kind) for kind in ("uid", "gid"))
+    return _root_over(FIRST_USER, USERS)
 
 
-def _mapped(kind: str) -> bool:
-    """Return whether this process's user namespace maps the ids."""
+def _root_over(least: int, users: int) -> bool:
+    """Return whether this process is root in a user namespace that maps these ids."""
+    return os.geteuid() == 0 and all(_mapped(kind, least, users) for kind in ("uid", "gid"))
+
+
+def _mapped(kind: str, least: int, users: int) -> bool:
     for row in Path(f"/proc/self/{kind}_map").read_text().splitlines():
         first, _, count = (int(part) for part in row.split())
-        if first <= FIRST_USER and first + count >= FIRST_USER + USERS:
+        if first <= least and first + count >= least + users:
             return True
     return False
 

@@ -12,7 +12,6 @@ import contextlib
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -28,8 +27,8 @@ from insitu.sandbox import seccomp as syscalls
 from insitu.sandbox.base import Capability, SandboxSpec
 from insitu.sandbox.cgroup import Cgroup, Cgroups, CgroupSupport, OomCounter, find
 from insitu.sandbox.control_channel import MAX_FDS, Control, readable
-from insitu.sandbox.limits import NOBODY_ID, a_user, allow_open_files, has_own_users
-from insitu.sandbox.setup_hints import advise
+from insitu.sandbox.limits import NOBODY_ID, a_user, allow_open_files, has_own_users, is_root
+from insitu.sandbox.setup_hints import advise, find_bwrap
 from insitu.sandbox.supervised_sandbox import SupervisedSandbox
 
 CLOSE_S = 5.0
@@ -127,8 +126,8 @@ class LocalBackend:
         self._sizes = (work_bytes, scratch_bytes)
         self._memory = memory_bytes
         self._found = cgroups()
-        self._root = os.geteuid() == 0
-        self._bwrap = shutil.which("bwrap") or ""
+        self._root = is_root()
+        self._bwrap = find_bwrap()
         inside = layout.python_inside()
         self._python = sys.executable if inside.startswith(layout.OWN_PYTHON) else inside
         try:

@@ -50,6 +50,8 @@ _KINDS: tuple[type[GradingRunner], ...] = (
     *(JsonIoRunner, StdioRunner, PytestRunner),
     *(CommandRunner, SwebenchLogRunner, HarborRunner),
 )
+AS_IT_IS = PytestRunner(as_it_is=True)
+"""Judges a file whose tests disturb each other."""
 RUNNERS: Mapping[str, GradingRunner] = {runner.name: runner for runner in (kind() for kind in _KINDS)}
 NEEDED: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
 WALL_PER_CPU = 3.0
@@ -104,6 +106,7 @@ class Grader:
         self.bases = BaseTrees(backend)
         self._reports: OrderedDict[tuple[str, str, str], RunReport] = OrderedDict()
         self._named: dict[tuple[str, str], Oracle] = {}
+        self._disturbing: dict[tuple[str, str], bool] = {}
         self._collecting: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def grade(self, task: Task, oracle: Oracle, after: Tree) -> Verdict:
@@ -184,7 +187,10 @@ class Grader:
             _raise_infra(task, before)
             if before.outcome is Outcome.RESOLVED:
                 raise TaskError(f"task {task.id}: the base already passes")
-            solved = await self._judge(runner, task, oracle, Candidate.of(task, base, apply(base, gold)))
+            fixed = Candidate.of(task, base, apply(base, gold))
+            solved = await self._judge(runner, task, oracle, fixed)
+            if solved.disturbed:
+                solved = await self._judge(AS_IT_IS, task, oracle, fixed)
             _raise_infra(task, solved)
             if solved.outcome is not Outcome.RESOLVED:
                 raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}")
@@ -221,6 +227,20 @@ class Grader:
                     self._named[key] = replace(oracle, cases=collect.cases or oracle.cases)
         return self._named[key]
 
+    async def _disturbs(self, task: Task, oracle: Oracle, base: Tree) -> bool:
+        """Return whether the tests of a task disturb each other with its solution too; one run a task.
+
+        Asked of the solution, not of the candidate: who could choose would choose the weaker proof.
+        """
+        if not (oracle.gold or oracle.gold_patch):
+            return False
+        key = (task.content_hash, oracle_digest(oracle))
+        async with self._collecting.setdefault(key, asyncio.Lock()):
+            if key not in self._disturbing:
+                solved = Candidate.of(task, base, solution(task, oracle, base))
+                self._disturbing[key] = (await self._judge(runner_for(task, oracle), task, oracle, solved)).disturbed
+        return self._disturbing[key]
+
     async def _cached_report(
         self, runner: GradingRunner, task: Task, oracle: Oracle, base: Tree, diff: Diff
     ) -> RunReport:
@@ -238,6 +258,8 @@ class Grader:
             self._reports.move_to_end(key)
             return cached
         report = await self._judge(runner, task, oracle, Candidate.of(task, base, tree))
+        if report.disturbed and await self._disturbs(task, oracle, base):
+            report = await self._judge(AS_IT_IS, task, oracle, Candidate.of(task, base, tree))
         if report.complete and self._config.remember:
             self._reports[key] = report
             if len(self._reports) > self._config.remember:

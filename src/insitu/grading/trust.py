@@ -1,6 +1,7 @@
 """Trust of a task's verdicts, as known before grading.
 
-Each runner has a trust; that of `pytest` is weak for test files without a mutation that looks real.
+Each runner has a trust; that of `pytest` is weak for a file with a test that must start to pass and cannot be
+mutated so that it looks real.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def trust_of(task: Task, oracle: Oracle) -> tuple[Trust, str]:
     if runner is None:
         raise TaskError(f"task {task.id}: no runner {task.grading.runner!r}")
     if runner.name == "pytest":
-        for path in _without_mutation(task, oracle):
-            return "weak", f"no assertion of {path} can be mutated unseen"
+        for path, why in _weak_files(task, oracle):
+            return "weak", f"{path}: {why}"
     solved = oracle.gold or oracle.gold_patch
     if not solved and any(case.wrapped for case in without_forms(oracle.cases)):
         return "standard", "whether its values are wrapped in lists only a solution could tell"
@@ -64,7 +65,7 @@ def _named(name: str, known: Tree) -> list[str]:
     return [name] if "::" in name else [f"{name}::{test}" for test in _tests_of(known.get(name))]
 
 
-def _without_mutation(task: Task, oracle: Oracle) -> Iterator[str]:
+def _weak_files(task: Task, oracle: Oracle) -> Iterator[tuple[str, str]]:
     tests = oracle.tests
     known = dict(task.files)
     if task.files or not tests.patch:
@@ -80,5 +81,5 @@ def _without_mutation(task: Task, oracle: Oracle) -> Iterator[str]:
                 text = text_of(known[path].content)
             except ValueError:
                 continue  # not Python: the grader reports it
-            if not draw(path, text, new, names, random.Random(path), seed=path).standard:
-                yield path
+            if why := draw(path, text, new, names, random.Random(path), seed=path).weak:
+                yield path, why

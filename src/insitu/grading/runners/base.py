@@ -78,6 +78,9 @@ class RunReport:
     """Reward 0..1 of an unresolved task with reward `fraction`; None = passed / total."""
     trust: Trust | None = None
     """Trust of this report where it is lower than the runner's."""
+    disturbed: bool = False
+    """Unsolved only since tests failed behind a mutated one: the solution decides whether that is the tests'
+    fault."""
     failing: tuple[FailingCheck, ...] = ()
     """First checks that did not pass, see `common.failing_checks`."""
 

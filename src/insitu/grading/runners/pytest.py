@@ -2,9 +2,9 @@
 
 Candidate and tests share a process, so its records are checked: every required id exactly once, every canary
 as expected, numbered records with a nonce, a matching exit code. Each file is run several times in fresh
-sandboxes, with other tests mutated in each run (pytest_mutants.py), and judged over all runs: a test that
-passes as it is and mutated was forged. A candidate that knows or guesses every expected value still passes;
-only json_io and stdio exclude that.
+sandboxes, with other tests mutated in each run (pytest_mutants.py), and judged over all runs: every required
+test must pass in every run in which it is real, and fail in every run in which it is mutated. What this
+promises, and against whom, is in docs/attacks.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ WORKER = Path(__file__).with_name("pytest_worker.py").read_text()
 BUNDLE = "/opt/insitu/pytest"
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 MAX_RECORD_BYTES = 16 << 20
+_DISTURBING = "its tests disturb each other, also with the solution"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +54,19 @@ class _FileResult:
     """Result of one test file."""
 
     outcomes: Mapping[str, str]
-    """Outcomes of required tests that were run unmutated."""
+    """Outcomes of required tests over the runs in which they were real."""
     controls: tuple[int, int, int] = (0, 0, 0)
     """Canaries that failed and passed as they must, and mutated tests that failed."""
     trouble: str = ""
     """Why the file is not solved, whatever its outcomes."""
     lost: bool = False
     """A required test failed; others may not have been run unmutated."""
-    weak: bool = False
-    """No mutation looks real."""
-    unturned: bool = False
-    """No mutation at all: an object that equals everything passes."""
+    wrong: int = 0
+    """Tests that passed while mutated."""
+    disturbed: bool = False
+    """Tests failed behind a mutated one, in a file that is otherwise solved."""
+    weak: str = ""
+    """Why the verdict is weak; empty where it is not."""
     unseen: tuple[int, int] = (0, 0)
     """Required tests with a mutation that looks real, and all required tests."""
     odd: bool = False
@@ -82,6 +86,10 @@ class PytestRunner(RunnerBase):
 
     name = "pytest"
     trust: Trust = "standard"
+
+    def __init__(self, *, as_it_is: bool = False) -> None:
+        self._as_it_is = as_it_is
+        """Run each file once, unmutated; every verdict is weak."""
 
     def check(self, task: Task, oracle: Oracle) -> None:
         tests = oracle.tests
@@ -128,7 +136,7 @@ class PytestRunner(RunnerBase):
     async def run(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
-        session = _Session(sandbox, task, oracle, candidate, limits)
+        session = _Session(sandbox, task, oracle, candidate, limits, as_it_is=self._as_it_is)
         ran: list[_FileResult] = []
         try:
             for path in _files(oracle.tests):
@@ -155,9 +163,16 @@ class _Session:
     """One grading run: judges test files one after the other."""
 
     def __init__(
-        self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
+        self,
+        sandbox: Sandbox,
+        task: Task,
+        oracle: Oracle,
+        candidate: Candidate,
+        limits: RunLimits,
+        *,
+        as_it_is: bool,
     ) -> None:
-        self._sandbox, self._candidate, self._limits = sandbox, candidate, limits
+        self._sandbox, self._candidate, self._limits, self._as_it_is = sandbox, candidate, limits, as_it_is
         self._tests = oracle.tests
         files = _files(oracle.tests)
         self._hidden: Tree = {**restored(candidate.base, files), **candidate.hidden(oracle.tests)}
@@ -184,22 +199,27 @@ class _Session:
         drawn = await asyncio.to_thread(
             draw, path, text, self._tests.fail_to_pass, required, self._rng, seed=key
         )
+        if self._as_it_is:
+            drawn = drawn.as_it_is()
         ran, found = await self._round(drawn, _FileResult(outcomes={}))
         if found.uneven and not ran.ended:
             drawn = draw(path, text, self._tests.fail_to_pass, required, self._rng, seed=key, rows=False)
             ran, found = await self._round(drawn, ran)
-        if found.disturbed and drawn.chosen and not (ran.ended or ran.lost or found.wrong):
-            drawn = drawn.few(found, self._rng)
-            ran, found = await self._round(drawn, ran)
-        ran = replace(ran, weak=not drawn.standard, unturned=not drawn.chosen, unseen=drawn.unseen)
+        weak = _DISTURBING if self._as_it_is else drawn.weak
+        ran = replace(ran, weak=weak, unseen=drawn.unseen)
+        if self._reward == "fraction":
+            whole = not (ran.ended or ran.odd or found.uneven)
+            credited = drawn.credited(found, self._tests.fail_to_pass) if whole else {}
+            ran = replace(ran, outcomes=credited, wrong=len(found.wrong))
         if ran.ended:
             return ran
-        if ran.lost:
-            return await self._scored(drawn, ran, found)
-        if found.wrong:
+        if found.forged and not ran.lost:
             raise RecordsTampered("a test passes as it is and mutated")
-        if found.disturbed or found.uneven:
-            return replace(ran, trouble="tests that were not mutated failed in every run")
+        if ran.lost:
+            return ran
+        if found.wrong or found.disturbed or found.uneven:
+            trouble = "tests fail, or pass mutated, behind one that was mutated"
+            return replace(ran, trouble=trouble, disturbed=not found.wrong)
         if ran.odd:
             raise RecordsTampered("a run has records that do not fit its tests")
         return ran
@@ -223,28 +243,11 @@ class _Session:
                 lost=bool(found.lost),
                 odd=ran.odd or once.odd,
             )
-            if ran.ended or ran.lost or found.uneven:
+            # The reward `fraction` needs the proof of every other test.
+            decided = ran.lost and self._reward != "fraction"
+            if ran.ended or decided or found.uneven:
                 break
         return ran, found
-
-    async def _scored(self, drawn: MutantRound, ran: _FileResult, found: MutantResults) -> _FileResult:
-        """Run a failed file once unmutated, where the reward `fraction` needs all outcomes."""
-        if self._reward != "fraction":
-            return ran
-        made = with_controls(drawn.text, self._rng)
-        once = _checked(await self._run(drawn.path, made), drawn.path, made)
-        cheats = found.wrong | found.suspects
-        return replace(
-            ran,
-            outcomes={
-                # Nothing is mutated in this run: a test that failed before stays failed.
-                name: "failed" if name in found.lost or drawn.test(name) in cheats else outcome
-                for name, outcome in once.outcomes.items()
-            },
-            trouble=once.trouble,
-            timed_out=once.timed_out,
-            cpu=once.cpu,
-        )
 
     async def close(self) -> None:
         """Close the current sandbox; idempotent."""
@@ -334,6 +337,8 @@ def _report(tests: HiddenTests, ran: Sequence[_FileResult]) -> RunReport:
     trouble = next((one.trouble for one in ran if one.trouble), "")
     late = any(one.timed_out or one.cpu for one in ran)
     resolved = f2p + p2p == total and not (trouble or late or any(one.lost for one in ran))
+    # A forger passes one of several forms: what it guesses wrong costs as much as what it guesses right earns.
+    sure = max(0, f2p - sum(one.wrong for one in ran))
     outcome = Outcome.RESOLVED if resolved else Outcome.UNRESOLVED
     if late:
         outcome, trouble = Outcome.TEST_TIMEOUT, "out of time"
@@ -351,7 +356,8 @@ def _report(tests: HiddenTests, ran: Sequence[_FileResult]) -> RunReport:
         fail_to_pass=(f2p, len(tests.fail_to_pass)),
         pass_to_pass=(p2p, len(tests.pass_to_pass)),
         controls=f"{failed} failed as they must, {good} passed as they must, {_turned(ran, turned)}",
-        score=share(tests, f2p, p2p),
+        score=share(tests, sure, p2p),
+        disturbed=any(one.disturbed for one in ran) and not (late or any(one.lost for one in ran)),
         trust="weak" if any(one.weak for one in ran) else None,
         failing=() if resolved else failing_tests(tests, outcomes, ("passed",), ("passed",)),
     )
@@ -360,10 +366,6 @@ def _report(tests: HiddenTests, ran: Sequence[_FileResult]) -> RunReport:
 def _turned(ran: Sequence[_FileResult], failed: int) -> str:
     unseen, tests = (sum(one.unseen[n] for one in ran) for n in range(2))
     line = f"{failed} turned tests failed, {unseen} of {tests} tests were turned unseen"
-    for count, what in (
-        (sum(one.unturned for one in ran), "no assertion could be turned round"),
-        (sum(one.weak and not one.unturned for one in ran), "no assertion could be turned unseen"),
-    ):
-        if count:
-            line += f": {what}" + (f", in {count} of {len(ran)} files" if len(ran) > 1 else "")
+    for why, count in Counter(one.weak for one in ran if one.weak).items():
+        line += f": {why}" + (f", in {count} of {len(ran)} files" if len(ran) > 1 else "")
     return line

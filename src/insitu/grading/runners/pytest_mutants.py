@@ -1,30 +1,26 @@
 """The runs of one test file: in each, some required tests are mutated, and each test is real in some run.
 
 No run is the real one (decision 0060). Each mutable test is real in some runs and mutated in the others, in
-every form equally often. Its forms are the same whenever the file is judged on this machine. So forging code
-has to decide for each test and each run whether it is real, without help from order, time or memory.
-
-A mutated test that fails may disturb the tests after it. If a test only failed after such a one, few tests
-are mutated in further runs, in forms that were used already, in every combination.
+every form equally often, independently of the other tests. Its forms are the same whenever the file is judged
+on this machine. So forging code has to decide for each test and each run whether it is real, without help
+from order, time, memory or the tests that it solves. The plan is drawn before the first run, and nothing that
+a candidate reports changes it.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from insitu.grading.mutation.assertions import MutableTest, Mutation, mutable_tests
 from insitu.grading.mutation.source_edits import Source
 
-RUNS: Mapping[int, int] = {0: 1, 1: 6, 2: 4, 3: 4, 4: 2}
-"""Mutable tests of a file (4: or more) -> its runs, which is also the most forms of each test."""
-FEW = 3
-"""Most mutated tests of further runs, after a disturbance."""
-MOST_RUNS: int = 2 * RUNS[1] + 2**FEW + 1
-"""Most runs of a file: the plan, again without single rows, with few tests, and one for the score."""
+RUNS: Mapping[int, int] = {0: 1, 1: 6, 2: 4}
+"""Mutable tests of a file (2: or more) -> its runs, which is also the most forms of each test."""
+MOST_RUNS: int = 2 * max(RUNS.values())
+"""Most runs of a file: the plan, and again without single rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +28,19 @@ class MutantResults:
     """Results of the runs of a round so far."""
 
     outcomes: Mapping[str, str]
-    """Outcomes of required tests that were run unmutated."""
+    """Required test -> `passed` where it passed in every run in which it was real, else `failed`."""
     lost: frozenset[str] = frozenset()
-    """Those that failed undisturbed."""
+    """Required tests that failed while real, behind no mutated test that failed."""
     wrong: frozenset[str] = frozenset()
-    """Tests that passed both unmutated and mutated."""
-    suspects: frozenset[str] = frozenset()
-    """Tests that passed mutated, but maybe disturbed, or that failed unmutated."""
-    disturbed: bool = False
-    """A test failed after a mutated test had failed."""
+    """Tests that passed while mutated."""
+    forged: frozenset[str] = frozenset()
+    """Those of `wrong` that also passed wherever they were real."""
+    disturbed: frozenset[str] = frozenset()
+    """Tests whose outcome a mutated test that failed before them, or no outcome at all, may explain."""
     uneven: frozenset[str] = frozenset()
     """Tests with one mutated row whose cases are not those required."""
+    proven: frozenset[str] = frozenset()
+    """Mutable tests that passed wherever real and failed wherever mutated."""
     failed: int = 0
     """Mutated cases that failed."""
 
@@ -58,8 +56,8 @@ class MutantRound:
     chosen: tuple[MutableTest, ...]
     plan: tuple[Mapping[str, Mutation], ...]
     """Per run: test name -> mutation."""
-    standard: bool
-    """Whether a fail_to_pass test has a mutation that looks real."""
+    weak: str
+    """Why a resolved file proves less than `standard` promises; empty where it does not."""
 
     @property
     def unseen(self) -> tuple[int, int]:
@@ -74,9 +72,8 @@ class MutantRound:
     def judge(self, runs: Sequence[Mapping[str, str]]) -> MutantResults:
         """Judge the outcomes of the first runs; each mapping is in the order of execution."""
         real: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
-        passing, uneven = set[str](), set[str]()
-        unsure, caught = set[tuple[str, Mutation]](), set[tuple[str, Mutation]]()
-        disturbed, failed = False, 0
+        wrong, disturbed, uneven = set[str](), set[str](), set[str]()
+        failed = 0
         wanted = Counter(self.test(name) for name in self.required)
         for turned, outcomes in zip(self.plan, runs, strict=False):
             behind = self._real(turned, outcomes, real)
@@ -89,27 +86,21 @@ class MutantRound:
                 if way.rows > 1 and len(cases) != wanted[test]:
                     uneven.add(test)
                 elif sum(cases) > spared:
-                    if test in behind:
-                        unsure.add((test, way))
-                    else:
-                        passing.add(test)
+                    (disturbed if test in behind else wrong).add(test)
                 elif sum(cases) < spared or not cases:
-                    disturbed = True
-                elif test not in behind:
-                    caught.add((test, way))
+                    disturbed.add(test)
                 failed += len(cases) - max(sum(cases), spared)
-        outcome = {name: _outcome(seen) for name, seen in real.items()}
-        # A mutation that fails undisturbed passed behind a failed test only because of that one.
-        doubted = {test for test, _ in unsure - caught}
-        fine = passing & {self.test(name) for name in outcome}
-        fine -= {self.test(name) for name, word in outcome.items() if word != "passed"}
+        disturbed |= {self.test(name) for name, seen in real.items() if (False, False) in seen}
+        outcome = {name: "passed" if all(passed for passed, _ in seen) else "failed" for name, seen in real.items()}
+        missed = {self.test(name) for name, word in outcome.items() if word != "passed"}
         return MutantResults(
-            outcomes={name: word or "failed" for name, word in outcome.items()},
-            lost=frozenset(name for name, word in outcome.items() if word == "failed"),
-            wrong=frozenset(fine),
-            suspects=frozenset(doubted | (passing - fine)),
-            disturbed=disturbed or bool(doubted) or "" in outcome.values(),
+            outcomes=outcome,
+            lost=frozenset(name for name, seen in real.items() if (False, True) in seen),
+            wrong=frozenset(wrong),
+            forged=frozenset(wrong & {self.test(name) for name in outcome} - missed),
+            disturbed=frozenset(disturbed),
             uneven=frozenset(uneven),
+            proven=frozenset({test.name for test in self.chosen} - missed - wrong - disturbed - uneven),
             failed=failed,
         )
 
@@ -142,32 +133,33 @@ class MutantRound:
         """Return the name of a test without its parameters."""
         return _test(self.path, name)
 
-    def few(self, found: MutantResults, rng: random.Random) -> MutantRound:
-        """Return further runs with few tests mutated in every combination, suspects first.
+    def credited(self, found: MutantResults, fail_to_pass: Sequence[str]) -> Mapping[str, str]:
+        """Return the outcomes that the reward `fraction` counts.
 
-        So every test is also run after unmutated ones alone.
+        A fail_to_pass test that is never mutated, or openly, could be forged: it counts once all others of
+        the file are proven.
         """
-        tests = rng.sample(self.chosen, len(self.chosen))
-        tests.sort(key=lambda test: (test.name not in found.suspects, not test.hidden))
-        chosen = tuple(replace(test, ways=test.ways[:1]) for test in tests[:FEW])
-        forms = [[None, *test.ways] for test in chosen]
-        plan = [
-            {test.name: way for test, way in zip(chosen, drawn, strict=True) if way}
-            for drawn in itertools.product(*forms)
-        ]
-        return replace(self, chosen=chosen, plan=tuple(rng.sample(plan, len(plan))))
+        new = {self.test(name) for name in fail_to_pass}
+        hidden = {test.name for test in self.chosen if test.hidden}
+        mutated = {test.name for test in self.chosen}
+        sure = new & hidden <= found.proven
+
+        def counts(name: str) -> bool:
+            test = self.test(name)
+            if found.outcomes.get(name) != "passed" or (test in mutated and test not in found.proven):
+                return False
+            return test in hidden or test not in new or sure
+
+        return {name: "passed" if counts(name) else "failed" for name in found.outcomes}
+
+    def as_it_is(self) -> MutantRound:
+        """Return one run without mutations, for a file whose tests the solution itself shows to disturb each
+        other: its verdict is weak."""
+        return replace(self, chosen=(), plan=({},))
 
 
 def _test(path: str, name: str) -> str:
     return name.removeprefix(path + "::").partition("[")[0]
-
-
-def _outcome(seen: Sequence[tuple[bool, bool]]) -> str:
-    """Return `passed`, `failed`, or "" where every failure may be a disturbance."""
-    sure = [passed for passed, undisturbed in seen if undisturbed]
-    if sure:
-        return "passed" if all(sure) else "failed"
-    return "passed" if any(passed for passed, _ in seen) else ""
 
 
 def draw(
@@ -198,8 +190,21 @@ def draw(
         required=tuple(required),
         chosen=chosen,
         plan=_plan(chosen, rng),
-        standard=any(test.hidden and test.name in (new or tests) for test in chosen),
+        weak=_weakness(tests, new, chosen),
     )
+
+
+def _weakness(tests: Sequence[str], new: Collection[str], chosen: Sequence[MutableTest]) -> str:
+    """Return why the file is weak: some test that must start to pass could be forged by reading the file."""
+    hidden = {test.name for test in chosen if test.hidden}
+    missing = [test for test in tests if test in new and test not in hidden]
+    if hidden and not missing:
+        return ""
+    if not chosen:
+        return "no assertion could be turned round"
+    if not hidden:
+        return "no assertion could be turned unseen"
+    return f"{len(missing)} that must start to pass were not, such as {missing[0]}"
 
 
 def _runs(chosen: Sequence[MutableTest]) -> int:
@@ -207,12 +212,9 @@ def _runs(chosen: Sequence[MutableTest]) -> int:
 
 
 def _plan(chosen: Sequence[MutableTest], rng: random.Random) -> tuple[Mapping[str, Mutation], ...]:
-    """Return runs with each test in every form equally often, and not all tests real in the same runs."""
+    """Return runs with each test in every form equally often, drawn for each test by itself."""
     runs = _runs(chosen)
-    while True:
-        forms = {test.name: rng.sample(_forms(test, runs), runs) for test in chosen}
-        if len(chosen) < 2 or len({tuple(way is None for way in drawn) for drawn in forms.values()}) > 1:
-            break
+    forms = {test.name: rng.sample(_forms(test, runs), runs) for test in chosen}
     return tuple({name: way for name, drawn in forms.items() if (way := drawn[n])} for n in range(runs))
 
 

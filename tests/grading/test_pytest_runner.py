@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -37,11 +38,11 @@ def test_total(items):
     assert total(items) == 3
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_many(n):
+@pytest.mark.parametrize(("n", "want"), [(1, 4), (2, 8)])
+def test_many(n, want):
     """With a docstring."""
     made = [n] * 4
-    assert total(made) == 4 * n, "wrong"
+    assert total(made) == want, "wrong"
 
 
 class TestName:
@@ -57,7 +58,8 @@ class Case(unittest.TestCase):
         self.assertEqual(total([5, 6]), 11)
 '''
 F2P = tuple(
-    f"tests/test_app.py::{name}" for name in ("test_total", "test_many[1]", "test_many[2]", "Case::test_case")
+    f"tests/test_app.py::{name}"
+    for name in ("test_total", "test_many[1-4]", "test_many[2-8]", "Case::test_case")
 )
 P2P = ("tests/test_app.py::TestName::test_name", "tests/test_app.py::TestName::test_root")
 FILES = {
@@ -98,7 +100,7 @@ async def test_a_solution_is_resolved_with_evidence(grader: Grader) -> None:
     assert verdict.outcome is Outcome.RESOLVED, verdict
     assert verdict.reward == 1.0
     assert (verdict.fail_to_pass, verdict.pass_to_pass) == ((4, 4), (2, 2))
-    assert verdict.controls.startswith("20 failed as they must, 4 passed as they must")
+    assert verdict.controls.startswith("40 failed as they must, 8 passed as they must")
     assert not verdict.controls.endswith(" 0 turned tests failed")
     assert verdict.trust == "standard"
     assert verdict.grader.startswith("insitu ")
@@ -273,9 +275,81 @@ async def test_tests_that_a_failed_one_disturbs_cost_no_honest_one_its_reward(gr
         chain += f"\n\ndef test_{n}():\n    assert len(DONE) == {n}\n    DONE.append(total([{n}]))\n"
     names = tuple(f"tests/test_app.py::test_{n}" for n in range(4))
     task, oracle = make(PLAN, HiddenTests(files={"tests/test_app.py": text(chain)}, fail_to_pass=names))
-    # test_pytest_turns.py repeats this for many draws, without a sandbox.
-    verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(GOLD)})
+    verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(GOLD + "#")})
     assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0), (verdict.reason, verdict)
+    # The solution shows that it is the tests' fault; no mutated run proves anything then.
+    assert verdict.trust == "weak"
+    assert "its tests disturb each other, also with the solution" in verdict.controls
+    await grader.validate(task, oracle, repeats=1)
+    alone = replace(oracle, gold={})
+    verdict = await grader.grade(task, alone, {**FILES, "app.py": text(GOLD)})
+    assert (verdict.outcome, verdict.reward) == (Outcome.UNRESOLVED, 0.0), (
+        "no solution shows whose fault it is"
+    )
+
+
+BLAMES = """
+import sys
+_reports = sys.modules.get("_pytest.reports")
+if _reports is not None:
+    _made, _failed = _reports.TestReport.from_item_and_call.__func__, []
+    def _forge(cls, item, call):
+        report = _made(cls, item, call)
+        if report.when == "call":
+            if "unsolved" in item.name and not report.passed:
+                report.outcome, report.longrepr = ("failed", "x") if _failed else ("passed", None)
+            elif report.failed and "name" in item.name:
+                _failed.append(item)
+        return report
+    _reports.TestReport.from_item_and_call = classmethod(_forge)
+    def _first(self, items):
+        items.sort(key=lambda item: "unsolved" in item.name)
+    _frame = sys._getframe()
+    while _frame is not None:
+        for _value in list(_frame.f_locals.values()):
+            _config = getattr(_value, "config", None)
+            if hasattr(_config, "pluginmanager"):
+                _plugin = type("P", (), {"pytest_collection_modifyitems": _first})()
+                _config.pluginmanager.register(_plugin)
+                _frame = None
+                break
+        _frame = _frame and _frame.f_back
+"""
+
+
+def _solved_and_not(solved: int, unsolved: int, reward: str = "binary") -> tuple[Task, Oracle]:
+    source = "from app import name, total\n"
+    for n in range(solved):
+        source += f"\n\ndef test_name_{n}():\n    assert name() * {n + 2} == {'a' * (n + 2)!r}\n"
+    for n in range(unsolved):
+        source += f"\n\ndef test_unsolved_{n}():\n    assert total([{n + 11}, {n + 40}]) == {2 * n + 51}\n"
+    path = "tests/test_app.py::test_"
+    tests = HiddenTests(
+        files={"tests/test_app.py": text(source)},
+        fail_to_pass=tuple(f"{path}unsolved_{n}" for n in range(unsolved)),
+        pass_to_pass=tuple(f"{path}name_{n}" for n in range(solved)),
+    )
+    return make(GradingPlan(runner="pytest", timeout_s=20.0, reward=reward), tests)
+
+
+@pytest.mark.parametrize(("solved", "unsolved"), [(7, 1), (3, 3), (0, 2)])
+async def test_who_blames_a_failed_test_for_those_it_does_not_solve_earns_nothing(
+    grader: Grader, solved: int, unsolved: int
+) -> None:
+    task, oracle = _solved_and_not(solved, unsolved)
+    verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(BASE + BLAMES)})
+    assert verdict.outcome in (Outcome.UNRESOLVED, Outcome.TAMPERED), verdict
+    assert verdict.reward == 0.0
+    twin = await grader.grade(task, oracle, {**FILES, "app.py": text(GOLD)})
+    assert (twin.outcome, twin.reward, twin.trust) == (Outcome.RESOLVED, 1.0, "standard"), twin
+
+
+async def test_of_a_fraction_who_forges_reports_earns_nothing(grader: Grader) -> None:
+    task, oracle = _solved_and_not(0, 5, reward="fraction")
+    by_name = FORGED_REPORTS % "'unsolved' in item.name"
+    for app in (BASE + BLAMES, BASE + by_name, BASE + BY_THE_CLOCK.replace("SINCE", "time.time()")):
+        verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(app)})
+        assert verdict.reward == 0.0, verdict
 
 
 async def test_a_pass_in_a_file_where_nothing_can_be_turned_is_called_weak(

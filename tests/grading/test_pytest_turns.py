@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 
@@ -50,10 +51,8 @@ def _play(forger: Forger, drawn: MutantRound) -> MutantResults:
     return drawn.judge(said)
 
 
-def _wins(forger: Forger, drawn: MutantRound, seed: int) -> bool:
+def _wins(forger: Forger, drawn: MutantRound) -> bool:
     found = _play(forger, drawn)
-    if found.disturbed and not (found.lost or found.wrong):
-        found = _play(forger, drawn.few(found, random.Random(seed)))
     return not (found.lost or found.wrong or found.disturbed)
 
 
@@ -75,10 +74,10 @@ def _oftenest(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forger", [_first, _as_first, _oftenest])
-@pytest.mark.parametrize(("count", "chance"), [(1, 1 / 6), (2, 1 / 12), (4, 1 / 12), (9, 1 / 12)])
+@pytest.mark.parametrize(("count", "chance"), [(1, 1 / 6), (2, 1 / 16), (4, 1 / 256), (9, 1 / 4**9)])
 def test_what_remembers_the_other_runs_has_to_guess(forger: Forger, count: int, chance: float) -> None:
     draws = 300
-    won = sum(_wins(forger, _drawn(count, seed), seed) for seed in range(draws))
+    won = sum(_wins(forger, _drawn(count, seed)) for seed in range(draws))
     assert won <= draws * chance + 4 * (draws * chance * (1 - chance)) ** 0.5  # four standard deviations
 
 
@@ -119,7 +118,7 @@ def _likely(drawn: MutantRound, test: str, answer: str) -> str:
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_what_remembers_all_runs_that_ever_were_finds_no_form_likelier(kind: str, count: int) -> None:
     rounds, won, answer = 40, 0, ANSWERS[kind]
-    runs = RUNS[min(count, 4)]
+    runs = RUNS[min(count, 2)]
     chance = 1 / max(n for n in range(1, runs + 1) if runs % n == 0 and n <= FORMS[kind])
     for seed in range(rounds):
         drawn = _drawn(count, seed, answer=answer, key=f"round {seed}")
@@ -127,7 +126,7 @@ def test_what_remembers_all_runs_that_ever_were_finds_no_form_likelier(kind: str
         likely = _likely(drawn, test, answer)
 
         forger = _knows({**_texts(_file(count, answer)), test: likely})
-        won += _wins(forger, drawn, seed)
+        won += _wins(forger, drawn)
     assert abs(won - rounds * chance) <= 4 * (rounds * chance * (1 - chance)) ** 0.5, (won, chance)
 
 
@@ -144,7 +143,7 @@ def test_a_test_has_the_same_forms_in_all_draws_of_a_key(count: int) -> None:
 def test_an_object_that_equals_everything_in_one_test_of_many_is_found_each_time(count: int) -> None:
     for seed in range(20):
         real = {**_texts(_file(count)), f"test_{seed % count}": ""}
-        assert not _wins(_knows(real), _drawn(count, seed), seed)
+        assert not _wins(_knows(real), _drawn(count, seed))
 
 
 def _right(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
@@ -157,29 +156,27 @@ def _right(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) 
 def test_what_is_right_wins_and_each_form_comes_equally_often(count: int) -> None:
     for seed in range(30):
         drawn = _drawn(count, seed)
-        assert len(drawn.plan) == RUNS[min(count, 4)]
+        assert len(drawn.plan) == RUNS[min(count, 2)]
         assert len(drawn.chosen) == count, "every test is turned somewhere"
-        assert drawn.standard
-        assert _wins(_right, drawn, seed)
+        assert not drawn.weak
+        assert _wins(_right, drawn)
         for test in drawn.chosen:
             lines = [_texts(drawn.written(run))[test.name] for run in range(len(drawn.plan))]
             assert len({lines.count(line) for line in lines}) == 1, lines
             assert f"    assert f({test.name[5:]}) == {int(test.name[5:]) + 100}" in lines
 
 
-def test_right_code_wins_where_each_test_needs_the_one_before() -> None:
+def test_right_code_is_only_disturbed_where_each_test_needs_the_one_before() -> None:
     def in_order(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
         passes, intact = dict(_right(run, texts, before)), True
         for name, passed in passes.items():
             passes[name] = intact = intact and passed
         return passes
 
-    found = [_play(in_order, _drawn(4, seed)) for seed in range(60)]
-    assert any(results.disturbed for results in found)
-    assert all(_wins(in_order, _drawn(4, seed), seed) for seed in range(60))
+    _is_only_disturbed(in_order)
 
 
-def test_right_code_wins_where_a_failed_test_inverts_those_behind_it() -> None:
+def test_right_code_is_only_disturbed_where_a_failed_test_inverts_those_behind_it() -> None:
     """As where tests count those before them: a mutated count is right once one of them has failed."""
 
     def counted(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
@@ -189,16 +186,99 @@ def test_right_code_wins_where_a_failed_test_inverts_those_behind_it() -> None:
             intact = intact and passed
         return passes
 
-    assert all(_wins(counted, _drawn(4, seed), seed) for seed in range(60))
+    _is_only_disturbed(counted)
+
+
+def _is_only_disturbed(code: Forger) -> None:
+    found = [_play(code, _drawn(4, seed)) for seed in range(60)]
+    assert any(results.disturbed for results in found)
+    assert not any(results.lost or results.wrong for results in found)
+
+
+def _solves(known: int, answer: Callable[[int, str], bool], *, behind: bool = False) -> Forger:
+    """Knows the answers of the first tests and says of the others what `answer` says of run and test.
+
+    `behind`: once a test that it knows has failed, the others fail too, as if that one had disturbed them.
+    """
+
+    def forger(run: int, texts: Mapping[str, str], before: list[Mapping[str, str]]) -> Mapping[str, bool]:
+        passes = dict(_right(run, texts, before))
+        leaders = all(passes[f"test_{n}"] for n in range(known))
+        for name in texts:
+            if int(name[5:]) >= known:
+                passes[name] = answer(run, name) and (leaders or not behind)
+        return passes
+
+    return forger
+
+
+Strategy = Callable[[int, str], bool]
+
+
+def _always(run: int, name: str) -> bool:
+    return True
+
+
+def _one_run(seed: int) -> Strategy:
+    runs = random.Random(seed).choices(range(4), k=50)
+    return lambda run, name: runs[int(name[5:])] == run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unsolved", [1, 2, 6])
+@pytest.mark.parametrize("known", [1, 3, 7])
+@pytest.mark.parametrize("strategy", [lambda seed: _always, _one_run], ids=["always", "one run"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_who_solves_some_has_to_guess_each_that_is_left(
+    strategy: Callable[[int], Strategy], known: int, unsolved: int, *, behind: bool
+) -> None:
+    """Also one that provokes a failure of a test that it knows, to have an excuse for all others."""
+    rounds, chance = 200, (1 / 4) ** unsolved
+    won = sum(
+        _wins(_solves(known, strategy(seed), behind=behind), _drawn(known + unsolved, seed))
+        for seed in range(rounds)
+    )
+    assert won <= rounds * chance + 4 * (rounds * chance * (1 - chance)) ** 0.5
+
+
+def test_the_forms_of_a_test_say_nothing_of_the_forms_of_another() -> None:
+    pairs = Counter[tuple[bool, bool]]()
+    for seed in range(1500):  # independent: one in 16
+        plan = _drawn(2, seed).plan
+        pairs["test_0" in plan[0], "test_1" in plan[0]] += 1
+    both_real = pairs[False, False] / 1500
+    assert abs(both_real - 1 / 16) < 4 * (1 / 16 * 15 / 16 / 1500) ** 0.5
+
+
+def test_of_a_fraction_only_proven_tests_count() -> None:
+    names = [f"{PATH}::test_{n}" for n in range(6)]
+    for seed in range(40):
+        drawn = _drawn(6, seed)
+        honest = drawn.credited(_play(_solves(4, lambda run, name: False), drawn), names)
+        assert [honest[name] for name in names] == ["passed"] * 4 + ["failed"] * 2
+
+
+@pytest.mark.parametrize("strategy", [lambda seed: _always, _one_run])
+def test_of_a_fraction_who_guesses_earns_next_to_nothing(strategy: Callable[[int], Strategy]) -> None:
+    names = [f"{PATH}::test_{n}" for n in range(6)]
+    earned = 0
+    for seed in range(200):
+        drawn = _drawn(6, seed)
+        found = _play(_solves(0, strategy(seed)), drawn)
+        right = sum(word == "passed" for word in drawn.credited(found, names).values())
+        earned += 0 if found.forged else max(0, right - len(found.guessed))
+    assert earned <= 0.02 * 200 * 6, "what is guessed wrong costs as much as what is guessed right earns"
 
 
 def test_a_file_that_can_only_be_turned_openly_is_no_standard() -> None:
     names = [f"{PATH}::test_new", f"{PATH}::test_old"]
-    for new, old, standard in (
-        ("assert f(1) == 2", "assert f(3) == sorted([3])", True),
-        ("assert f(3) == sorted([3])", "assert f(1) == 2", False),
+    for new, old, weak in (
+        ("assert f(1) == 2", "assert f(3) == sorted([3])", ""),
+        ("assert f(3) == sorted([3])", "assert f(1) == 2", "1 that must start to pass were not"),
+        ("assert f([]) == []", "assert f(1) == 2", ""),
+        ("assert f([]) == []\n    assert f([3]) == sorted([3])", "assert f(1) == 2", "1 that must start"),
     ):
         text = f"from app import f\n\n\ndef test_new():\n    {new}\n\n\ndef test_old():\n    {old}\n"
         drawn = draw(PATH, text, names[:1], names, random.Random(0), seed="0")
         assert len(drawn.chosen) == 2
-        assert drawn.standard is standard, "what must start to pass decides"
+        assert drawn.weak.startswith(weak) if weak else not drawn.weak, "what must start to pass decides"

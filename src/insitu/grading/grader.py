@@ -238,7 +238,9 @@ class Grader:
         async with self._collecting.setdefault(key, asyncio.Lock()):
             if key not in self._disturbing:
                 solved = Candidate.of(task, base, solution(task, oracle, base))
-                self._disturbing[key] = (await self._judge(runner_for(task, oracle), task, oracle, solved)).disturbed
+                self._disturbing[key] = (
+                    await self._judge(runner_for(task, oracle), task, oracle, solved)
+                ).disturbed
         return self._disturbing[key]
 
     async def _cached_report(

@@ -319,6 +319,76 @@ def test_what_asks_a_question_asks_the_opposite(real: str, flipped: str) -> None
     assert found.text == text.replace(real, flipped)
 
 
+METHODS = {
+    "self.assertTrue(f(2), 'no')": "self.assertFalse(f(2), 'no')",
+    "self.assertIn(f(2), [1])": "self.assertNotIn(f(2), [1])",
+    "self.assertIsNone( f(2) )": "self.assertIsNotNone( f(2) )",
+    "self.assertLess(f(2), f(3))": "self.assertGreaterEqual(f(2), f(3))",
+    "self.assertIs(f(2), True)": "self.assertIs(f(2), False)",
+}
+
+
+@pytest.mark.parametrize(("real", "flipped"), METHODS.items())
+def test_a_question_of_unittest_asks_the_opposite(real: str, flipped: str) -> None:
+    text = whole(f"class Case:\n    def test_a(self):\n        {real}\n        f(1)\n")
+    found = turned(text, ["Case::test_a"], 0)
+    assert found.hidden == {"Case::test_a"}
+    assert found.text == text.replace(real, flipped)
+
+
+MADE = [
+    ("self.assertEqual(f(2), Point(3, 4))", r"Point\(\d, 4\)"),
+    ("self.assertEqual(f(2), [Point(x=3), Point(x=4)])", r"\[Point\(x=\d\), Point\(x=4\)\]"),
+    ("self.assertEqual(f(2), date(2020, 1, 7))", r"date\(2020, 1, \d\)"),
+    ("self.assertEqual(f(2), Tree(Tree(5), Tree(6)))", r"Tree\(Tree\(\d\), Tree\(6\)\)"),
+    ("self.assertEqual(f(2), {3} | Numbers([1, 2]))", None),
+    ("self.assertEqual(f(2), Numbers([1, 1, 2]))", None),
+    ("self.assertEqual(f(2), max([1, 2]))", None),
+    ("self.assertAlmostEqual(f(2), 14.5)", r"self.assertAlmostEqual\(f\(2\), \d+\.\d\)"),
+    ("self.assertAlmostEqual(f(2), 14.5, places=1)", None),
+    ("self.assertAlmostEqual(f(2), 14.5, delta=20)", None),
+]
+
+
+@pytest.mark.parametrize(("real", "form"), MADE)
+def test_an_object_is_made_with_another_first_argument(real: str, form: str | None) -> None:
+    """Where another argument surely makes another object; `form` None: only openly."""
+    text = whole(f"class Case:\n    def test_a(self):\n        {real}\n")
+    found = turned(text, ["Case::test_a"], 0)
+    assert found.hidden == ({"Case::test_a"} if form else set())
+    if form:
+        assert re.search(form, found.text), found.text
+        assert found.text != text
+
+
+@pytest.mark.parametrize("how", ["pytest.raises(KeyError)", "self.assertRaises(KeyError) as caught"])
+def test_an_expected_error_is_another_one(how: str) -> None:
+    text = whole(f"class Case:\n    def test_a(self):\n        with {how}:\n            f(2)\n")
+    seen = {turned(text, ["Case::test_a"], seed).text for seed in range(60)}
+    assert len(seen) == 6, "each other error of those of which none is a kind of another"
+    assert text not in seen
+    twice = text + "        assert type(caught.exception) is KeyError\n"
+    assert "is not KeyError" in turned(twice, ["Case::test_a"], 0).text, "it would say which one is meant"
+
+
+@pytest.mark.parametrize(
+    ("body", "nothing"),
+    [
+        ("self.assertEqual(f(2), [])", True),
+        ("want = {'a': ['']}\n        self.assertEqual(f(2), want)", True),
+        ("self.assertCountEqual(f(2), set())\n        assert f(3) == None", True),
+        ("self.assertEqual(f(2), [])\n        self.assertEqual(f(3), sorted([3]))", False),
+        ("self.assertEqual(f(2), [])\n        self.check(f(3))", True),
+        ("self.assertEqual(f(2), [0])", False),
+        ("f(2)", False),
+    ],
+)
+def test_a_test_that_expects_nothing_is_known(body: str, *, nothing: bool) -> None:
+    text = whole(f"class Case:\n    def test_a(self):\n        {body}\n")
+    _, found = mutable_tests(text, ["Case::test_a"], "0")
+    assert any(test.nothing for test in found) is nothing
+
+
 NEVER = {
     "may end before": "def test_a():\n    if f(0):\n        return\n    assert f(1) == 9\n",
     "no assertion": "def test_a():\n    with f(1):\n        pass\n",

@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import ast
 import random
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from insitu.grading.mutation.expectations import Expectation, Function, Module, is_literal, runs_to_end
 from insitu.grading.mutation.source_edits import Edit, Source, end_of, in_place
 
-OPPOSITE = {
-    "assertEqual": "assertNotEqual", "assertNotEqual": "assertEqual", "assertTrue": "assertFalse",
-    "assertFalse": "assertTrue", "assertIs": "assertIsNot", "assertIsNot": "assertIs",
+QUESTIONS = {
+    "assertTrue": "assertFalse", "assertFalse": "assertTrue", "assertIs": "assertIsNot",
+    "assertIsNot": "assertIs",
     "assertIsNone": "assertIsNotNone", "assertIsNotNone": "assertIsNone", "assertIn": "assertNotIn",
-    "assertNotIn": "assertIn",
+    "assertNotIn": "assertIn", "assertLess": "assertGreaterEqual", "assertGreaterEqual": "assertLess",
+    "assertGreater": "assertLessEqual", "assertLessEqual": "assertGreater",
 }  # fmt: skip
+"""Assertions whose opposite is as usual."""
+OPPOSITE = {**QUESTIONS, "assertEqual": "assertNotEqual", "assertNotEqual": "assertEqual"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class MutableTest:
     """Whether its mutations look real."""
     ways: tuple[Mutation, ...]
     """Different mutations at the same place of the file."""
+    nothing: bool = False
+    """Whether all that it asserts is that something is None or empty; it may have no mutation."""
 
 
 def mutable_tests(
@@ -73,8 +79,12 @@ def mutable_tests(
         rng = random.Random(f"{seed}/{name}")
         if drawn := _hidden_ways(nodes[name], module, f"{seed}/{name}", ways, by_row=name in by_row):
             hidden.append(MutableTest(name=name, hidden=True, ways=drawn))
-        elif edits := _visible_mutation(nodes[name], module.source, rng):
-            seen.append(MutableTest(name=name, hidden=False, ways=(Mutation(edits=tuple(edits)),)))
+            continue
+        edits = _visible_mutation(nodes[name], module.source, rng)
+        nothing = module.expects_nothing(nodes[name])
+        if edits or nothing:
+            way = (Mutation(edits=tuple(edits)),) if edits else ()
+            seen.append(MutableTest(name=name, hidden=False, ways=way, nothing=nothing))
     return module.source, [*hidden, *seen]
 
 
@@ -116,6 +126,9 @@ def _hidden_ways(
         return best[1]
     statements = [statement for owner in module.owners(test) for statement in owner.body]
     rng.shuffle(statements)
+    for statement in statements:
+        if errors := _other_errors(statement, test, module.source, rng):
+            return tuple(Mutation(edits=(edit,)) for edit in errors[:most])
     flips = (_flipped(each, module.source) for each in statements)
     return next(((Mutation(edits=tuple(edits)),) for edits in flips if edits), ())
 
@@ -146,6 +159,30 @@ def _value_ways(
         yield tuple(Mutation(edits=(edit,), rows=count) for edit in edits), shown
 
 
+ERRORS = (
+    "ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "ZeroDivisionError",
+    "RuntimeError",
+)  # fmt: skip
+"""Errors of which none is a kind of another."""
+
+
+def _other_errors(statement: ast.stmt, test: Function, source: Source, rng: random.Random) -> list[Edit]:
+    """Return edits of `with pytest.raises(ValueError)` or of unittest's to other errors, shuffled."""
+    if not isinstance(statement, ast.With) or len(statement.items) != 1:
+        return []
+    call = statement.items[0].context_expr
+    if not isinstance(call, ast.Call) or not call.args or not isinstance(call.args[0], ast.Name):
+        return []
+    name = ast.unparse(call.func).rpartition(".")[2]
+    words = Counter(node.id for node in ast.walk(test) if isinstance(node, ast.Name))
+    expected = call.args[0]
+    # A second error that the test names would tell which one is meant.
+    known = name == "raises" or name.startswith("assertRaises")
+    if not known or expected.id not in ERRORS or sum(words[error] for error in ERRORS) != 1:
+        return []
+    return [in_place(expected, other) for other in rng.sample(ERRORS, len(ERRORS)) if other != expected.id]
+
+
 FLIPPED: Mapping[type[ast.cmpop], tuple[str, str]] = {
     ast.Is: ("is", "is not"), ast.IsNot: ("not", ""), ast.In: ("in", "not in"), ast.NotIn: ("not", ""),
     ast.Lt: ("<", ">="), ast.GtE: (">=", "<"), ast.Gt: (">", "<="), ast.LtE: ("<=", ">"),
@@ -156,7 +193,7 @@ FLIPPED: Mapping[type[ast.cmpop], tuple[str, str]] = {
 def _flipped(statement: ast.stmt, source: Source) -> list[Edit]:
     """Return edits that invert a comparison; weaker than another value."""
     if not isinstance(statement, ast.Assert):
-        return []
+        return _other_method(statement, QUESTIONS, source)
     test = statement.test
     start = (test.lineno, test.col_offset)
     plain = (ast.Call, ast.Name, ast.Attribute, ast.Subscript)
@@ -214,16 +251,25 @@ def _visible_mutation(test: Function, source: Source, rng: random.Random) -> lis
     call = last.value
     if not isinstance(call.func, ast.Attribute) or ast.unparse(call.func.value) != "self":
         return []
-    name = OPPOSITE.get(call.func.attr)
-    if name is None or len(call.args) > 2 or call.keywords:
+    if len(call.args) > 2 or call.keywords:
         return []
     if call.func.attr == "assertEqual" and len(call.args) == 2:
         equal = ast.Compare(left=call.args[0], ops=[ast.Eq()], comparators=[call.args[1]])
         unequal = _unequal(equal, source, rng)
         if unequal is not None:
             return [in_place(call, f"self.assertTrue({unequal})")]
-    named = source.between((last.lineno, last.col_offset), end_of(call.func))
-    return [token.instead(name) for token in named[-1:]]
+    return _other_method(last, OPPOSITE, source)
+
+
+def _other_method(statement: ast.stmt, opposite: Mapping[str, str], source: Source) -> list[Edit]:
+    """Return the edit of `self.assertTrue(...)` to the opposite assertion, if there is one."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return []
+    func = statement.value.func
+    if not isinstance(func, ast.Attribute) or ast.unparse(func.value) != "self":
+        return []
+    named = source.between((func.lineno, func.col_offset), end_of(func))
+    return [named[-1].instead(opposite[func.attr])] if named and func.attr in opposite else []
 
 
 def _unequal(test: ast.expr, source: Source, rng: random.Random) -> str | None:

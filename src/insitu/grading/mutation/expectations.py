@@ -14,10 +14,14 @@ from insitu.grading.mutation.source_edits import Source, words
 
 EQUALITIES = frozenset(
     {"assertEqual", "assertListEqual", "assertTupleEqual", "assertDictEqual", "assertSetEqual",
-     "assertSequenceEqual", "assertMultiLineEqual", "assertCountEqual"}
+     "assertSequenceEqual", "assertMultiLineEqual", "assertCountEqual", "assertIs"}
 )  # fmt: skip
 WRAPPERS = frozenset({"approx", "pytest.approx", "tuple", "list"})
 """Calls that keep different literals different."""
+
+COLLECTIONS = frozenset({"set", "frozenset", "deque"})
+DATES = frozenset({"date", "datetime", "time", "timedelta"})
+"""Constructors in lower case; others begin with a capital letter."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -64,6 +68,23 @@ class Module:
             and statement.value.func.id in self.helpers
         ]
         return [test, *(helper for helper in called if runs_to_end(helper))]
+
+    def expects_nothing(self, test: Function) -> bool:
+        """Return whether all that the test asserts is that something is None, empty or blank.
+
+        No mutation of these looks real, but they are also what anybody guesses first: forging gains nothing.
+        """
+        asserts = sum(_asserts(node) for node in ast.walk(test))
+        named = {
+            node.targets[0].id: node.value
+            for node in test.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        found = 0
+        for statement in test.body:
+            sides = [named.get(s.id, s) if isinstance(s, ast.Name) else s for s in _equality(statement)]
+            found += any(_is_nothing(side) for side in sides)
+        return 0 < asserts == found and runs_to_end(test)
 
     def revealing_words(self, test: Function) -> frozenset[str]:
         """Return the words of name, docstring, comments, messages and case ids of a test."""
@@ -120,9 +141,37 @@ def _equality(statement: ast.stmt) -> tuple[ast.expr, ...]:
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        if method in EQUALITIES and len(call.args) == 2 and not call.keywords:
+        plain = len(call.args) == 2 and all(word.arg == "msg" for word in call.keywords)
+        if (method in EQUALITIES and plain) or (method == "assertAlmostEqual" and _is_close(call)):
             return (call.args[1], call.args[0])
     return ()
+
+
+def _is_close(call: ast.Call) -> bool:
+    """Return whether an assertAlmostEqual tells numbers apart that differ in one digit (literals.STEPS)."""
+    numbers = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)]
+    places = [word.value for word in call.keywords]
+    exact = all(isinstance(n, ast.Constant) and isinstance(n.value, int) and n.value >= 6 for n in places)
+    plain = all(isinstance(n, int | float) and (n == 0 or abs(n) >= 0.1) for n in numbers)
+    return len(call.args) == 2 and exact and plain and all(word.arg == "places" for word in call.keywords)
+
+
+def _asserts(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        return name.startswith("assert") or name in ("raises", "fail")
+    return isinstance(node, ast.Assert)
+
+
+def _is_nothing(side: ast.expr) -> bool:
+    if isinstance(side, ast.Call):
+        return ast.unparse(side) in ("set()", "frozenset()", "list()", "dict()", "tuple()")
+    keys = {id(key) for node in ast.walk(side) if isinstance(node, ast.Dict) for key in node.keys}
+    leaves = [
+        node.value for node in ast.walk(side) if isinstance(node, ast.Constant) and id(node) not in keys
+    ]
+    blank = all(leaf is None or (isinstance(leaf, str | bytes) and not leaf.strip()) for leaf in leaves)
+    return is_literal(side) and blank
 
 
 def _tolerant(side: ast.expr) -> bool:
@@ -138,6 +187,8 @@ def _expected(side: ast.expr, test: Function, loop: ast.For | None) -> tuple[lis
     if isinstance(side, ast.Call) and ast.unparse(side.func) in WRAPPERS:
         plain = len(side.args) == 1 and not side.keywords and is_literal(side.args[0])
         return [side.args[0]] if plain else [], False
+    if (argument := _constructed(side)) is not None:
+        return [argument], False
     if not isinstance(side, ast.Name) or _uses(test, side.id) != 1:
         return [], False
     if loop is not None:
@@ -151,8 +202,35 @@ def _expected(side: ast.expr, test: Function, loop: ast.For | None) -> tuple[lis
         for node in test.body
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and _place(node.targets[0], side.id) == ()
     ]
-    once = len(stores) == _stores(test, side.id) == 1 and is_literal(stores[0].value)
-    return [stores[0].value] if once else [], False
+    if not len(stores) == _stores(test, side.id) == 1:
+        return [], False
+    value = stores[0].value if is_literal(stores[0].value) else _constructed(stores[0].value)
+    return [value] if value is not None else [], False
+
+
+def _constructed(side: ast.expr) -> ast.expr | None:
+    """Return a literal argument of the first constructor in an expression, such as 9 of `Point(9, x)`.
+
+    An object made with another first argument is another one; of later arguments that is less sure
+    (`Fraction(0, 1) == Fraction(0, 2)`).
+    """
+    if isinstance(side, ast.Tuple | ast.List):
+        found = (_constructed(each) for each in side.elts)
+        return next((each for each in found if each is not None), None)
+    if not isinstance(side, ast.Call):
+        return None
+    name = ast.unparse(side.func).rpartition(".")[2]
+    if not (name[:1].isupper() or name in COLLECTIONS or name in DATES):
+        return None
+    arguments = [*side.args, *(word.value for word in side.keywords)]
+    first = arguments[-1 if name in DATES else 0] if arguments else None
+    if first is None or isinstance(first, ast.Starred):
+        return None
+    if not is_literal(first):
+        return _constructed(first)
+    parts = [ast.dump(each) for each in getattr(first, "elts", ())]
+    # In a collection that forgets repeated elements, another value of one of them may change nothing.
+    return first if len(set(parts)) == len(parts) else None
 
 
 def _uses(test: Function, name: str) -> int:

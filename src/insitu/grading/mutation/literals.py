@@ -101,6 +101,8 @@ def _numbers(token: str, rng: random.Random) -> Iterator[list[str]]:
 def _texts(content: str, rng: random.Random, *, raw: bool) -> Iterator[list[str]]:
     """Yield the string with another character at one place, least conspicuous first."""
     units = list(content) if raw else _UNIT.findall(content)
+    if len(units) == 1 and content in string.digits:  # elsewhere a zero may lead or trail
+        yield list(string.digits)
     at = [sum(map(len, units[:n])) for n in range(len(units))]
     order = [(_kind(unit)[0], n) for n, unit in enumerate(units)]
     rng.shuffle(order)

@@ -61,8 +61,8 @@ class _FileResult:
     """Why the file is not solved, whatever its outcomes."""
     lost: bool = False
     """A required test failed; others may not have been run unmutated."""
-    wrong: int = 0
-    """Tests that passed while mutated."""
+    guessed: int = 0
+    """Tests that passed while mutated, for the reward `fraction`."""
     disturbed: bool = False
     """Tests failed behind a mutated one, in a file that is otherwise solved."""
     weak: str = ""
@@ -151,7 +151,10 @@ class PytestRunner(RunnerBase):
                     )
         finally:
             await session.close()
-        return _report(oracle.tests, ran)
+        report = _report(oracle.tests, ran)
+        # A failure needs no better proof: `grade.min_trust` must not leave out the failures that blame a test.
+        failed = self._as_it_is and report.outcome is not Outcome.RESOLVED
+        return replace(report, trust=None) if failed else report
 
 
 def _files(tests: HiddenTests) -> list[str]:
@@ -205,24 +208,12 @@ class _Session:
         if found.uneven and not ran.ended:
             drawn = draw(path, text, self._tests.fail_to_pass, required, self._rng, seed=key, rows=False)
             ran, found = await self._round(drawn, ran)
-        weak = _DISTURBING if self._as_it_is else drawn.weak
-        ran = replace(ran, weak=weak, unseen=drawn.unseen)
+        ran = replace(ran, weak=_DISTURBING if self._as_it_is else drawn.weak, unseen=drawn.unseen)
         if self._reward == "fraction":
             whole = not (ran.ended or ran.odd or found.uneven)
             credited = drawn.credited(found, self._tests.fail_to_pass) if whole else {}
-            ran = replace(ran, outcomes=credited, wrong=len(found.wrong))
-        if ran.ended:
-            return ran
-        if found.forged and not ran.lost:
-            raise RecordsTampered("a test passes as it is and mutated")
-        if ran.lost:
-            return ran
-        if found.wrong or found.disturbed or found.uneven:
-            trouble = "tests fail, or pass mutated, behind one that was mutated"
-            return replace(ran, trouble=trouble, disturbed=not found.wrong)
-        if ran.odd:
-            raise RecordsTampered("a run has records that do not fit its tests")
-        return ran
+            ran = replace(ran, outcomes=credited, guessed=len(found.guessed))
+        return ran if ran.ended else _decided(ran, found)
 
     async def _round(self, drawn: MutantRound, ran: _FileResult) -> tuple[_FileResult, MutantResults]:
         """Run the plan until the result is decided. Raises RecordsTampered."""
@@ -302,6 +293,20 @@ async def run_file(sandbox: Sandbox, path: str, known: Iterable[str], limits: Ru
     return run
 
 
+def _decided(ran: _FileResult, found: MutantResults) -> _FileResult:
+    """Return the result of a file that ran to its end in all runs. Raises RecordsTampered."""
+    if found.forged and not ran.lost:
+        raise RecordsTampered("a test passes as it is and mutated")
+    if ran.lost:
+        return ran
+    if found.wrong or found.disturbed or found.uneven:
+        trouble = "tests fail, or pass mutated, behind one that was mutated"
+        return replace(ran, trouble=trouble, disturbed=not found.wrong)
+    if ran.odd:
+        raise RecordsTampered("a run has records that do not fit its tests")
+    return ran
+
+
 def _checked(run: FileRun, path: str, controlled: Controlled) -> _FileResult:
     """Check the canaries of one run. Raises RecordsTampered."""
     canaries = [run.outcomes.get(f"{path}::{name}", "") for name in controlled.must_fail]
@@ -337,8 +342,8 @@ def _report(tests: HiddenTests, ran: Sequence[_FileResult]) -> RunReport:
     trouble = next((one.trouble for one in ran if one.trouble), "")
     late = any(one.timed_out or one.cpu for one in ran)
     resolved = f2p + p2p == total and not (trouble or late or any(one.lost for one in ran))
-    # A forger passes one of several forms: what it guesses wrong costs as much as what it guesses right earns.
-    sure = max(0, f2p - sum(one.wrong for one in ran))
+    # Who forges guesses one of several forms: a wrong guess costs as much as a right one earns.
+    sure = max(0, f2p - sum(one.guessed for one in ran))
     outcome = Outcome.RESOLVED if resolved else Outcome.UNRESOLVED
     if late:
         outcome, trouble = Outcome.TEST_TIMEOUT, "out of time"

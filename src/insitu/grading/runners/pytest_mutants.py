@@ -31,8 +31,10 @@ class MutantResults:
     """Required test -> `passed` where it passed in every run in which it was real, else `failed`."""
     lost: frozenset[str] = frozenset()
     """Required tests that failed while real, behind no mutated test that failed."""
-    wrong: frozenset[str] = frozenset()
+    guessed: frozenset[str] = frozenset()
     """Tests that passed while mutated."""
+    wrong: frozenset[str] = frozenset()
+    """Those of `guessed` that no mutated test that failed before them may explain."""
     forged: frozenset[str] = frozenset()
     """Those of `wrong` that also passed wherever they were real."""
     disturbed: frozenset[str] = frozenset()
@@ -72,7 +74,7 @@ class MutantRound:
     def judge(self, runs: Sequence[Mapping[str, str]]) -> MutantResults:
         """Judge the outcomes of the first runs; each mapping is in the order of execution."""
         real: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
-        wrong, disturbed, uneven = set[str](), set[str](), set[str]()
+        guessed, wrong, disturbed, uneven = set[str](), set[str](), set[str](), set[str]()
         failed = 0
         wanted = Counter(self.test(name) for name in self.required)
         for turned, outcomes in zip(self.plan, runs, strict=False):
@@ -86,16 +88,20 @@ class MutantRound:
                 if way.rows > 1 and len(cases) != wanted[test]:
                     uneven.add(test)
                 elif sum(cases) > spared:
+                    guessed.add(test)
                     (disturbed if test in behind else wrong).add(test)
                 elif sum(cases) < spared or not cases:
                     disturbed.add(test)
                 failed += len(cases) - max(sum(cases), spared)
         disturbed |= {self.test(name) for name, seen in real.items() if (False, False) in seen}
-        outcome = {name: "passed" if all(passed for passed, _ in seen) else "failed" for name, seen in real.items()}
+        outcome = {
+            name: "passed" if all(passed for passed, _ in seen) else "failed" for name, seen in real.items()
+        }
         missed = {self.test(name) for name, word in outcome.items() if word != "passed"}
         return MutantResults(
             outcomes=outcome,
             lost=frozenset(name for name, seen in real.items() if (False, True) in seen),
+            guessed=frozenset(guessed),
             wrong=frozenset(wrong),
             forged=frozenset(wrong & {self.test(name) for name in outcome} - missed),
             disturbed=frozenset(disturbed),
@@ -153,8 +159,7 @@ class MutantRound:
         return {name: "passed" if counts(name) else "failed" for name in found.outcomes}
 
     def as_it_is(self) -> MutantRound:
-        """Return one run without mutations, for a file whose tests the solution itself shows to disturb each
-        other: its verdict is weak."""
+        """Return one run without mutations: the tests of this file disturb each other."""
         return replace(self, chosen=(), plan=({},))
 
 
@@ -197,7 +202,8 @@ def draw(
 def _weakness(tests: Sequence[str], new: Collection[str], chosen: Sequence[MutableTest]) -> str:
     """Return why the file is weak: some test that must start to pass could be forged by reading the file."""
     hidden = {test.name for test in chosen if test.hidden}
-    missing = [test for test in tests if test in new and test not in hidden]
+    fine = hidden | {test.name for test in chosen if test.nothing}
+    missing = [test for test in tests if test in new and test not in fine]
     if hidden and not missing:
         return ""
     if not chosen:

@@ -152,7 +152,7 @@ class PytestRunner(RunnerBase):
         finally:
             await session.close()
         report = _report(oracle.tests, ran)
-        # A failure needs no better proof: `grade.min_trust` must not leave out the failures that blame a test.
+        # A failure needs no better proof: `grade.min_trust` must not leave out those that blame a test.
         failed = self._as_it_is and report.outcome is not Outcome.RESOLVED
         return replace(report, trust=None) if failed else report
 

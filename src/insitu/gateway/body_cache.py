@@ -357,7 +357,7 @@ def _of_user(dialect: Dialect, value: object) -> bool:
     if not isinstance(value, dict):
         return False
     if dialect.grows == "input":  # items: the type decides, and `role` is read in messages only
-        kind = value.get("type", "message")
+        kind = value.get("type") or "message"
         if kind != "message":
             return str(kind).endswith("_call_output")
     return value.get("role") in ("user", "tool")

@@ -276,7 +276,7 @@ def _result(block: Mapping[str, object], param: str) -> Message:
 def _text(raw: object, param: str) -> str:
     """Return the text of a block. Raises WireError for a block without text."""
     block = mapping(raw, param)
-    kind = block.get("type", "text")
+    kind = block.get("type") or "text"
     if kind == "text":
         return string(block.get("text"), f"{param}.text")
     if kind == "tool_reference":

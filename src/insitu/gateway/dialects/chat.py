@@ -199,7 +199,7 @@ def _content(value: object, param: str, between: str) -> str:
     texts = []
     for i, raw in enumerate(value):
         part = mapping(raw, f"{param}[{i}]")
-        kind = part.get("type", "text")
+        kind = part.get("type") or "text"
         medium = media.medium(kind)
         if medium == "file":
             file = mapping(part.get("file") or {}, f"{param}[{i}].file")
@@ -230,7 +230,7 @@ def _tool_call(raw: object, param: str) -> ToolCall:
 
 def _tool(raw: object, param: str) -> ToolSpec:
     fields = mapping(raw, param)
-    if fields.get("type", "function") != "function":
+    if fields.get("type") not in (None, "function"):
         raise WireError("invalid_request", "Only tools of type 'function' are supported.", f"{param}.type")
     function = mapping(fields.get("function"), f"{param}.function")
     name = string(function.get("name"), f"{param}.function.name")

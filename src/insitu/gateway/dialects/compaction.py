@@ -76,14 +76,14 @@ _RULES = ("system", "developer", "additional_tools")
 def _role(item: object) -> str:
     """Return the role of a message, the type of another item."""
     fields = item if isinstance(item, dict) else {}
-    kind = fields.get("type", "message")
+    kind = fields.get("type") or "message"
     return str(fields.get("role") if kind == "message" else kind)
 
 
 def kept(items: Sequence[object]) -> Iterator[Mapping[str, object]]:
     """Return the items kept before the compaction item: those of the user."""
     for item in items:
-        if isinstance(item, dict) and item.get("type", "message") == "message" and item.get("role") == "user":
+        if isinstance(item, dict) and _role(item) == "user":
             content = item.get("content")
             parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content or []
             yield {"type": "message", "role": "user", "status": "completed", "content": parts}

@@ -155,7 +155,7 @@ def _tools(body: _Json) -> tuple[tuple[ToolSpec, ...], tuple[tuple[str, str], ..
     dropped: list[tuple[str, str]] = []
     for i, raw in enumerate(sequence(body.get("tools"), "tools")):
         tool = mapping(raw, f"tools[{i}]")
-        for key in tool:
+        for key in (key for key, given in tool.items() if given is not None):
             if key not in ("functionDeclarations", "function_declarations"):
                 dropped.append(("dropped_tool", key))
         declared = sequence(_get(tool, "functionDeclarations"), f"tools[{i}].functionDeclarations")
@@ -309,7 +309,7 @@ def _text(part: _Json, param: str) -> str:
             mime = _get(fields, "mimeType")
             return media.from_data(media.medium(mime) or "file", mime, fields.get("data"), f"{param}.{name}")
     if value is None:
-        for key in part:
+        for key in (key for key, given in part.items() if given is not None):
             if key not in ("thought", "thoughtSignature", "thought_signature"):
                 raise WireError("invalid_request", f"Parts with {key[:64]!r} are not supported.", param)
     return string(value, f"{param}.text")

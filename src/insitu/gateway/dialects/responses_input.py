@@ -211,7 +211,7 @@ class _Reader:
     tools: _Tools
 
     def read(self, item: Mapping[str, object], param: str) -> None:
-        kind = string(item.get("type", "message"), f"{param}.type")
+        kind = string(item.get("type") or "message", f"{param}.type")
         if kind == "message":
             self._message(item, param)
         elif kind == "reasoning":

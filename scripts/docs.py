@@ -28,7 +28,7 @@ def configuration() -> str:
     page = [
         "# Configuration",
         "TOML with one table per part. `table.key=value` on the command line overrides a key; "
-        "`--dry-run` prints all keys of a run.",
+        "`--dry-run` prints all keys of a run. Relative paths start at the current folder.",
     ]
     for table, kind in tables.items():
         page.append(f"## {table}\n\n{inspect.getdoc(kind) or ''}")

@@ -180,7 +180,7 @@ def validate(
 ) -> Mapping[str, Any]:
     """Check that each task's base fails and its solution passes, `repeats` times; return counts and failures.
 
-    Findings are kept in `allowlist`. Raises InsituError.
+    Findings are kept in `allowlist`, else in `tasks.allowlist` if that is set. Raises InsituError.
     """
     options = ValidateOptions(repeats=repeats, limit=limit, ids=ids, allowlist=allowlist)
     return blocking(lambda: validate_async(config, overrides=overrides, options=options, **tables))

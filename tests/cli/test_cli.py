@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import time
@@ -261,6 +262,36 @@ def test_init_with_own_tasks_says_that_the_demos_model_does_not_know_them(tmp_pa
     (line,) = [line for line in own.read_text().splitlines() if line.startswith('path = ""')]
     assert "set this" in line
     assert "set this" not in toy.read_text()
+
+
+@pytest.mark.parametrize("name", [name for group in GROUPS.values() for name in group])
+def test_help_of_a_command_ends_with_an_example_that_parses(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    example = " ".join(capsys.readouterr().out.partition("example: ")[2].split())
+    assert parse(shlex.split(example)[1:]).command == name
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["train", "c.toml", "--steps", "3"], "write run.steps=3; see insitu train --help"),
+        (["train", "c.toml", "--run.steps=3"], "write run.steps=3; see"),
+        (["rollout", "--lr", "--json"], "write train.lr= or sft.lr=; see"),
+        (["rollout", "c.toml", "--group-size=4"], "write collect.group_size=4; see"),
+        (["show", "runs/a", "--steps=3"], "see insitu show --help"),
+    ],
+)
+def test_an_option_that_is_a_key_says_how_to_write_it(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    line = only_line(capsys.readouterr().err)
+    assert hint in line
+    assert ("write" in hint) == ("write" in line)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

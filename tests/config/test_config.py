@@ -309,6 +309,24 @@ def test_the_stored_configuration_of_a_provider_is_read_again(tmp_path: Path) ->
     assert load_config(tmp_path / "config.toml") == config
 
 
+def test_all_wrong_keys_are_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[run]\nsed = 1\n[trian]\nlr = 2\nlrr = 3\n[[tasks]]\nkind = 1\nmodel.pth = 1\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(file, ["x", "train.lrr=1", "eval.foo=2"])
+    for wrong in (
+        "run.sed",
+        "[trian]",
+        "'x' is not",
+        "train.lrr",
+        "eval.foo",
+        "tasks.kind",
+        "in tasks: unknown",
+    ):
+        assert wrong in str(raised.value), wrong
+    assert "\n" not in str(raised.value)
+
+
 def test_a_dry_run_lists_the_values_of_every_key_that_has_few() -> None:
     def values(kind: Any) -> tuple[str, ...]:
         if get_origin(kind) is Literal:

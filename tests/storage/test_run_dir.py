@@ -13,7 +13,7 @@ import pytest
 from helpers_record import make_rollout
 
 from insitu.config import Config, load_config
-from insitu.errors import RecordError
+from insitu.errors import ConfigError, RecordError
 from insitu.storage.files import write_text
 from insitu.storage.metrics import MetricsFile, read_metrics
 from insitu.storage.run_dir import (
@@ -29,6 +29,18 @@ from insitu.storage.ulid import new_ulid
 
 def config(path: Path) -> Config:
     return load_config(None, [f"run.dir={path}", "run.seed=7"])
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "/".join(["b" * 100] * 6), "\N{SNOWMAN}" * 100])
+def test_a_path_that_is_too_long_is_one_line_and_makes_nothing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run.dir: .* is too long: at most 255 bytes"):
+        RunDir.create(load_config(None, {"run.dir": str(tmp_path / name)}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    with RunDir.create(load_config(None, {"run.dir": str(tmp_path / "runs" / "r")})) as run:
+        assert run.path.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_run_is_created_and_opened_again(tmp_path: Path) -> None:

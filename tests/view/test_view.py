@@ -329,7 +329,8 @@ def test_one_report_has_gain_best_step_early_stop_and_every_evaluation(tmp_path:
     assert show_run(tmp_path / "r").endswith(text)
     for step, reward in ((1, 0.2), (2, 0.25)):  # the last one is named too where none is better than before
         text = finish(tmp_path / "r", {**summary, "best_step": step, "best_heldout_reward": reward})
-        assert f"  best    mean reward {reward:.2f} after step {step} (before training 0.25): {how}" in text
+        best = f"  best    mean reward {reward:.2f} after step {step}, no better than 0.25 before training"
+        assert f"{best}: {how}" in text
     plain = render_report(report())
     assert not any(word in plain for word in ("gain", "best", "ended", "Further", "Task sets"))
 

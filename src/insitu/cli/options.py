@@ -17,39 +17,42 @@ from insitu.cli.completion import SCRIPTS, candidates
 from insitu.cli.gpu import add_gpu_check
 from insitu.cli.init import ENGINES
 
-EXPORT_FORMS = (
-    "jsonl",
-    "parquet",
-    "hf",
-    "atif",
-    "otlp",
-    "openenv",
-    "prime",
-    "skyrl",
-    "tinker",
-    "verifiers",
-    "verl",
-)
-GROUPS = {
-    "train": ("demo", "init", "train", "sft", "rollout"),
-    "look": (
-        "view",
-        "runs",
-        "top",
-        "show",
-        "compare",
-        "query",
-        "track",
-        "export",
-        "import",
-        "push",
-        "replay",
-        "grade",
-    ),
-    "tasks": ("tasks", "attack"),
-    "tools": ("serve", "deploy", "recover", "conformance", "install", "completion", "doctor", "gpu-check"),
+EXPORT_FORMS = tuple("jsonl parquet hf atif otlp openenv prime skyrl tinker verifiers verl".split())
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "train": {
+        "demo": "--agent script run.seed=3",
+        "init": "my.toml --agent pi --tasks tasks.jsonl --model models/MODEL",
+        "train": "my.toml run.steps=8 train.lr=1e-4",
+        "sft": "runs/DIR sft.min_reward=0.5",
+        "rollout": "my.toml rollout.count=8 rollout.samples=4",
+    },
+    "look": {
+        "view": "runs/DIR --export run.html",
+        "runs": "runs",
+        "top": "runs/DIR",
+        "show": "runs/DIR train/00001/000/00 --diff",
+        "compare": "runs/A runs/B",
+        "query": 'runs/DIR "SELECT task, AVG(reward) FROM v_rollouts GROUP BY task"',
+        "track": "runs/DIR --to tensorboard",
+        "export": "runs/DIR --to parquet --out data",
+        "import": "data",
+        "push": "runs/DIR --to hub:ORG/NAME --dry-run",
+        "replay": "runs/DIR",
+        "grade": "runs/DIR",
+    },
+    "tasks": {"tasks": "validate my.toml --out gate.json", "attack": "my.toml"},
+    "tools": {
+        "serve": "my.toml --agent claude_code",
+        "deploy": "slurm my.toml --out job",
+        "recover": "runs/DIR",
+        "conformance": "--agents pi,codex",
+        "install": "pi claude_code",
+        "completion": "bash",
+        "doctor": "",
+        "gpu-check": "",
+    },
 }
-"""Commands by topic, in the order of the help text."""
+"""Commands by topic, in the order of the help text, with the arguments of an example."""
 _INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")
 
 
@@ -68,6 +71,16 @@ class _Parser(argparse.ArgumentParser):
 def _similar(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _as_key(option: str, after: str) -> str:
+    """Return a hint where an option is a key of the configuration, as --steps 3 is run.steps=3."""
+    from insitu.config import dotted_keys
+
+    name, equals, value = option.lstrip("-").partition("=")
+    name, value = name.replace("-", "_"), value if equals else after if not after.startswith("-") else ""
+    keys = [key for key in dotted_keys() if name in (key, key.rpartition(".")[2])]
+    return f"; write {' or '.join(f'{key}={value}' for key in keys)}" if keys else ""
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -94,9 +107,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text or "overrides" not in options]
     if unknown:
-        known = _subcommands(parser)[options.command]._option_string_actions
-        hints = [_similar(text.partition("=")[0], known) for text in unknown if text.startswith("-")]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
+        command = _subcommands(parser)[options.command]
+        known = command._option_string_actions
+        hints = [
+            ("overrides" in options and _as_key(text, after)) or _similar(text.partition("=")[0], known)
+            for text, after in zip(unknown, [*unknown[1:], ""], strict=True)
+            if text.startswith("-")
+        ]
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
     if rest:
         options.overrides += rest
     return options
@@ -154,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the checks as one JSON object")
     doctor.set_defaults(verb=verbs.doctor_verb)
     parser.epilog = _overview(commands.choices)
+    for name, arguments in (each for group in GROUPS.values() for each in group.items()):
+        commands.choices[name].epilog = f"example: insitu {name} {arguments}".rstrip()
     return parser
 
 

@@ -55,7 +55,8 @@ def _validate(config: Config, options: argparse.Namespace) -> int:
             print(
                 f"{f'{name}: ' if name else ''}{found['passed']} of {found['tasks']} tasks passed,"
                 f" {found['failed']} failed, {found['no_gold']} without a solution,"
-                f" {found['infra']} not judged, {found['refused_rows']} rows refused; kept in {found['gate']}"
+                f" {found['infra']} not judged, {found['refused_rows']} rows refused"
+                f"{found['gate'] and '; kept in ' + found['gate']}"
             )
     return 0 if summary["passed"] == summary["tasks"] else 1
 

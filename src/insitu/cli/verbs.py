@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -179,7 +180,11 @@ def _run(
     finally:
         view.close()
     summary = read_summary(options.run_dir) or {}
-    print(report, end="", file=sys.stderr if options.json else sys.stdout)
+    out = sys.stderr if options.json else sys.stdout
+    print(report, end="", file=out)
+    program = Path(sys.argv[0])
+    if program.name == "insitu" and shutil.which(program.name) is None:
+        print(f'insitu is not on PATH: export PATH="{program.absolute().parent}:$PATH"', file=out)
     if options.json:
         _print_json(summary)
     return EXIT_FAILED if failed(summary) else 0

@@ -7,11 +7,12 @@ overrides. An unknown key is an error with a suggestion. Errors are `ConfigError
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,13 +87,17 @@ def load_config(
         layers.append((str(path), read_toml(Path(path))))
     if tables:
         layers.append(("keyword tables", tables))
-    if isinstance(overrides, Mapping):
-        layers += [(f"override {name!r}", _nested(name, value)) for name, value in overrides.items()]
-    else:
-        layers += [(f"override {text!r}", _parse_override(text)) for text in overrides]
+    problems: list[str] = []
+    for origin, read in _overriding(overrides):
+        try:
+            layers.append((origin, read()))
+        except ConfigError as error:
+            problems.append(str(error))
+    problems += [problem for origin, raw in layers for problem in _wrong_keys(raw, origin)]
+    if problems:
+        raise ConfigError("; ".join(problems))
     merged: dict[str, Any] = {}
     for origin, raw in layers:
-        _check_keys(raw, origin)
         for table, values in raw.items():
             merged[table] = _merged(table, merged.get(table), values, origin)
     context = STORED if stored else None
@@ -103,6 +108,16 @@ def load_config(
         inside = {item["loc"][0] for item in error.errors() if len(item["loc"]) > 1}
         found = [i for i in error.errors() if i["type"] != "too_short" or i["loc"][0] not in inside]
         raise ConfigError("; ".join(_describe(item, merged) for item in found)) from error
+
+
+def _overriding(overrides: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Raw]]]:
+    """Yield the origin of each override, and what reads it."""
+    if isinstance(overrides, Mapping):
+        for name, value in overrides.items():
+            yield f"override {name!r}", functools.partial(_nested, name, value)
+    else:
+        for text in overrides:
+            yield f"override {text!r}", functools.partial(_parse_override, text)
 
 
 def _merged(table: str, known: Any, values: Any, origin: str) -> Any:
@@ -281,30 +296,34 @@ def _default(table: str, key: str) -> Any:
     return field.default if field is not None else None
 
 
-def _check_keys(raw: Raw, origin: str) -> None:
+def _wrong_keys(raw: Raw, origin: str) -> Iterator[str]:
+    """Yield a line for every table and key that does not exist."""
     known = dotted_keys()
     for table, values in raw.items():
         if table not in Config.model_fields:
-            raise ConfigError(f"{origin}: unknown {_unknown_table(table, values, known)}")
+            yield f"{origin}: unknown {_unknown_table(table, values, known)}"
+            continue
         several = table in REPEATED and isinstance(values, list | tuple)
         for one in values if several else [values]:
             if not isinstance(one, Mapping):
-                raise ConfigError(f"{origin}: {table} must be a table [{table}]")
+                yield f"{origin}: {table} must be a table [{table}]"
+                continue
             for key, value in one.items():
                 place = key_of(f"{table}.{key}")
                 if place not in known:
-                    raise ConfigError(f"{origin}: unknown key {table}.{key}{_suggest(place, known)}")
-                if table in REPEATED and key in LAYERS:
-                    _check_keys({key: value}, f"{origin}: in {table}")
-                if (table, _split(key)[1][0]) == ("tasks", "agents"):
-                    _check_agents(value, f"{origin}: in {table}.{key}")
+                    yield f"{origin}: unknown key {table}.{key}{_suggest(place, known)}"
+                elif table in REPEATED and key in LAYERS:
+                    yield from _wrong_keys({key: value}, f"{origin}: in {table}")
+                elif (table, _split(key)[1][0]) == ("tasks", "agents"):
+                    yield from _wrong_agents(value, f"{origin}: in {table}.{key}")
 
 
-def _check_agents(value: object, origin: str) -> None:
+def _wrong_agents(value: object, origin: str) -> Iterator[str]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
-        raise ConfigError(f"{origin}: must be a list of tables with keys of [harness]")
+        yield f"{origin}: must be a list of tables with keys of [harness]"
+        return
     for agent in value:
-        _check_keys({"harness": agent}, origin)
+        yield from _wrong_keys({"harness": agent}, origin)
 
 
 def key_of(override: str) -> str:

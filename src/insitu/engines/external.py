@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import os
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -172,7 +173,8 @@ async def serve_external(engine: ExternalEngine, host: str, port: int, secret: s
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise SetupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise SetupError(f"engine.listen: cannot listen on {host}:{port}: {why}") from error
         yield f"http://{host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

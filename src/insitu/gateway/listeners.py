@@ -6,6 +6,7 @@ Each listener is a server of its own, so that the origin of a request cannot be 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -87,18 +88,20 @@ async def listen_unix(
             path.unlink(missing_ok=True)  # noqa: ASYNC240 - one system call on a local socket
 
 
-def check_port(port: int, host: str = "127.0.0.1") -> None:
-    """Raise SetupError if the port is taken, as `listen_tcp` would."""
+def check_port(port: int, host: str, key: str = "gateway.port") -> None:
+    """Raise SetupError if the port of a key cannot be bound."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise _bind_error(host, port, error) from error
+            raise bind_error(key, host, port, error) from error
 
 
-def _bind_error(host: str, port: int, error: OSError) -> SetupError:
-    return SetupError(f"cannot listen on {host}:{port}: {error.strerror or error}")
+def bind_error(key: str, host: str, port: int, error: OSError) -> SetupError:
+    """Return the error of a port that cannot be bound, with the key that names it."""
+    why = os.strerror(error.errno) if error.errno else str(error)
+    return SetupError(f"{key}: cannot listen on {host}:{port}: {why}")
 
 
 @asynccontextmanager
@@ -110,7 +113,7 @@ async def listen_tcp(
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise _bind_error(host, port, error) from error
+            raise bind_error("gateway.port", host, port, error) from error
         yield Listener(host=host, port=runner.addresses[0][1])
 
 

@@ -234,7 +234,7 @@ def _check_engine(config: Config) -> None:
     elif table.kind == "external":
         secret_from_environment(table.key_env)
         host, port = split_address(table.listen, "engine.listen")
-        check_port(port, host)
+        check_port(port, host, "engine.listen")
 
 
 def check_names(config: Config) -> None:

@@ -207,7 +207,8 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
     longer = resume is not None and _length(config) != _length(read_config(resume))
     if resume and not longer and (summary := finished_run(resume, view.note)) is not None:
         return summary
-    view.begin(f"{config.agent_names}, seed {config.run.seed}", 0)
+    who = f"sessions of {config.collect.run}" if config.collect.run else config.agent_names
+    view.begin(f"{who}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
     prepared = None if config.collect.run else _prepare_training(config, view.note)
     if prepared is None and resume is None:

@@ -56,6 +56,8 @@ TOKENIZER_BYTES = 20 << 20
 """Most bytes of a tokenizer that is kept."""
 SCORES = "scores"
 LEARNER_LOG = "logs/learner.log"
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 480
+"""Longest name of ordinary file systems, and longest path of a run: SQLite takes 512 with its files."""
 SPACE_BYTES = 128 << 20
 """Minimum free disk space to start a run."""
 
@@ -81,6 +83,7 @@ class RunDir:
         path = Path(config.run.dir)
         created = [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
         try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             (path / "logs").mkdir(parents=True, exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
         except OSError as error:
@@ -209,11 +212,18 @@ def tokenizer_folder(config: Config) -> Path:
 def name_run(config: Config) -> Config:
     """Return the configuration with absolute paths and `run.dir` set (default: a new runs/<ULID>).
 
-    Writes nothing.
+    Writes nothing. Raises ConfigError for a path that no file system or SQLite takes.
     """
     # Absolute paths allow the run to be resumed from any working directory.
     config = config.mapped(lambda key, value: _absolute(value) if value and holds_paths(key) else value)
-    return _with_dir(config, Path(config.run.dir or Path("runs") / new_ulid()))
+    path = Path(config.run.dir or Path("runs") / new_ulid()).absolute()
+    longest = max(len(os.fsencode(name)) for name in path.parts)
+    if longest > MAX_NAME_BYTES or len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"run.dir: {path.name[:40]}... is too long: at most {MAX_NAME_BYTES} bytes in a name and"
+            f" {MAX_PATH_BYTES} in the whole path"
+        )
+    return _with_dir(config, path)
 
 
 def _absolute(value: Any) -> Any:

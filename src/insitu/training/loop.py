@@ -181,8 +181,8 @@ class TrainingLoop:
         first = 1 if last is None else last.step + 1
         c = self._run.config
         left = c.run.steps - first + 1
-        per_step = c.collect.groups_per_step * c.collect.group_size
-        title = f"{' '.join(self._agent())}, seed {c.run.seed}"
+        per_step = c.collect.groups_per_step * c.collect.group_size if self._parts.agents else 0
+        title = f"{' '.join(self._agent()).rstrip()}, seed {c.run.seed}"
         evals = self._evaluations
         during = sum(evals.rollouts(step) for step in range(first - 1, c.run.steps))
         self._view.begin(title, left * per_step + 2 * evals.rollouts() + during)

@@ -153,7 +153,8 @@ def _scores(report: FinalReport) -> Iterator[str]:
     if report.best is not None:
         step, reward = report.best
         how = f"insitu export {shlex.quote(str(report.run_dir))} --checkpoint best --out DIR"
-        base = "" if report.base is None else f" (before training {rounded(report.base)})"
+        # Where training has gained nothing, its best checkpoint must not read as a gain.
+        base = "" if report.base is None else f", no better than {rounded(report.base)} before training"
         yield f"  best    mean reward {rounded(reward)} after step {step}{base}: {how}"
     wide = max((len(name) for name in report.categories), default=0)
     for name, (before, after) in report.categories.items():

@@ -133,6 +133,13 @@ def test_each_task_set_of_a_mix_is_validated(mix: str, capsys: pytest.CaptureFix
         "mine: 2 of 2 tasks passed", "other: 1 of 2 tasks passed"
     ]  # fmt: skip
     assert out.splitlines()[0].endswith("kept in mine.json")
+    assert out.splitlines()[1].endswith("0 rows refused"), "nobody asked for a file"
+    assert sorted(path.name for path in Path().iterdir()) == [
+        "bad.jsonl",
+        "good.jsonl",
+        "mine.json",
+        "mix.toml",
+    ]
     code, out, _ = run(capsys, "validate", mix, "--id", "c", "--repeats", "1", "--json")
     summary = json.loads(out.splitlines()[-1])
     assert (code, summary["tasks"], list(summary["sets"])) == (1, 1, ["mine", "other"])

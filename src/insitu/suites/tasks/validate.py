@@ -34,7 +34,6 @@ from insitu.tasks.factory import open_source
 from insitu.types import Oracle, Task
 from insitu.view.base import View
 
-DEFAULT_ALLOWLIST = "allowlist.json"
 COUNTS = ("tasks", "passed", "failed", "no_gold", "infra", "refused_rows")
 GENERATED_TASKS = 64
 """Default number of tasks of an endless source."""
@@ -48,7 +47,7 @@ class ValidateOptions:
 
     repeats: int = 3
     allowlist: Path | None = None
-    """File with the findings; None = `tasks.allowlist`, else DEFAULT_ALLOWLIST."""
+    """File with the findings; None = `tasks.allowlist`, and without that they are not kept."""
     limit: int = 0
     """Tasks to look at, in the order of the file; 0 = all (generated: GENERATED_TASKS)."""
     ids: Sequence[str] = ()
@@ -113,7 +112,10 @@ async def validate_tasks(config: Config, options: ValidateOptions, view: View) -
 
 
 async def _validate_set(config: Config, options: ValidateOptions, view: View) -> Mapping[str, Any]:
-    path = options.allowlist or Path(config.task_set.allowlist or DEFAULT_ALLOWLIST)
+    named = config.task_set.allowlist
+    path = options.allowlist or (Path(named) if named else None)
+    if path is None:
+        view.note("findings are not kept; a file of --out or tasks.allowlist keeps them for the next call")
     # What an earlier validation left out is looked at again.
     config = config.model_copy(update={"tasks": (config.task_set.model_copy(update={"allowlist": ""}),)})
     items, source = items_of(config, 0 if options.ids else options.limit)
@@ -154,15 +156,17 @@ async def _validate_set(config: Config, options: ValidateOptions, view: View) ->
 class _GateFile:
     """The gate file during a validation."""
 
-    def __init__(self, path: Path, repeats: int, view: View) -> None:
+    def __init__(self, path: Path | None, repeats: int, view: View) -> None:
+        """Take the file; None = nothing is kept."""
         self._path, self._repeats, self._view = path, repeats, view
-        self._gate = read_allowlist(path, missing_ok=True)
-        self._findings = dict(self._gate.findings)
+        self._gate = None if path is None else read_allowlist(path, missing_ok=True)
+        self._findings = dict(self._gate.findings) if self._gate else {}
         self._kept = time.monotonic()
         self.seen: dict[str, TaskFinding] = {}
 
     def settled(self, task: Task) -> bool:
-        found = self._gate.settled(task.id, task.content_hash, self._repeats)
+        gate = self._gate
+        found = None if gate is None else gate.settled(task.id, task.content_hash, self._repeats)
         if found is not None:
             self.seen[task.id] = found
         return found is not None
@@ -177,7 +181,8 @@ class _GateFile:
             self._kept = time.monotonic()
 
     def keep(self) -> None:
-        write_allowlist(self._path, self._findings)
+        if self._path is not None:
+            write_allowlist(self._path, self._findings)
 
 
 def unplaced(config: Config, task: Task) -> TaskFinding | None:
@@ -219,7 +224,9 @@ async def check_item(grader: Grader, backend: SandboxBackend, item: Item, repeat
     )
 
 
-def _summary(seen: Mapping[str, TaskFinding], source: RowSource | None, path: Path) -> Mapping[str, Any]:
+def _summary(
+    seen: Mapping[str, TaskFinding], source: RowSource | None, path: Path | None
+) -> Mapping[str, Any]:
     counts = Counter(found.status for found in seen.values())
     return {
         "tasks": len(seen),
@@ -228,7 +235,7 @@ def _summary(seen: Mapping[str, TaskFinding], source: RowSource | None, path: Pa
         "no_gold": counts["no_gold"],
         "infra": counts["infra"],
         "refused_rows": 0 if source is None else len(source.refused),
-        "gate": str(path),
+        "gate": str(path or ""),
         "findings": [
             {"id": name, "status": found.status, "reason": found.reason} for name, found in seen.items()
         ],

@@ -22,7 +22,7 @@ from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer, forgotten_before
 from insitu.config import Config, model_folder
 from insitu.config.training import LossConfig, RowRules
-from insitu.errors import ConfigError, RecordError, TrainError
+from insitu.errors import RecordError, TrainError
 from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
 from insitu.storage.metrics import MetricsFile
@@ -115,16 +115,15 @@ class _Course:
 
 
 def train_config(config: Config, steps: int) -> TrainConfig:
-    """Return the learner's configuration: [train], overridden by [sft]. Raises ConfigError."""
+    """Return the learner's configuration: [train], overridden by [sft].
+
+    The warm-up is shorter than the run, whose rate would never be reached otherwise.
+    """
     table = config.sft
-    if table.decay != "constant" and steps <= config.train.warmup_steps:
-        raise ConfigError(
-            f"{steps} steps do not exceed train.warmup_steps = {config.train.warmup_steps}: lower it,"
-            " or raise sft.epochs"
-        )
     base = TrainConfig.of(config)
     optim = base.optim.changed(
         lr=table.lr,
+        warmup_steps=min(config.train.warmup_steps, max(0, steps - 1)),
         decay=table.decay,
         total_steps=0 if table.decay == "constant" else steps,
     )
@@ -283,6 +282,8 @@ async def run_sft(config: Config, view: TrainingObserver, options: TrainOptions)
         start_trackers(run.path, run.config, view.note)
         course = _course(run.config, store, load_renderer(folder, run.config.model.renderer))
         view.note(course.words)
+        if len(course.steps) <= run.config.train.warmup_steps:
+            view.note(f"the warm-up ends before the last of {len(course.steps)} steps (train.warmup_steps)")
         spec = LearnerSpec.of(run.config, model=folder, log=run.logs / "learner.log")
         spec = replace(spec, train=train_config(run.config, len(course.steps)), samples=False)
         view.begin(f"supervised training on {run.config.sft.run}", 0)

@@ -114,6 +114,28 @@ def test_truncated_policies() -> None:
     assert penalised.ledger.excluded == {"degenerate": 6}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("reducer", ["rollout", "constant", "token", "group"])
+@pytest.mark.parametrize("left", ["masked", "over the caps"])
+def test_what_a_setting_leaves_out_is_in_neither_sum_nor_mean(reducer: str, left: str) -> None:
+    """The weights of the others are those that they have without it; its reward still counts."""
+    lengths, rewards = [2, 3, 4, 9, 9], [1.0, 0.0, 0.5, 0.0, 1.0]
+    status = Status.TRUNCATED if left == "masked" else Status.OK
+    members = [
+        simple(f"g/0/{k}", reward, length, **({"status": status} if length == 9 else {}))
+        for k, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
+    ]
+    setting = {"truncated": "mask"} if left == "masked" else {"max_row_tokens": 12}
+    config = PlanConfig(reducer=reducer, constant_tokens=10, **setting)  # type: ignore[arg-type]
+    other = group("g/1", [simple("g/1/0", 1.0, 5), simple("g/1/1", 0.0, 6)])
+    plan = plan_step([group("g/0", members), other], config)
+    without = plan_step([group("g/0", members[:3]), other], config)
+    assert [r.weight for r in plan.rows] == [r.weight for r in without.rows]
+    assert [r.advantage for r in plan.rows] == pytest.approx([0.5, -0.5, 0.5, -0.5])
+    assert plan.ledger.excluded[{"masked": "truncated"}.get(left, "overlong")] == 18
+    if reducer == "rollout":  # a mean over five rollouts, one of which adds 0
+        assert sum(r.weight * r.mask.sum() for r in plan.rows) == pytest.approx(4 / 5)
+
+
 def test_length_lowers_the_reward_that_is_compared() -> None:
     """Sampled tokens of the whole rollout count, those that are not trained too."""
     ids, mask = [1, 2, 3, 4], [False, False, True, True]

@@ -45,7 +45,8 @@ class PlanConfig(PlanKeys):
     """Options of the planner.
 
     Means over rollouts, tokens or groups (`reducer`) run over all scorable rollouts of groups whose rewards
-    differ, those with advantage zero among them, trained or not.
+    differ, those with advantage zero among them. What a setting leaves out (masked, over the caps) is in
+    neither sum nor number.
     """
 
     pull: bool = False
@@ -131,8 +132,10 @@ class PlannedRollout:
     """Why it is not trained, or empty."""
     chosen: Chosen
     counted: int
-    """Tokens that count in the means: those of scorable rollouts in groups that are not degenerate."""
-    in_mean: bool
+    """Tokens that count in the means: those of scorable rollouts in groups that are not degenerate.
+
+    0 of one that is masked or over the caps: it is in no mean.
+    """
     weight: float = 0.0
     """Weight of its rows."""
 
@@ -246,9 +249,8 @@ def _judge(group: Group, config: PlanConfig) -> list[PlannedRollout]:
         if reason == "zero_advantage" and config.pull:
             reason = ""
         chosen = choose_rows(rollout, config)
-        in_mean = reason in ("", "zero_advantage", "truncated")
-        counted = chosen.counted if in_mean and not masked else 0
-        slots.append(PlannedRollout(group.id, rollout, value, reason, chosen, counted, in_mean))
+        counted = chosen.counted if reason in ("", "zero_advantage") else 0
+        slots.append(PlannedRollout(group.id, rollout, value, reason, chosen, counted))
     return slots
 
 
@@ -294,7 +296,7 @@ def _rows(slots: Sequence[PlannedRollout]) -> tuple[tuple[PlanRow, ...], list[Fl
 
 def _weights(slots: Sequence[PlannedRollout], config: PlanConfig) -> list[float]:
     """Return the weight of each rollout's rows."""
-    rollouts = sum(s.in_mean for s in slots) or 1
+    rollouts = sum(s.counted > 0 for s in slots) or 1
     tokens = sum(s.counted for s in slots) or 1
     of_group: dict[str, int] = {}
     for slot in slots:

@@ -114,7 +114,18 @@ def test_a_finished_run_goes_on_for_more_steps(
         raw = bytearray(model.read_bytes())
         raw[len(raw) // 2] ^= 16
         model.write_bytes(raw)
-    longer = finish(command("train", "--plain", "--json", "--resume", run_dir, "run.steps=3"))
+    longer = finish(
+        command(
+            "train",
+            "--plain",
+            "--json",
+            "--resume",
+            run_dir,
+            "run.steps=3",
+            "harness.workers=2",
+            "train.step_timeout_s=900",
+        )
+    )
     assert (run_dir / "checkpoints" / "damaged-step-00002").exists() is damaged
     assert (longer["rl_steps"], longer["weights"]) == (3, reference[1]["weights"])
     assert longer["heldout_after"] == reference[1]["heldout_after"]

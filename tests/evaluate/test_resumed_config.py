@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from insitu.api import config_from_run
-from insitu.config import load_config
+from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.evaluate.resume import TRAINING, resumed_config
+from insitu.evaluate.resume import CHANGEABLE, TRAINING, resumed_config
 from insitu.storage.run_dir import RunDir, read_config
 from insitu.types import Ledger
 
@@ -51,8 +52,14 @@ def test_a_run_may_become_longer(tmp_path: Path, given: list[str] | dict[str, in
         (
             (),
             "train.lr=1",
-            r"a resumed run keeps its configuration; drop train.lr=1 \(changeable: run.steps, .*",
+            r".* keeps its configuration; drop train.lr=1 \(train.on_bad_step, train.reference, .*",
         ),
+        (
+            (),
+            "model.path=x",
+            r"a resumed run keeps its configuration; drop model.path=x \(nothing of model may change\)",
+        ),
+        ((), "limits.wall_s=9", r".*drop limits.wall_s=9 \(nothing of limits may change\)"),
     ],
 )
 def test_what_cannot_be_added_is_refused(
@@ -61,6 +68,41 @@ def test_what_cannot_be_added_is_refused(
     run = stored(tmp_path, *of_run)
     with pytest.raises(ConfigError, match=f"^{why}$"):
         resumed_config(run, [given], TRAINING)
+
+
+HARMLESS = [
+    'engine.urls=["http://10.0.0.2:8000"]', "engine.call_timeout_s=900", "harness.workers=1",
+    "grade.workers=1",
+    "train.token_budget=4096", "train.step_timeout_s=9000", "collect.stall_timeout_s=99",
+    "sandbox.max_sandboxes=64", "gateway.port=8081", "train.kl_alarm=0", "run.keep_checkpoints=9",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", HARMLESS)
+def test_what_does_not_change_the_result_may_change(tmp_path: Path, given: str) -> None:
+    run = stored(tmp_path, "engine.kind=vllm", 'engine.urls=["http://10.0.0.1:8000"]')
+    changed = resumed_config(run, [given], TRAINING)
+    assert changed != read_config(run)
+    table, _, key = given.partition("=")[0].partition(".")
+    assert str(getattr(getattr(changed, table), key)) != str(getattr(getattr(read_config(run), table), key))
+    if table not in ("train", "run"):
+        assert resumed_config(run, [given], CHANGEABLE) == changed
+
+
+def test_every_timeout_and_alarm_may_change_but_those_that_decide() -> None:
+    tables = {name: field.annotation for name, field in Config.model_fields.items()}
+    keys = {
+        f"{name}.{key}"
+        for name, table in tables.items()
+        if isinstance(table, type) and issubclass(table, BaseModel)
+        for key in table.model_fields
+    }
+    assert {key for key in TRAINING if key != "tasks.reference"} <= keys
+    assert len(set(TRAINING)) == len(TRAINING)
+    kinds = {key for key in keys if key.endswith(("_timeout_s", "_alarm", ".workers"))}
+    assert kinds <= set(TRAINING)
+    decides = {"limits.wall_s", "grade.timeout_s", "reward.timeout_s", "collect.group_deadline_s"}
+    assert decides <= keys - set(TRAINING)
 
 
 def test_a_run_may_end_at_a_step_that_it_has(tmp_path: Path) -> None:

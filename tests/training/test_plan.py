@@ -16,6 +16,7 @@ from train_lab import group, rollout, sampled_groups, segment, small_model
 from insitu.config import load_config, model_folder
 from insitu.engines.embedded.model import ModelConfig, initialise, save_model
 from insitu.errors import ConfigError, TrainError
+from insitu.training.plan.digest import is_plan
 from insitu.training.plan.packing import PAIR_COST, pack, pair_cost
 from insitu.training.plan.prefix import common_prefix
 from insitu.training.plan.step import PlanConfig, plan_digest, plan_step
@@ -194,6 +195,12 @@ def test_arrival_order_does_not_matter_and_content_does() -> None:
     assert [r.rollout_id for r in again.rows] == [r.rollout_id for r in plan.rows]
     names = [r.rollout_id for r in plan.rows]
     assert names == sorted(names, key=lambda n: [int(p) for p in n.split("/")[1:]])
+    packed = plan_step(groups, PlanConfig(token_budget=90))
+    assert len(packed.batches) > len(plan.batches)
+    assert packed.digest == plan.digest, "a resumed run may pack otherwise"
+    earlier = plan_digest(plan, packed=True)
+    assert (is_plan(plan, earlier), is_plan(packed, earlier)) == (True, False)
+    assert is_plan(packed, plan.digest)
     other = plan_step(groups, PlanConfig(token_budget=150, reducer="token"))
     assert other.digest != plan.digest
 

@@ -1,4 +1,4 @@
-"""Configuration keys that a resumed run may change: for an evaluation, those that cannot affect results."""
+"""Configuration keys that a resumed run may change: those that do not decide its result."""
 
 from __future__ import annotations
 
@@ -10,24 +10,43 @@ from insitu.config import Config, key_of, load_config
 from insitu.errors import ConfigError
 from insitu.storage.run_dir import name_run, read_config, read_store, read_tables
 
-CHANGEABLE = (
-    "collect.attempts",
-    "engine.key_env",
-    "engine.max_concurrent",
-    "engine.max_cost",
-    "engine.max_wait_s",
-    "engine.requests_per_minute",
-    "engine.url",
-    "engine.urls",
-    "grade.workers",
-    "harness.workers",
-    "run.plain",
+_SAME_RESULT = """
+run: plain checkpoint_every_steps keep_checkpoints
+engine: url urls listen key_env launch replicas gpus tensor_parallel python max_rows share_gpu
+engine: publish publish_dir
+engine: call_timeout_s control_timeout_s start_timeout_s reconnect_timeout_s retries
+engine: max_concurrent max_cost max_wait_s requests_per_minute
+engine: input_price cached_price cache_write_price output_price train_price
+gateway: host port public_url public_timeout_s tunnel
+fleet: address nodes lease_s start_timeout_s
+sandbox: max_sandboxes warm boot_attempts boot_timeout_s pull_timeout_s
+sandbox: breaker_failures breaker_window_s breaker_cooldown_s
+harness: workers
+grade: workers
+reward: max_concurrent
+collect: attempts max_consecutive_failures stall_timeout_s
+collect: excluded_tokens_alarm infra_failure_alarm reward_alarm tamper_alarm unparsed_alarm
+train: token_budget layout threads restarts start_timeout_s step_timeout_s
+train: collapse_alarm kl_alarm reference_alarm
+policy: memory_gib
+record: scores
+track: to project
+"""
+"""Where and how fast a run works, what it costs, when it gives up on its host, what it warns of and records.
+
+Not here: what an agent, a grader or the loss meets. `limits` and `grade.timeout_s` are of these.
+"""
+_KEYS = tuple(
+    f"{table}.{key}"
+    for table, _, keys in (line.partition(": ") for line in _SAME_RESULT.split("\n") if line)
+    for key in keys.split()
 )
-"""Concurrency, rate limits, cost limits and the address of the same engine."""
-
-
-TRAINING = ("run.steps", "run.stop_after_evals", "train.on_bad_step", "train.reference", "tasks.reference")
-"""Keys that a resumed training run may change: more steps, and another place of the same teacher."""
+CHANGEABLE = tuple(key for key in _KEYS if key.partition(".")[0] not in ("train", "policy"))
+"""Of an evaluation, which has no trainer."""
+TRAINING = (
+    "run.steps", "run.stop_after_evals", "train.on_bad_step", "train.reference", "tasks.reference", *_KEYS,
+)  # fmt: skip
+"""Of a training run: also more steps, and another place of the same teacher."""
 
 
 def resumed_config(
@@ -43,7 +62,9 @@ def resumed_config(
     """
     others = [text for text in overrides if key_of(text) not in changeable]
     if others and not ignore_others:
-        listed = f" (changeable: {', '.join(changeable)})" if changeable else ""
+        table = key_of(others[0]).partition(".")[0]
+        mine = ", ".join(key for key in changeable if key.startswith(f"{table}.")) or f"nothing of {table}"
+        listed = f" ({mine} may change)" if changeable else ""
         raise ConfigError(f"a resumed run keeps its configuration; drop {others[0]}{listed}")
     if isinstance(overrides, Mapping):
         overrides = {name: value for name, value in overrides.items() if name not in others}
@@ -55,7 +76,8 @@ def resumed_config(
     changed = name_run(load_config(None, overrides, read_tables(path)))
     if changed.run.steps != stored.run.steps:
         _check_steps(path, stored, changed.run.steps)
-    run = {key: getattr(changed.run, key) for key in ("plain", "steps", "stop_after_evals")}
+    names = (key.partition(".")[2] for key in changeable if key.startswith("run."))
+    run = {name: getattr(changed.run, name) for name in names}
     return changed.model_copy(update={"run": stored.run.model_copy(update=run)})
 
 

@@ -223,7 +223,7 @@ async def run_training(config: Config, view: TrainingObserver, options: TrainOpt
         if KIND in store.meta():
             raise RecordError(f"{run.path} holds a run of `insitu {store.meta()[KIND]}`, not a training run")
         check_steps(run, store)
-        changed = resume and any((config.train != run.config.train, config.tasks != run.config.tasks, longer))
+        changed = resume and config != run.config
         if changed:
             run.config = config
         clock = WallClock(store, options.began)

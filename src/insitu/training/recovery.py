@@ -17,6 +17,7 @@ from insitu.errors import RecordError
 from insitu.storage.phases import is_heldout
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import StepRecord, Store
+from insitu.training.plan.digest import is_plan
 from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import Group, Rollout
 
@@ -59,7 +60,7 @@ def committed(run: RunDir, store: Store, config: PlanConfig) -> Committed:
 
 def _planned_again(store: Store, record: StepRecord, config: PlanConfig) -> StepPlan:
     plan = plan_step(stored_groups(store, record.step), config)
-    if plan.digest != record.plan_hash:
+    if not is_plan(plan, record.plan_hash):
         raise RecordError(
             f"step {record.step} cannot be trained again: its stored rollouts give another plan than the"
             " one that was trained"

@@ -18,6 +18,7 @@ from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec, require_learner
 from insitu.training.loop import TrainingObserver, check_start_model
+from insitu.training.plan.digest import is_plan
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.recovery import stored_groups
 
@@ -46,7 +47,7 @@ async def replay_run(run_dir: Path, view: TrainingObserver) -> Mapping[str, Any]
             plan = plan_step(stored_groups(store, record.step), plan_config)
             if not record.metrics["skipped"]:
                 await learner.step(plan)
-            same_plan = plan.digest == record.plan_hash
+            same_plan = is_plan(plan, record.plan_hash)
             if not same_plan or learner.weights != record.metrics["weights"]:
                 differing.append(record.step)
                 view.note(f"step {record.step}: the {'weights differ' if same_plan else 'plan differs'}")

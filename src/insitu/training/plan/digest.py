@@ -1,4 +1,4 @@
-"""SHA-256 of a plan's whole content.
+"""SHA-256 of a plan's content, which does not depend on micro-batches: a resumed run may pack otherwise.
 
 Only ids that a row does not share with the previous row in sorted order are hashed; with the lengths and the
 shared prefixes they determine the rest.
@@ -39,9 +39,13 @@ def map_threaded(work: Callable[[A], B], rows: Sequence[A], tokens: int) -> list
 
 
 def plan_digest(
-    plan: StepPlan, known: Sorted | None = None, logprobs: Sequence[FloatArray] | None = None
+    plan: StepPlan,
+    known: Sorted | None = None,
+    logprobs: Sequence[FloatArray] | None = None,
+    *,
+    packed: bool = False,
 ) -> str:
-    """Return the hex SHA-256 over a plan, except its own digest.
+    """Return the hex SHA-256 over a plan, except its own digest and its micro-batches (but for `packed`).
 
     known: result of `sort_rows` for the rows. logprobs: those of each row's trained tokens. Both are computed
     when missing.
@@ -52,7 +56,9 @@ def plan_digest(
     batches = [[b.prefix, b.tokens, b.rank, b.layout, *b.rows] for b in plan.batches]
     names = [[r.group_id, r.rollout_id, r.segment, len(r.ids), *filter(None, [r.part])] for r in plan.rows]
     h = hashlib.sha256()
-    content = [ledger, plan.groups, plan.skipped, batches, names, found.order, found.shared]
+    content = [ledger, plan.groups, plan.skipped, names, found.order, found.shared]
+    if packed:
+        content.insert(3, batches)
     h.update(json.dumps(content).encode())
 
     def one(i: int) -> bytes:
@@ -61,6 +67,11 @@ def plan_digest(
     parts = map_threaded(one, range(len(plan.rows)), sum(len(row.ids) for row in plan.rows))
     h.update(b"".join(parts))
     return h.hexdigest()
+
+
+def is_plan(plan: StepPlan, digest: str) -> bool:
+    """Return whether `digest` was stored for this plan. Runs of earlier versions have one with batches."""
+    return digest == plan.digest or digest == plan_digest(plan, packed=True)
 
 
 def _row_digest(row: PlanRow, shared: int, logprobs: FloatArray | None) -> bytes:

@@ -13,6 +13,7 @@ import orjson
 
 from insitu.errors import InsituError
 from insitu.storage.queries import ONE_STEP, RunReader
+from insitu.training.plan.digest import is_plan
 from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.recovery import stored_groups
 from insitu.view.web.runs import RunHandle
@@ -82,7 +83,7 @@ def _credit(run: RunHandle, step: int) -> StepCredit:
             return StepCredit(proof="unknown", problem="the step is too large to be planned here")
         groups = stored_groups(reader, step)
     plan = plan_step(groups, PlanConfig.of(run.config()))
-    credit = StepCredit(proof="identical" if plan.digest == record["plan_hash"] else "differs")
+    credit = StepCredit(proof="identical" if is_plan(plan, record["plan_hash"]) else "differs")
     bad = orjson.loads(record["metrics"]).get("bad")
     reasons = plan.exclusion_reasons
     credit.reasons.update({name: why or "bad_step" for name, why in reasons.items()} if bad else reasons)

@@ -114,6 +114,7 @@ def test_numbers_have_intervals_and_a_comparison_with_the_start(
     line = lines["eval_during.swapped", 1]
     assert (line["total"], line["version"]) == (6, 1 + lines["eval_before", 0]["version"])
     assert line["solve_rate_low"] <= line["solve_rate"] <= line["solve_rate_high"]
+    assert line["solve_rate_tasks"] == line["pass_at_2_tasks"] == 3
     assert line["pass_all_2"] <= line["solve_rate"] <= line["pass_at_2"]
     found = summary["evaluations"]
     assert list(found) == ["heldout", "swapped", "plain"]

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from insitu.storage.paired import mean_change, sign_flip_p
@@ -102,3 +103,54 @@ def test_rates_change_where_no_majority_does() -> None:
     value, low, high = change(several(3, [(1, 1), (0, 1), *[(0, 0)] * 4]))
     assert value == pytest.approx(1 / 18)
     assert low < 0 < high
+
+
+def drawn(tasks: int, attempts: int, seed: int) -> Pairs:
+    """Return attempts at tasks of very different difficulty, which become somewhat easier."""
+    rng = np.random.default_rng(seed)
+    base = rng.beta(0.6, 0.6, tasks)
+    after = np.clip(base + rng.normal(0.06, 0.1, tasks), 0, 1)
+    return several(
+        attempts, list(zip(rng.binomial(attempts, base), rng.binomial(attempts, after), strict=True))
+    )
+
+
+@pytest.mark.parametrize(("tasks", "attempts"), [(30, 16), (12, 8), (60, 4)])
+def test_the_interval_is_as_wide_as_the_changes_of_the_tasks_vary(tasks: int, attempts: int) -> None:
+    """The interval of the mean of so many changes, by Student's t, to a few percent."""
+    own = others = 0.0
+    for seed in range(100):
+        pairs = drawn(tasks, attempts, seed)
+        _, low, high = change(pairs)
+        own += high - low
+        others += 2 * 2.05 * np.std([b.rate - a.rate for a, b in pairs], ddof=1) / math.sqrt(tasks)
+    assert 0.9 < own / others < 1.1
+
+
+@pytest.mark.parametrize(("tasks", "attempts"), [(30, 16), (30, 1), (8, 4), (5, 3)])
+def test_the_interval_and_the_test_agree(tasks: int, attempts: int) -> None:
+    disagreed, significant = 0, 0
+    for seed in range(150):
+        pairs = drawn(tasks, attempts, seed)
+        _, low, high = change(pairs)
+        significant += (rejected := sign_flip_p(pairs) < 0.05)
+        disagreed += rejected and low <= 0.0 <= high
+        assert rejected or low <= 0.0 <= high
+    assert disagreed <= 1
+    assert significant < 150
+
+
+def test_counts_without_a_common_measure_overflow_nothing() -> None:
+    rng = random.Random(2)
+    for size in (10**9, 10**30, 10**200):
+        counts = [rng.randrange(size, 2 * size) for _ in range(40)]
+        pairs = [
+            (
+                TaskCounts(graded=n, resolved=rng.randrange(n)),
+                TaskCounts(graded=n + 1, resolved=rng.randrange(n)),
+            )
+            for n in counts
+        ]
+        assert 0.0 <= sign_flip_p(pairs) <= 1.0
+        _, low, high = change(pairs)
+        assert -1.0 <= low <= high <= 1.0

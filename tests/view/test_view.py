@@ -305,7 +305,8 @@ def test_one_report_has_gain_best_step_early_stop_and_every_evaluation(tmp_path:
             store.put_rollout("eval_after.hard", 2, slot, 0, rollout(f"h{slot}", solved=slot > 2))
     numbers = {
         "before": levels(0.25),
-        "after": levels(0.75, pass_at_2=0.5),
+        "after": levels(0.75, pass_at_2=0.5) | {"pass_at_2_tasks": 3},
+        "tasks": 4,
         "gain": {"value": 0.5, "low": 0.1, "high": 0.8, "tasks": 4},
     }
     summary = {
@@ -318,7 +319,7 @@ def test_one_report_has_gain_best_step_early_stop_and_every_evaluation(tmp_path:
     text, how = finish(tmp_path / "r", summary), f"insitu export {tmp_path / 'r'} --checkpoint best --out DIR"
     for line in (
         "  gain    +0.50 (95 % +0.10 to +0.80)",
-        "  pass@2  0.50 (95 % 0.40 to 0.60)",
+        "  pass@2  0.50 (95 % 0.40 to 0.60, 3 of 4 tasks)",
         f"  best    mean reward 0.88 after step 1: {how}",
         "  hard  none graded -> 0.25 (1/4, 95 % 0.05 to 0.70)",
         "ended after step 2 of 9: 3 evaluations without a better held-out result (run.stop_after_evals)",

@@ -14,7 +14,7 @@ from insitu.config import Config
 from insitu.evaluate.results import PHASE, STEP
 from insitu.gateway.text_log import spent_in
 from insitu.storage.files import write_text
-from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks
+from insitu.storage.pass_at_k import PassAtK, TaskCounts, covered, estimate, reported_ks
 from insitu.storage.run_dir import RunDir
 from insitu.storage.score import Score
 from insitu.storage.store import Store
@@ -204,7 +204,11 @@ def _lines(s: Mapping[str, Any]) -> Iterator[str]:
             f"   ({level['tasks']} tasks{less})"
         )
     for name, one in s["sets"].items():
-        levels = (f", pass@{k} {found['value']:.3f}" for k, found in one["pass_at"].items() if found["tasks"])
+        levels = (
+            f", pass@{k} {found['value']:.3f}{covered(found['tasks'], one['tasks'])}"
+            for k, found in one["pass_at"].items()
+            if found["tasks"]
+        )
         yield (
             f"  {name}: {one['agent']}, {one['resolved']} of {one['graded']} rollouts on {one['tasks']} tasks"
             f" resolved{''.join(levels)}"

@@ -40,29 +40,33 @@ def mean_change(pairs: Pairs) -> Change | None:
     """Return the mean change of the tasks' solve rates; None without tasks.
 
     The interval is Newcombe's square-and-add (Statistics in Medicine 17, 1998, method 10) of the intervals of
-    both sides, which has a width where all tasks changed alike.
+    both sides, which has a width where all tasks changed alike. It holds 0 where the sign-flip test does not
+    reject at 5 %, so that the two never claim more than each other.
     """
     if not pairs:
         return None
     n, before, after = len(pairs), [a.rate for a, _ in pairs], [b.rate for _, b in pairs]
     rate_a, rate_b = sum(before) / n, sum(after) / n
-    low_a, high_a = mean_interval(before, sum(a.graded for a, _ in pairs))
-    low_b, high_b = mean_interval(after, sum(b.graded for _, b in pairs))
-    correlation = _correlation(before, after)
+    attempts_a, attempts_b = sum(a.graded for a, _ in pairs), sum(b.graded for _, b in pairs)
+    low_a, high_a = mean_interval(before, attempts_a)
+    low_b, high_b = mean_interval(after, attempts_b)
+    correlation = _correlation(before, after, n * n / (attempts_a * attempts_b))
 
     def half(a: float, b: float) -> float:
         return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
 
-    return Change(
-        value=rate_b - rate_a,
-        low=max(-1.0, rate_b - rate_a - half(rate_b - low_b, high_a - rate_a)),
-        high=min(1.0, rate_b - rate_a + half(high_b - rate_b, rate_a - low_a)),
-        tasks=n,
-    )
+    low = max(-1.0, rate_b - rate_a - half(rate_b - low_b, high_a - rate_a))
+    high = min(1.0, rate_b - rate_a + half(high_b - rate_b, rate_a - low_a))
+    if sign_flip_p(pairs) >= 0.05:
+        low, high = min(low, 0.0), max(high, 0.0)
+    return Change(value=rate_b - rate_a, low=low, high=high, tasks=n)
 
 
-def _correlation(before: Sequence[float], after: Sequence[float]) -> float:
-    """Return the correlation of the rates, a positive one with Newcombe's correction for continuity."""
+def _correlation(before: Sequence[float], after: Sequence[float], grain: float) -> float:
+    """Return the correlation of the rates, a positive one with Newcombe's correction for continuity.
+
+    grain: least difference between products of two rates; 1 with one attempt, where it is Newcombe's own.
+    """
     # Sums of equal floats have a variance of rounding errors.
     if len({*before}) == 1 or len({*after}) == 1:
         return 0.0
@@ -75,7 +79,7 @@ def _correlation(before: Sequence[float], after: Sequence[float]) -> float:
     found = covariance / math.sqrt(variances[0] * variances[1])
     if found <= 0:
         return max(-1.0, found)
-    return min(1.0, max(0.0, found - 0.5 / (n * math.sqrt(rate_a * (1 - rate_a) * rate_b * (1 - rate_b)))))
+    return min(1.0, max(0.0, found - 0.5 * grain / (n * math.sqrt(variances[0] * variances[1]))))
 
 
 def sign_flip_p(pairs: Pairs) -> float:
@@ -95,7 +99,8 @@ def sign_flip_p(pairs: Pairs) -> float:
     sizes = [abs(change) // step for change in changes]
     total, most = abs(sum(changes)) // step, sum(sizes)
     if len(sizes) > _EXACT_TASKS or len(sizes) * most > _EXACT_ADDITIONS:
-        return math.erfc(max(0, total - 1) / math.sqrt(2 * sum(size * size for size in sizes)))
+        largest = max(sizes)  # quotients, since the integers may be larger than any float
+        return math.erfc(max(0, total - 1) / largest / math.sqrt(2 * sum((s / largest) ** 2 for s in sizes)))
     # The chance of each sum of the changes that are positive.
     chances = np.zeros(most + 1)
     chances[0] = 1.0

@@ -109,6 +109,11 @@ def reported_ks(attempts: int) -> list[int]:
     return sorted({*powers, attempts})
 
 
+def covered(tasks: int, of: int) -> str:
+    """Return how many tasks have enough graded attempts for an estimate; empty if all have."""
+    return f", {tasks} of {of} tasks" if tasks < of else ""
+
+
 def title(name: str) -> str:
     """Return the name of a level for people: pass@4 for pass_at_4, pass^4 for pass_all_4."""
     return name.replace("pass_at_", "pass@").replace("pass_all_", "pass^").replace("solve_rate", "solved")

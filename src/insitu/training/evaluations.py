@@ -27,7 +27,7 @@ from insitu.engines.base import Engine
 from insitu.errors import ConfigError
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.paired import mean_change
-from insitu.storage.pass_at_k import PassAtK, TaskCounts, estimate, reported_ks, title
+from insitu.storage.pass_at_k import PassAtK, TaskCounts, covered, estimate, reported_ks, title
 from insitu.storage.phases import When, eval_phase
 from insitu.storage.run_dir import RunDir
 from insitu.storage.score import Score
@@ -99,10 +99,11 @@ class EvalResult:
         return {"solved": score.solved, "total": score.total, "reward_mean": mean}
 
     def metrics(self) -> Mapping[str, float | None]:
-        """Return the levels with the bounds of their 95 % intervals."""
+        """Return the levels with the bounds of their 95 % intervals and the tasks that they are of."""
         found: dict[str, float | None] = {}
         for name, level in self.levels().items():
             found |= {name: level.value, f"{name}_low": level.low, f"{name}_high": level.high}
+            found[f"{name}_tasks"] = level.tasks
         return found
 
 
@@ -272,7 +273,10 @@ class Evaluations:
             self._view.note(f"{phase}: {line}")
         levels = result.levels()
         if result.samples > 1 and levels:
-            listed = (f"{title(k)} {v.value:.3f} ({v.low:.3f} to {v.high:.3f})" for k, v in levels.items())
+            listed = (
+                f"{title(k)} {v.value:.3f} ({v.low:.3f} to {v.high:.3f}{covered(v.tasks, len(result.tasks))})"
+                for k, v in levels.items()
+            )
             self._view.note(f"{shown}: {', '.join(listed)}")
         numbers = {
             **result.counts(),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from insitu.storage.pass_at_k import title
+from insitu.storage.pass_at_k import covered, title
 from insitu.storage.store import Score
 from insitu.types import Ledger
 from insitu.view.base import change_text, duration, rounded
@@ -182,11 +182,12 @@ def _gain(evaluation: EvaluationReport) -> str:
 
 def _levels(evaluation: EvaluationReport, indent: str = "") -> Iterator[str]:
     """Yield pass@k and pass^k before and after, of an evaluation with several samples."""
-    after = evaluation.numbers.get("after", {})
+    after, of = evaluation.numbers.get("after", {}), evaluation.numbers.get("tasks", 0)
     for name in (name for name in after if name.startswith("pass_") and f"{name}_low" in after):
         sides = (evaluation.numbers[side] for side in ("before", "after"))
         shown = (
-            f"{rounded(s[name])} (95 % {rounded(s[f'{name}_low'])} to {rounded(s[f'{name}_high'])})"
+            f"{rounded(s[name])} (95 % {rounded(s[f'{name}_low'])} to {rounded(s[f'{name}_high'])}"
+            f"{covered(s.get(f'{name}_tasks', of), of)})"
             for s in sides
             if name in s
         )

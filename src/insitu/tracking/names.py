@@ -127,7 +127,7 @@ EVALUATION: Mapping[str, str] = {
     "solve_rate_low": "lower bound of the 95 % interval of solve_rate, over tasks",
     "solve_rate_high": "upper bound of it",
     "solve_rate_tasks": "tasks with a graded rollout",
-    "pass_at_K": "pass@K, one of K rollouts of a task is solved; with _low, _high its interval, _tasks its tasks",
+    "pass_at_K": "pass@K, one of K rollouts of a task is solved; with _low, _high, _tasks as solve_rate",
     "pass_all_K": "pass^K, all of K rollouts of a task are solved; with _low and _high its interval",
 }
 """Metrics of an evaluation, in the group `heldout`, at the step after which it was made; of any but the first

@@ -164,7 +164,7 @@ def real(name: str) -> str:
     return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-@pytest.fixture(params=[*FAMILIES, *TEMPLATES, "hermes"])
+@pytest.fixture(params=[*FAMILIES, *TEMPLATES, "hermes", "spelled"])
 def chat_renderer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CodecRenderer:
     return renderer_named(request.param, request, tmp_path_factory)
 

@@ -170,17 +170,29 @@ class ChatTemplate:
             raise RenderError(f"chat template does not compile: {error}") from error
         # A plain mapping: jinja copies it for every rendering, and copies a chain of mappings key by key.
         self._template.globals = dict(self._template.globals)
-        self.variables = dict(variables)
+        self.source, self.variables = source, dict(variables)
         day = now.date().isoformat() if "strftime_now" in source else ""
         self.identity = json.dumps([source, self.variables, day], sort_keys=True)
         """Everything that determines the template's output."""
         self._inputs = fitting_inputs(shield, self._render)
+        self._end = self._end_of_text()
+
+    def _end_of_text(self) -> str:
+        """Return the eos_token that the template writes behind everything but a generation prompt (Phi-3)."""
+        eos, ask = self.variables.get("eos_token"), [Message(role="user", text="x")]
+        try:
+            plain, prompted = (self._render(self._inputs, ask, (), prompt) for prompt in (False, True))
+        except RenderError:
+            return ""
+        written = isinstance(eos, str) and plain.endswith(eos) and not prompted.startswith(plain)
+        return str(eos) if written else ""
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, generation_prompt: bool = False
     ) -> str:
         """Return the text, outside strings still shielded; raise RenderError if the template fails."""
-        return self._render(self._inputs, messages, tools, generation_prompt)
+        text = self._render(self._inputs, messages, tools, generation_prompt)
+        return text if generation_prompt else text.removesuffix(self._end)
 
     def _render(
         self,

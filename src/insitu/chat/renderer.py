@@ -54,6 +54,8 @@ class Capabilities:
     """Format of the policy's tool calls; a key of tool_formats.FORMATS."""
     tools: bool
     """False: the rules write no tools into the root block, so the policy never sees the agent's tools."""
+    no_tools: str = ""
+    """Why requests with tools are refused; empty where they are not."""
     native_system: bool
     """False: a mid-list system message is rendered as a user message in a fixed wrapper."""
     parallel_calls: bool
@@ -202,6 +204,15 @@ def joined(
     if chat_renderer.caps.open_ended and len(run) and len(sampled) and int(run[0]) == int(sampled[-1]):
         run = run[1:]
     return np.concatenate([close, run]).astype(np.int32, copy=False)
+
+
+def check_tools(caps: Capabilities) -> None:
+    """Raise RenderError if a request with tools has no meaning for this model."""
+    if caps.no_tools:
+        raise RenderError(
+            f"this model takes no tools: {caps.no_tools}; use an agent without tools (single_turn), or see"
+            " docs/models.md, Tools"
+        )
 
 
 def prepared(messages: Sequence[Message], caps: Capabilities) -> Sequence[Message]:

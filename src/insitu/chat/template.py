@@ -19,9 +19,9 @@ import numpy as np
 from insitu.chat.codec import Codec
 from insitu.chat.jinja import SENTINEL, ChatTemplate
 from insitu.chat.model_files import ModelFiles, RendererFile
-from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, joined, prepared
-from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
-from insitu.chat.validation import find_capabilities, round_trips
+from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, check_tools, joined, prepared
+from insitu.chat.tool_formats import FORMATS, NO_CALLS, is_open_reasoning, reasoning_close, spelled_marks
+from insitu.chat.validation import PROBE_CALL, find_capabilities, round_trips
 from insitu.errors import RenderError
 from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 
@@ -55,6 +55,8 @@ class TemplateRenderer:
         return self.codec.vocab_size
 
     def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
+        if tools:
+            check_tools(self.caps)
         return self.roots.get(system, tools, self._root)
 
     def _root(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
@@ -235,20 +237,51 @@ def _build(codec: Codec, template: ChatTemplate, file: RendererFile, fingerprint
         roots=RootCache(),
         tails={},
     )
-    return _with_format(replace(chat_renderer, caps=find_capabilities(chat_renderer)), file)
+    return _with_format(chat_renderer, file)
 
 
 def _with_format(chat_renderer: TemplateRenderer, file: RendererFile) -> TemplateRenderer:
-    """Return the renderer with the first tool format that parses the template's calls, if any."""
-    call = Message(role="assistant", tool_calls=(ToolCall(id="call_a", name="look", arguments="{}"),))
-    for name in [file.tool_format] if file.tool_format else FORMATS:
-        candidate = replace(chat_renderer, caps=replace(chat_renderer.caps, tool_format=name))
-        try:
-            if round_trips(candidate, call):
-                return replace(candidate, caps=find_capabilities(candidate))
-        except RenderError:
-            break
-    return chat_renderer
+    """Return the renderer with the first tool format that parses the template's calls, else without tools."""
+    call = Message(role="assistant", tool_calls=(PROBE_CALL,))
+    why = "its chat template leaves out a call or its result"
+    if _writes_calls(chat_renderer.template):
+        why = "no tool format reads the calls that its chat template writes"
+        for name in [file.tool_format] if file.tool_format else FORMATS:
+            candidate = replace(chat_renderer, caps=replace(chat_renderer.caps, tool_format=name))
+            try:
+                if round_trips(candidate, call):
+                    return _with_tools(candidate)
+            except RenderError as error:
+                _check_renderer(chat_renderer)  # names the reason where it also holds for a history
+                why = str(error)
+                break
+        if marks := spelled_marks(chat_renderer.codec, chat_renderer.template.source):
+            why += f": {', '.join(marks)} must be added tokens of tokenizer.json"
+    if file.tool_format not in ("", NO_CALLS):
+        raise RenderError(f"insitu_renderer.json: tool_format {file.tool_format} does not fit: {why}")
+    return _without_tools(chat_renderer, why)
+
+
+def _with_tools(chat_renderer: TemplateRenderer) -> TemplateRenderer:
+    caps = find_capabilities(chat_renderer)
+    why = "" if caps.tools else "its chat template leaves out the tools on offer"
+    return replace(chat_renderer, caps=replace(caps, no_tools=why))
+
+
+def _without_tools(chat_renderer: TemplateRenderer, why: str) -> TemplateRenderer:
+    plain = replace(chat_renderer, caps=replace(chat_renderer.caps, tool_format=NO_CALLS))
+    return replace(plain, caps=replace(find_capabilities(plain), tools=False, no_tools=why))
+
+
+def _writes_calls(template: ChatTemplate) -> bool:
+    """Return whether the template writes calls and results."""
+    call = replace(PROBE_CALL, name=SENTINEL)
+    result = Message(role="tool", text="The result.", tool_call_id=call.id)
+    try:
+        text = template.render([_USER, Message(role="assistant", tool_calls=(call,)), result])
+    except RenderError:
+        return False
+    return SENTINEL in text and result.text in text
 
 
 def _check_renderer(chat_renderer: TemplateRenderer) -> None:
@@ -259,8 +292,10 @@ def _check_renderer(chat_renderer: TemplateRenderer) -> None:
         [_USER, _REPLY],
         [Message(role="system", text="Rules."), _USER, Message(role="assistant", text="x"), _USER, _REPLY],
     ]
-    called = [[_USER, Message(role="assistant", tool_calls=(call,))]]
-    called.append([*replies[1], _USER, Message(role="assistant", text="y", tool_calls=(call,))])
+    called: list[list[Message]] = []
+    if chat_renderer.caps.tool_format != NO_CALLS:
+        called.append([_USER, Message(role="assistant", tool_calls=(call,))])
+        called.append([*replies[1], _USER, Message(role="assistant", text="y", tool_calls=(call,))])
     result = Message(role="tool", text="result", tool_call_id="call_a")
     runs: list[tuple[list[Message], list[list[Message]]]] = [
         ([_USER], replies + called),
@@ -268,7 +303,7 @@ def _check_renderer(chat_renderer: TemplateRenderer) -> None:
         ([result], called),
         ([result, _USER], called),
     ]
-    for run, contexts in runs:
+    for run, contexts in (pair for pair in runs if pair[1]):
         deltas = {_delta(template, run, before) for before in contexts}
         if len(deltas) != 1:
             raise RenderError(f"not prefix-stable: a {run[0].role} message depends on the messages before it")

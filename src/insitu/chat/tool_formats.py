@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from insitu.chat.argument_types import declared_keys, typed_call
 from insitu.chat.codec import Codec
 from insitu.chat.parse import (
     THINK_CLOSE,
     Blocks,
+    call_at,
     find,
     is_name,
     is_object,
@@ -30,6 +32,13 @@ __all__ = ["FORMATS", "ParseFormat", "is_open_reasoning", "reasoning_close"]
 ParseFormat = Callable[[Codec, IntArray, frozenset[int], bool, Sequence[ToolSpec]], ParsedReply]
 """(codec, sampled ids, stop ids, whether the prompt opened <think>, tools on offer) -> reply."""
 
+NO_CALLS = "none"
+"""Format of models without tools."""
+_DEEPSEEK = [f"<\uff5ctool\u2581{w}\uff5c>" for w in ("call\u2581begin", "call\u2581end", "sep")]
+_MARKS = (
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", *_DEEPSEEK),
+)
 _FUNCTION = re.compile(r"<function=([^<>=\s]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
 _EDGE = re.compile(r"<parameter=[^<>\n]+>|</parameter>\s*")
@@ -45,6 +54,18 @@ def reasoning_close(codec: Codec) -> list[int]:
     return [codec.control[THINK_CLOSE]]
 
 
+def spelled_marks(codec: Codec, template: str) -> list[str]:
+    """Return the marks of tool formats in a template that are ordinary text to the tokenizer."""
+    return [mark for mark in _MARKS if mark in template and mark not in codec.control]
+
+
+def _parse_plain(
+    codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
+) -> ParsedReply:
+    """Parse replies of models that write no calls."""
+    return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, Blocks("", ""), lambda inside: None)
+
+
 def parse_hermes(
     codec: Codec,
     ids: IntArray,
@@ -57,7 +78,31 @@ def parse_hermes(
     def read(inside: IntArray) -> ParsedCall | None:
         return None if codec.control_positions(inside) else read_call(codec.decode(inside))
 
-    return parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, Blocks(), read)
+    blocks = Blocks()
+    reply = parse_blocks(codec, without_stop(ids, stop_ids), in_reasoning, blocks, read)
+    return reply if blocks.open in codec.control else _spelled_calls(reply, blocks)
+
+
+def _spelled_calls(reply: ParsedReply, blocks: Blocks) -> ParsedReply:
+    """Read the calls from the text of a reply, for a tokenizer to which the markers are ordinary text.
+
+    JSON says where a call ends, so markers in its texts do no harm. A marker without a call is malformed.
+    """
+    text, calls, at = "", list[ParsedCall](), 0
+    for opener in re.finditer(rf"{blocks.open}\s*", reply.text):
+        if opener.start() < at:
+            continue
+        call, end = call_at(reply.text, opener.end())
+        close = re.compile(rf"\s*{blocks.close}").match(reply.text, end)
+        if call and close:
+            text = (text + reply.text[at : opener.start()]).rstrip("\n")
+            calls.append(call)
+            at = close.end()
+    text += reply.text[at:]
+    if calls:
+        text = "" if text.isspace() else text.rstrip("\n")
+    marked = any(mark in part for mark in (blocks.open, blocks.close) for part in (text, reply.reasoning))
+    return replace(reply, text=text, calls=tuple(calls), malformed=reply.malformed or marked)
 
 
 def _parse_xml(
@@ -140,12 +185,12 @@ def _parse_deepseek(
 ) -> ParsedReply:
     """Parse DeepSeek V3, R1: `function`, a separator, the name and fenced JSON, in a section of calls."""
     bar = "\uff5c"
-    names = {w: f"<{bar}tool\u2581{w}{bar}>" for w in ("call\u2581begin", "call\u2581end", "sep")}
+    begin, end, separator = _DEEPSEEK
     sections = [f"<{bar}tool\u2581calls\u2581{w}{bar}>" for w in ("begin", "end")]
-    blocks = Blocks(names["call\u2581begin"], names["call\u2581end"], *sections)
+    blocks = Blocks(begin, end, *sections)
 
     def read(inside: IntArray) -> ParsedCall | None:
-        middle = find(codec, inside, 0, names["sep"])
+        middle = find(codec, inside, 0, separator)
         marks = codec.control_positions(inside)
         if marks != [middle] or codec.decode(inside[:middle]).strip() != "function":
             return None
@@ -200,5 +245,6 @@ FORMATS: Mapping[str, ParseFormat] = {
     "deepseek": _parse_deepseek,
     "kimi": _parse_kimi,
     "llama": _parse_llama,
+    NO_CALLS: _parse_plain,
 }
 """Formats by the name that insitu_renderer.json's `tool_format` takes."""

@@ -25,7 +25,7 @@ PROBE_TOOL = ToolSpec(
     parameters='{"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}}',
 )
 _USER = Message(role="user", text="Question.")
-_CALL = ToolCall(id="call_a", name="look", arguments='{"path": "a b", "n": 3}')
+PROBE_CALL = ToolCall(id="call_a", name="look", arguments='{"path": "a b", "n": 3}')
 _OTHER = ToolCall(id="call_b", name="look", arguments='{"path": "c\\\\nd"}')
 _RESULT = Message(role="tool", text="result", tool_call_id="call_a")
 
@@ -56,8 +56,8 @@ def find_capabilities(chat_renderer: CodecRenderer) -> Capabilities:
         chat_renderer.caps,
         tools="Look." in chat_renderer.decode(chat_renderer.open((), (PROBE_TOOL,))),
         native_system=native,
-        parallel_calls=supports(Message(role="assistant", tool_calls=(_CALL, _OTHER))),
-        text_with_calls=supports(Message(role="assistant", text="Look.", tool_calls=(_CALL,))),
+        parallel_calls=supports(Message(role="assistant", tool_calls=(PROBE_CALL, _OTHER))),
+        text_with_calls=supports(Message(role="assistant", text="Look.", tool_calls=(PROBE_CALL,))),
         reasoning=supports(Message(role="assistant", text="So.", reasoning="Hm.")),
     )
 
@@ -120,7 +120,7 @@ def _check_runs(chat_renderer: CodecRenderer) -> None:
 def _check_replies(chat_renderer: CodecRenderer) -> None:
     """Check that replies parse back, and that a turn ends as it does inside a history."""
     answer = Message(role="assistant", text="Answer.")
-    called = Message(role="assistant", tool_calls=(_CALL,))
+    called = Message(role="assistant", tool_calls=(PROBE_CALL,))
     for message in (answer, called):
         if not round_trips(chat_renderer, message):
             kind = "text" if message is answer else "a tool call"
@@ -139,7 +139,7 @@ def _check_replies(chat_renderer: CodecRenderer) -> None:
 def _check_markers(chat_renderer: CodecRenderer) -> None:
     """Check that no marker in content becomes a control token, in any position."""
     markers = "".join(f" {name}\n" for name in chat_renderer.codec.control)
-    call = replace(_CALL, arguments=_quoted("x"))
+    call = replace(PROBE_CALL, arguments=_quoted("x"))
     pairs: Sequence[tuple[Sequence[Message], Sequence[Message]]] = [
         ([Message(role=role, text=markers)], [Message(role=role, text="x")])
         for role in ("user", "tool", "system")

@@ -49,7 +49,7 @@ def load_renderer(folder: Path, renderer: str = "auto") -> CodecRenderer:
     try:
         chosen = template_renderer(files, codec)
     except RenderError as error:
-        raise RenderError("; ".join([f"template: {error}", *rejected])) from error
+        raise RenderError(f"{folder}: {'; '.join([f'template: {error}', *rejected])}") from error
     log.info("renderer chosen folder=%s renderer=template rejected=%r", folder, rejected)
     return chosen
 

@@ -55,7 +55,7 @@ class Capabilities:
     tools: bool
     """False: the rules write no tools into the root block, so the policy never sees the agent's tools."""
     no_tools: str = ""
-    """Why requests with tools are refused; empty where they are not."""
+    """Why requests with tools are refused: calls cannot be written or read. Empty where they are not."""
     native_system: bool
     """False: a mid-list system message is rendered as a user message in a fixed wrapper."""
     parallel_calls: bool
@@ -206,12 +206,12 @@ def joined(
     return np.concatenate([close, run]).astype(np.int32, copy=False)
 
 
-def check_tools(caps: Capabilities) -> None:
-    """Raise RenderError if a request with tools has no meaning for this model."""
+def check_tools(caps: Capabilities, offers: str = "the request offers tools: ") -> None:
+    """Raise RenderError if the model takes no tools; `offers` begins the message."""
     if caps.no_tools:
         raise RenderError(
-            f"this model takes no tools: {caps.no_tools}; use an agent without tools (single_turn), or see"
-            " docs/models.md, Tools"
+            f"{offers}this model takes none: {caps.no_tools}; use an agent without tools, such as"
+            " single_turn, or see docs/models.md, Tools"
         )
 
 

@@ -250,7 +250,7 @@ def _with_format(chat_renderer: TemplateRenderer, file: RendererFile) -> Templat
             candidate = replace(chat_renderer, caps=replace(chat_renderer.caps, tool_format=name))
             try:
                 if round_trips(candidate, call):
-                    return _with_tools(candidate)
+                    return replace(candidate, caps=find_capabilities(candidate))
             except RenderError as error:
                 _check_renderer(chat_renderer)  # names the reason where it also holds for a history
                 why = str(error)
@@ -260,12 +260,6 @@ def _with_format(chat_renderer: TemplateRenderer, file: RendererFile) -> Templat
     if file.tool_format not in ("", NO_CALLS):
         raise RenderError(f"insitu_renderer.json: tool_format {file.tool_format} does not fit: {why}")
     return _without_tools(chat_renderer, why)
-
-
-def _with_tools(chat_renderer: TemplateRenderer) -> TemplateRenderer:
-    caps = find_capabilities(chat_renderer)
-    why = "" if caps.tools else "its chat template leaves out the tools on offer"
-    return replace(chat_renderer, caps=replace(caps, no_tools=why))
 
 
 def _without_tools(chat_renderer: TemplateRenderer, why: str) -> TemplateRenderer:

@@ -163,8 +163,11 @@ def _run(
     from insitu.config import dump_toml
 
     if options.dry_run:
-        from insitu.api import describe_memory, describe_servers
+        from insitu.api import check_rendering, describe_memory, describe_servers
 
+        path = config.model.path
+        if not path or (Path(path) / "tokenizer.json").exists():
+            check_rendering(config)
         lines = describe_servers(config) + (describe_memory(config) if trains else [])
         sys.stdout.write(dump_toml(config))
         sys.stdout.write("".join(f"\n# {line}" for line in lines) + "\n" * bool(lines))

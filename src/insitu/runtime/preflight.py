@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 from tokenizers import Tokenizer
 
 from insitu.chat.load import load_renderer
-from insitu.chat.renderer import ChatRenderer
+from insitu.chat.renderer import ChatRenderer, check_tools
 from insitu.config import Config, TaskSetTable, model_folder
 from insitu.config.base import is_url
 from insitu.engines.external import split_address
@@ -121,7 +121,7 @@ def prepare(
     chosen = checks.run(prepare_tasks, config, say, choose)
     if chosen is not None:
         checks.run(_check_programs, *chosen)
-    renderer = None if config.engine.kind == "upstream" else checks.run(renderer_of, config)
+    renderer = checks.run(check_rendering, config)
     pools = find_pools(parts, say, checks.run)
     checks.close()
     if chosen is None:  # close() has raised
@@ -212,6 +212,24 @@ def _check_policy(config: Config) -> None:
 
 def renderer_of(config: Config) -> ChatRenderer:
     return load_renderer(model_folder(config), config.model.renderer)
+
+
+def check_rendering(config: Config) -> ChatRenderer | None:
+    """Return the renderer, None with engine.kind upstream.
+
+    Raises RenderError if the folder has none, or if an agent offers tools and the model takes none.
+    """
+    if config.engine.kind == "upstream":
+        return None
+    renderer = renderer_of(config)
+    for table in () if config.sft.run else (*config.tasks, *config.evaluated):
+        for own in config.of_agents(table).values() or [config.of_set(table)]:
+            agent = own.harness.agent
+            call = FIRST_CALLS.get(agent) or OWN_FIRST_CALLS.get(agent)
+            if call is not None and call.tools and not own.harness.command:
+                with _naming_part(own):
+                    check_tools(renderer.caps, f"harness.agent {agent} offers tools: ")
+    return renderer
 
 
 def _check_engine(config: Config) -> None:

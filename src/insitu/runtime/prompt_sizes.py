@@ -20,6 +20,8 @@ class _FirstCall:
     characters: int
     shipped_tokens: int
     """Tokens in the shipped model's vocabulary, which falls back to bytes."""
+    tools: bool = True
+    """Whether the agent offers tools in its requests."""
 
 
 FIRST_CALLS: Mapping[str, _FirstCall] = {
@@ -37,7 +39,7 @@ same lengths as the originals. Pi's constant lines are tokens of the shipped voc
 and mini_swe are from real runs under `insitu serve`."""
 OWN_FIRST_CALLS: Mapping[str, _FirstCall] = {
     "script": _FirstCall(characters=1_076, shipped_tokens=44),
-    "terminus": _FirstCall(characters=902, shipped_tokens=729),
+    "terminus": _FirstCall(characters=902, shipped_tokens=729, tools=False),
 }
 """Those of the agents that insitu brings along, which `insitu serve` does not set up."""
 CHARACTERS_PER_TOKEN = 4

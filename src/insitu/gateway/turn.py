@@ -51,8 +51,9 @@ BYTES_PER_CHAR = 6
 MIN_BODY_LIMIT = 32 << 20
 """Images are part of a body and not of the prompt; providers take bodies of this size."""
 MAX_STOPS = 16
-DOING_CHARS = 200
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
+DOING_CHARS = 200
+"""Characters of `SessionStats.doing`."""
 MAX_REFUSALS = 256
 """Calls in a row refused as too many before the session is stopped, which ends a storm of retries."""
 _NO_NAMES: Mapping[str, str] = {}

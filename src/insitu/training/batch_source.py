@@ -28,7 +28,7 @@ from insitu.types import Group, Rollout, Status, Task
 
 
 class StoreSink:
-    """Implements collect.dispatcher.Sink and collect.collector.GroupSink."""
+    """Store what the collector decides; implements collect.options.Sink."""
 
     def __init__(self, store: Store, masks: InfraFailureRate) -> None:
         self._store, self._masks = store, masks

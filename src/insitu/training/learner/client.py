@@ -230,7 +230,7 @@ class Learner:
         return ExportResult(checksum=out["checksum"], tensors=out["tensors"], sent_bytes=int(out["bytes"]))
 
     async def transfer(self, do: str, **more: Any) -> dict[str, Any]:
-        """Run the trainer's side of a publication without files (transfer.py). Raises TrainError."""
+        """Run the trainer's side of a publication without files (learner/transfer.py). Raises TrainError."""
         limit = self._spec.start_deadline_s
         meta: Meta = {"do": do, "deadline_s": 0.9 * limit, **more}
         return dict((await self._call("train.transfer", meta, limit)).meta)

@@ -107,7 +107,7 @@ class _Shape:
     def cut(self, cast: int) -> _Tiling:
         """Return the largest equal tiles within the budget, at least one row or block.
 
-        cast: as in Tiling, -1 = a chunk's.
+        cast: columns held in the computed dtype as in `_Tiling`; -1 = those of a chunk.
         """
         if not self.gpu:
             least, more = self._of(1, cast), self._of(2, cast)

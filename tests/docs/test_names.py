@@ -1,0 +1,29 @@
+"""The pages name keys and files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from insitu.config import RENAMED, dotted_keys, table_classes
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("envs/*/*.md")} - {ROOT / "CHANGELOG.md"}
+)
+KNOWN = {key.rpartition(".")[2] for key in dotted_keys()} | table_classes().keys()
+FORMER = {key.rpartition(".")[2] for key in RENAMED} - KNOWN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_no_key_by_its_former_name_and_no_file_that_is_missing(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    quoted = set(re.findall(r"`(?:\w+\.)?(\w+)(?: = [^`]*)?`", text))
+    assert quoted & FORMER == set()
+    # A folder that is not here is another project's.
+    named = set(re.findall(r"(?<![\w/.])(?:tests|scripts|benchmarks|examples)/[\w./-]*/[\w-]+\.py", text))
+    missing = {name for name in named if not (ROOT / name).exists() and (ROOT / name).parent.is_dir()}
+    assert missing == set()
+    assert "(reference/" in text or not re.search(r"`reference/", text)

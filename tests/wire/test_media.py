@@ -13,7 +13,8 @@ from gateway_rig import Rig, call
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway.routes import parse_path
 from insitu.gateway.server import DIALECTS
-from insitu.types import Message
+from insitu.training.step_metrics import _means
+from insitu.types import PARTS_LEFT_OUT, Message, Rollout, Status, Timings
 
 PNG = "iVBORw0KGgo="
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
@@ -186,12 +187,23 @@ async def test_a_session_goes_on_after_a_picture_and_every_later_request_continu
     assert shown.count(LINE.format("image")) == 1
     assert (rig.session.stats.left_out, rig.session.stats.edited, rig.session.stats.forks) == (1, 0, 0)
     assert [turn.parent for turn in trajectory.turns] == [-1, 0, 1, 2]
-    assert [("dropped_part", "image") in turn.hints for turn in trajectory.turns] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert [turn.index for turn in trajectory.turns if ("dropped_part", "image") in turn.hints] == [1]
+    assert [turn.index for turn in trajectory.turns if PARTS_LEFT_OUT in turn.labels] == [1]
+    rollout = Rollout(
+        id="r/0",
+        task_id="t",
+        category="",
+        status=Status.OK,
+        reward=1.0,
+        trajectory=trajectory,
+        verdict=None,
+        changed={},
+        deleted=(),
+        timings=Timings(),
+        attempt=1,
+        error="",
+    )
+    assert _means([rollout])["parts_left_out"] == 1
     assert trajectory.ledger.excluded == {}
 
 

@@ -32,6 +32,7 @@ from insitu.gateway.session_spec import SessionSpec, SessionStats
 from insitu.gateway.text_tool_calls import translate
 from insitu.types import (
     MALFORMED,
+    PARTS_LEFT_OUT,
     UNKNOWN_TOOL,
     Generation,
     IntArray,
@@ -51,6 +52,12 @@ BYTES_PER_CHAR = 6
 MIN_BODY_LIMIT = 32 << 20
 """Images are part of a body and not of the prompt; providers take bodies of this size."""
 MAX_STOPS = 16
+<<<<<<< HEAD
+=======
+DROPPED_PART = "dropped_part"
+"""Hint of a turn that names what was left out."""
+DOING_CHARS = 200
+>>>>>>> 9d64d835 (Count and mark the calls whose images or files a text-only model could not read)
 """Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 DOING_CHARS = 200
 """Characters of `SessionStats.doing`."""
@@ -201,7 +208,7 @@ class Turns:
         """Return the plan with a label for each kind of part that its new texts have a line for."""
         dropped = in_place_of(fresh)
         self.stats.left_out += len(dropped)
-        return replace(plan, hints=labels([*(("dropped_part", kind) for kind in dropped), *plan.hints]))
+        return replace(plan, hints=labels([*((DROPPED_PART, kind) for kind in dropped), *plan.hints]))
 
     async def _sample(
         self, prompt: IntArray, request: ModelRequest, turn: int, experts_from: int
@@ -357,7 +364,7 @@ class Turns:
             Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=known),
             turn=turn,
             discarded=sampled_tokens - len(generation.ids),
-            labels=self._labels(parsed, request, turn),
+            labels=self._labels(parsed, sent, turn),
             advisory=request.advisory,
         )
         self.stats.prompt_tokens += sent.prompt
@@ -389,9 +396,9 @@ class Turns:
         self.stats.shimmed.append(turn)
         return replace(parsed, calls=(call,))
 
-    def _labels(self, parsed: ParsedReply, request: ModelRequest, turn: int) -> list[str]:
-        """Return the labels of a reply and count it: `shim`, `malformed`, `unknown_tool`."""
-        offered = {tool.name for tool in request.tools}
+    def _labels(self, parsed: ParsedReply, sent: _Sent, turn: int) -> list[str]:
+        """Return the labels of a turn (`Turn.labels`), and count its calls."""
+        offered = {tool.name for tool in sent.request.tools}
         unknown = any(call.name not in offered for call in parsed.calls)
         self.stats.malformed += parsed.malformed
         self.stats.unknown_tools += unknown
@@ -399,6 +406,7 @@ class Turns:
             "shim": self.stats.shimmed[-1:] == [turn],
             MALFORMED: parsed.malformed,
             UNKNOWN_TOOL: unknown,
+            PARTS_LEFT_OUT: any(name == DROPPED_PART for name, _ in sent.plan.hints),
         }
         return [label for label, holds in found.items() if holds]
 

@@ -20,7 +20,7 @@ import orjson
 from insitu.errors import RecordError
 from insitu.storage.schema import TASK_SET
 from insitu.storage.store import Store
-from insitu.types import MALFORMED, UNKNOWN_TOOL
+from insitu.types import MALFORMED, PARTS_LEFT_OUT, UNKNOWN_TOOL
 
 QUERY_S = 2.0
 """Most CPU time of a statement; its wall time may be ten times as long."""
@@ -77,6 +77,7 @@ FILTERS: Mapping[str, str] = {
     "retried": "(r.attempt > 1) = :retried",
     "malformed": f"{_labelled(MALFORMED)} = :malformed",
     "unknown_tool": f"{_labelled(UNKNOWN_TOOL)} = :unknown_tool",
+    "parts_left_out": f"{_labelled(PARTS_LEFT_OUT)} = :parts_left_out",
     "unparsed": f"({_labelled(MALFORMED)} OR {_labelled(UNKNOWN_TOOL)}) = :unparsed",
     "q": "(r.rollout_id LIKE :q ESCAPE '\\' OR r.task_id LIKE :q ESCAPE '\\' OR r.error LIKE :q ESCAPE '\\'"
     " OR v.reason LIKE :q ESCAPE '\\')",
@@ -84,7 +85,7 @@ FILTERS: Mapping[str, str] = {
 """Filter of a list of rollouts -> condition. `outcome` none = not graded; `q` = in id, task or reason."""
 NUMBERS = frozenset(
     {"step", "account", "group", "solved", "min_reward", "max_reward", "dropped", "egress", "retried"}
-    | {MALFORMED, UNKNOWN_TOOL, "unparsed"}
+    | {MALFORMED, UNKNOWN_TOOL, PARTS_LEFT_OUT, "unparsed"}
 )
 """Filters whose value is a number; the others are text."""
 SORTS: Mapping[str, str] = {

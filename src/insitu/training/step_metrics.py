@@ -14,7 +14,7 @@ from insitu.storage.score import Score
 from insitu.storage.store import Store
 from insitu.training.options import StepResult
 from insitu.training.unparsed import unparsed_counts
-from insitu.types import OF_AGENT, Group, Ledger, Rollout, part_label
+from insitu.types import OF_AGENT, PARTS_LEFT_OUT, Group, Ledger, Rollout, part_label
 
 SHOWN = (
     "reward_mean",
@@ -157,5 +157,6 @@ def _means(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "rollouts": n,
         "calls_mean": sum(len(r.trajectory.turns) for r in rollouts) / n if n else None,
         "tokens_mean": sum(r.trajectory.ledger.captured for r in rollouts) / n if n else None,
+        "parts_left_out": sum(PARTS_LEFT_OUT in t.labels for r in rollouts for t in r.trajectory.turns),
         **unparsed_counts(rollouts),
     }

@@ -7,6 +7,7 @@ changed after construction. This package does no I/O, has no async code and impo
 from insitu.types.capture import (
     EXCLUSIONS,
     MALFORMED,
+    PARTS_LEFT_OUT,
     UNKNOWN_TOOL,
     DriftNote,
     Ledger,
@@ -71,6 +72,7 @@ __all__ = [
     "NOT_TIMED",
     "OF_AGENT",
     "OF_EVAL",
+    "PARTS_LEFT_OUT",
     "UNKNOWN_TOOL",
     "WORKDIR",
     "BoolArray",

@@ -27,6 +27,8 @@ MessageSpans = tuple[tuple[str, int, int, str], ...]
 
 MALFORMED, UNKNOWN_TOOL = "malformed", "unknown_tool"
 """Labels of a turn whose reply has a call that did not parse, or one of a tool that was not offered."""
+PARTS_LEFT_OUT = "parts_left_out"
+"""Label of a turn whose new messages have an image, sound or a file, in whose place the model read a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class Turn(Value):
 
     @property
     def labels(self) -> frozenset[str]:
-        """The gateway's own labels: `shim`, MALFORMED, UNKNOWN_TOOL."""
+        """The gateway's own labels: `shim`, MALFORMED, UNKNOWN_TOOL, PARTS_LEFT_OUT."""
         return frozenset(value for name, value in self.hints if name == "label")
 
 

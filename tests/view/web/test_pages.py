@@ -127,6 +127,7 @@ async def test_filters_count_what_they_list(lab_run: Path) -> None:
         "why": ("case # raised NameError", 35), "error": ("the agent stopped", 12), "solved": (1, 21),
         "min_reward": (0.5, 21), "max_reward": (0.5, 35), "dropped": (1, 12), "egress": (1, 3),
         "retried": (1, 3), "malformed": (1, 35), "unknown_tool": (0, 21), "unparsed": (1, 35),
+            "parts_left_out": (0, 56),
         "q": ("00002/000", 4),
     }  # fmt: skip
     assert set(values) == set(FILTERS)

@@ -9,7 +9,7 @@ import { cleanRuns, Line } from "../text.js";
 
 const CHIPS = ["task_set", "phase", "outcome", "status"];
 const SWITCHES = [["dropped", "1", "protected paths changed"], ["egress", "1", "network attempts"], ["retried", "1", "retried"],
-  ["malformed", "1", "malformed calls"], ["unknown_tool", "1", "unknown tools"]];
+  ["malformed", "1", "malformed calls"], ["unknown_tool", "1", "unknown tools"], ["parts_left_out", "1", "images or files left out"]];
 
 export function Filters({ run, query }) {
   const { data } = useData(apiPath([run, "facets"]), useRunVersion(15));

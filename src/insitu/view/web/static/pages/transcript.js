@@ -92,7 +92,7 @@ const CAUSES = {
   missing: "a turn is missing in the agent's history", foreign: "the agent sent a reply that was not sampled here", arguments: "the agent changed arguments of a call",
 };
 
-const LABELS = { malformed: "malformed call", unknown_tool: "tool was not offered" };
+const LABELS = { malformed: "malformed call", unknown_tool: "tool was not offered", parts_left_out: "an image or file was left out" };
 
 export function driftWords(drift) {
   return CAUSES[drift.cause] ?? words(drift.cause);

@@ -76,6 +76,24 @@ async def test_without_patience_the_agent_hears_at_once_and_it_is_not_its_fault(
         assert it.trouble == "", "an answered retry makes it good"
 
 
+async def test_a_body_that_the_provider_cannot_answer_is_the_agents_own_loss(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        assert await it.ask() == 200
+        it.provider.busy = [(500, "0")]
+        assert await it.ask() == 500
+        await it.session.seal(1.0)
+        assert it.trouble == ""
+
+
+async def test_an_agent_that_asks_again_in_vain_is_not_graded(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it:
+        assert await it.ask() == 200
+        it.provider.busy = [(500, "0")] * 2
+        assert [await it.ask() for _ in range(2)] == [500, 500]
+        await it.session.seal(1.0)
+        assert it.trouble == "the provider answered HTTP 500"
+
+
 async def test_a_pause_longer_than_patience_is_not_waited_for(tmp_path: Path) -> None:
     async with lab(tmp_path, max_wait_s=5.0) as it:
         it.provider.busy = [(429, "3600")]

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from insitu.gateway.backend import AgentRequest, ServerState
 from insitu.gateway.body_cache import INLINE_BYTES
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.provider_call import Provider, ProviderCall, reason_of
+from insitu.gateway.provider_faults import FaultLog, SessionFaults
 from insitu.gateway.provider_limits import Outage, ProviderOptions, RateLimiter
 from insitu.gateway.provider_usage import Spent
 from insitu.gateway.request import MemoryShare, read_body, too_many_values
@@ -103,6 +105,7 @@ class ProviderBackend:
         self.spent = Spent()
         """Over all sessions."""
         self.outage: Outage
+        self.faults = FaultLog()
         self._client, self._options, self._records = client, options, records
         self._base = checked_url(options.url, "engine.url")
         self._server: ServerState
@@ -159,6 +162,7 @@ class ProviderCalls:
         provider: Provider,
     ) -> None:
         self.session, self.record = session, record
+        self._faults = SessionFaults(backend.faults, session.stats)
         self._backend, self._server, self._provider = backend, server, provider
         self.turns = self.asides = 0
         """Admitted model calls and other requests."""
@@ -175,30 +179,36 @@ class ProviderCalls:
     async def answer(self, request: AgentRequest) -> web.StreamResponse:
         """Forward a request. It holds its memory share until it is over: it may be sent again."""
         with MemoryShare(self._server.intake) as share:
-            try:
-                call = await self._admitted(request, share)
-            except WireError as error:
-                if request.route.kind == "call":
-                    self._server.reports.refused(self.session.rollout_id, request.dialect.name, error.cause)
-                raise
-            return await self._forward(call)
+            came = time.monotonic()
+            async with self._faults.place():
+                try:
+                    call = await self._admitted(request, share, came)
+                except WireError as error:
+                    if request.route.kind == "call":
+                        name = request.dialect.name
+                        self._server.reports.refused(self.session.rollout_id, name, error.cause)
+                    raise
+                return await self._forward(call)
 
-    async def _admitted(self, request: AgentRequest, share: MemoryShare) -> ProviderCall:
+    async def _admitted(self, request: AgentRequest, share: MemoryShare, came: float) -> ProviderCall:
         """Return the call once the rate limits allow it; it holds a place of the rate limiter.
 
-        Raises WireError.
+        `came`: reading of time.monotonic() when the agent sent it. Raises WireError.
         """
         self.session.check_open()
         http, route, config = request.http, request.route, self._server.config
         body = await read_body(http, config, share=share) if http.method == "POST" else b""
         if route.kind in ("call", "count"):
             await checked_model(route, body, self._provider.options.model, config.max_json_items)
-        call = ProviderCall(provider=self._provider, request=request, body=body, stats=self.session.stats)
+        call = ProviderCall(
+            provider=self._provider, request=request, body=body, faults=self._faults, came=came
+        )
         self._check_limits(route)
         try:
             await call.enter()
         except WireError as error:
-            self.session.stats.infra_error = str(error)
+            call.trouble = str(error)
+            self._judge(call)
             raise
         try:
             self._check_limits(route)
@@ -213,18 +223,30 @@ class ProviderCalls:
         return call
 
     async def _forward(self, call: ProviderCall) -> web.StreamResponse:
-        stats = self.session.stats
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._running.add(task)
         try:
             return await call.run()
         finally:
-            stats.infra_error = "" if call.answered else call.trouble or stats.infra_error
+            self._judge(call)
             # Also when the agent has gone: the provider bills what it sampled until then.
             try:
                 await asyncio.shield(self._account(call))
             finally:
                 self._running.discard(task)
+
+    def _judge(self, call: ProviderCall | None = None) -> None:
+        """Say whose fault the unanswered calls of the session are, the one that has ended included."""
+        if call is not None and call.route.kind == "call":
+            self._faults.ended(
+                call.came,
+                answered=call.answered,
+                cause=call.trouble,
+                surely=call.surely,
+                load=call.throttled,
+            )
+        stats = self.session.stats
+        stats.infra_error = (self._backend.cost_reached and stats.infra_error) or self._faults.fault()
 
     def _check_limits(self, route: Route) -> None:
         self.session.check_open()
@@ -264,6 +286,7 @@ class ProviderCalls:
                 task.cancel()
             if late:
                 await asyncio.wait(late, timeout=max(1.0, deadline_s))
+        self._judge()
 
     def trajectory(self) -> Trajectory:
         """Return an empty trajectory: there are no tokens."""

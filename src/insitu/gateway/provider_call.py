@@ -15,10 +15,10 @@ from aiohttp import web
 from insitu.backoff import backoff_s, retry_after_s
 from insitu.gateway.backend import AgentRequest, CallReport
 from insitu.gateway.dialects.base import WireError
+from insitu.gateway.provider_faults import SessionFaults
 from insitu.gateway.provider_limits import AWAY, BUSY, Outage, ProviderOptions, RateLimiter
 from insitu.gateway.provider_usage import Usage, unanswered, usage_of
 from insitu.gateway.routes import Route
-from insitu.gateway.session_spec import SessionStats
 from insitu.gateway.text_log import TextCall
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,11 @@ LAST_RETRY_S = 0.25
 """Time of the last retry before the end of `max_wait_s`."""
 KEPT_BYTES = 16 << 20
 """Bytes of one reply that are recorded; the agent gets all of it."""
-REFUSED_KEY = (401, 402, 403)
+THROTTLED = (429, 529)
+"""HTTP statuses of a provider that has too many requests."""
+FORBIDDEN = 403
+"""Some providers answer so to a text that they do not allow."""
+REFUSED_KEY = (401, 402, FORBIDDEN)
 """HTTP statuses of a provider that does not accept the key."""
 FORWARDED = (
     "accept",
@@ -75,8 +79,8 @@ class ProviderCall:
     provider: Provider
     request: AgentRequest
     body: bytes
-    stats: SessionStats
-    """Of its session; waits are added."""
+    faults: SessionFaults
+    """Of its session."""
     turn: int = -1
     started: float = 0.0
     ends: float = field(init=False)
@@ -86,8 +90,12 @@ class ProviderCall:
     received: bool = False
     """The provider has the request and has not rejected it: it may bill the prompt."""
     status: int = 0
+    came: float = field(default_factory=time.monotonic)
+    """When the agent sent it."""
     trouble: str = ""
     """Why the provider did not answer."""
+    surely: bool = False
+    """No request could have caused the trouble."""
     begun: bool = False
     """The agent has a status line."""
     complete: bool = False
@@ -103,16 +111,18 @@ class ProviderCall:
         return self.complete and self.status not in BUSY and self.status not in REFUSED_KEY
 
     @property
+    def throttled(self) -> bool:
+        """Whether a rate limit kept it from being answered, the provider's or the run's."""
+        return self.status in THROTTLED or not self.sent
+
+    @property
     def route(self) -> Route:
         return self.request.route
 
     async def enter(self) -> None:
         """Take a place of the rate limiter. Raises WireError when there is none in time."""
-        began = time.monotonic()
-        try:
+        with self.faults.waiting():
             await self.provider.rate.enter(self.ends)
-        finally:
-            self.stats.waited_s += time.monotonic() - began
 
     async def run(self) -> web.StreamResponse:
         """Send it, again while the provider is busy and there is time left.
@@ -152,7 +162,7 @@ class ProviderCall:
             self._unreachable(error)
             raise WireError("engine_failed", "The provider could not be reached.") from error
         except TimeoutError as error:
-            self.trouble = "the provider did not answer in time"
+            self._trouble("the provider did not answer in time")
             if self.begun:
                 raise ConnectionResetError("The provider did not answer in time.") from error
             raise WireError("engine_failed", "The provider did not answer in time.") from error
@@ -164,16 +174,22 @@ class ProviderCall:
         else:
             outage.answered()
         if status in BUSY:
-            self.trouble = f"the provider answered HTTP {status}"
+            self._trouble(f"the provider answered HTTP {status}")
             if status in AWAY:
                 self._stop_when_over()
             self._retry(answer.headers)
         elif status in REFUSED_KEY:
-            self.trouble = f"the provider refused the key: HTTP {status}"
+            self._trouble(f"the provider refused the key: HTTP {status}", surely=status != FORBIDDEN)
+
+    def _trouble(self, why: str, *, surely: bool = False) -> None:
+        self.trouble, self.surely = why, surely
+        self.faults.met_trouble()
 
     def _unreachable(self, error: aiohttp.ClientError) -> None:
         log.warning("provider failed path=%s error=%s", self.route.action, type(error).__name__)
-        self.trouble = "the provider could not be reached"
+        self._trouble(
+            "the provider could not be reached", surely=isinstance(error, aiohttp.ClientConnectorError)
+        )
         if self.begun:  # the provider was reached before, or the agent has gone
             raise ConnectionResetError("The connection to the provider broke.") from error
         self.status, self.received = 0, False
@@ -184,6 +200,7 @@ class ProviderCall:
     def _stop_when_over(self) -> None:
         """Raise a WireError that no agent retries when the outage has exceeded the longest wait."""
         if self.provider.outage.over:
+            self.surely = True
             raise WireError("session_failed", "The provider is unavailable. Stop here.")
 
     def _retry(self, headers: Mapping[str, str]) -> None:

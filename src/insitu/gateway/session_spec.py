@@ -36,7 +36,7 @@ class SessionStats(Spent):
 
     engine_s: float = 0.0
     waited_s: float = 0.0
-    """Seconds that calls waited for a provider's rate limits."""
+    """Seconds in which calls waited for a provider's rate limits, counted once."""
     away_s: float = 0.0
     """Seconds that calls waited while the engine was down: restarted, got new weights, slept or trained. The
     wall time is extended by them."""

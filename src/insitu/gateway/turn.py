@@ -52,13 +52,9 @@ BYTES_PER_CHAR = 6
 MIN_BODY_LIMIT = 32 << 20
 """Images are part of a body and not of the prompt; providers take bodies of this size."""
 MAX_STOPS = 16
-<<<<<<< HEAD
-=======
+"""Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 DROPPED_PART = "dropped_part"
 """Hint of a turn that names what was left out."""
-DOING_CHARS = 200
->>>>>>> 9d64d835 (Count and mark the calls whose images or files a text-only model could not read)
-"""Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
 DOING_CHARS = 200
 """Characters of `SessionStats.doing`."""
 MAX_REFUSALS = 256

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import insitu.agents.termination as stop
-from insitu.agents.artifacts import Artifacts, redact
+from insitu.agents.artifacts import Artifacts, follow_links, redact
 from insitu.agents.base import PLAIN, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.agents.worker import count
 from insitu.errors import HarnessError, PolicyUnsupported, SandboxStartError
+from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, Limits, Setup, Task
 from tests.fakes.agents import command_harness
@@ -178,3 +179,19 @@ async def test_declared_artifacts_are_kept_within_bounds(
 def test_an_empty_secret_redacts_nothing() -> None:
     assert redact("abc", "") == "abc"
     assert redact(b"a b a", "a") == b"*** b ***"
+
+
+async def test_a_link_in_place_of_a_file_stands_for_what_it_leads_to() -> None:
+    names = ("a", "b", "c", "d", "e", "f", "pkg/g", "h", "kept")
+    base = {name: FileEntry(content=b"old") for name in names}
+    async with await LocalBackend().create(SandboxSpec(files=base)) as sandbox:
+        made = (
+            "rm a b c d e f pkg/g h; printf new > real; printf 3 > /tmp/away; ln -s real a; ln -s a b;"
+            " ln -s /work/real c; ln -s /tmp/away d; ln -s e e; ln -s /etc/passwd f; ln -s ../real pkg/g;"
+            " ln -s real new"
+        )
+        assert (await sandbox.exec(["sh", "-c", made], timeout_s=20.0)).exit_code == 0
+        tree = await follow_links(sandbox, base, await sandbox.get_tree())
+    assert {path: entry.content for path, entry in tree.items()} == {
+        "real": b"new", "kept": b"old", "a": b"new", "b": b"new", "c": b"new", "pkg/g": b"new",
+    }  # fmt: skip

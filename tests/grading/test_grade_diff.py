@@ -159,6 +159,29 @@ def test_files_of_the_base_that_became_something_else_are_refused(
     assert not diff.changed
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "judged"),
+    [
+        (b"# caf\xe9\nx = 1\n", b"# caf\xe9\nx = 2\n", True),
+        (b"# caf\xe9\n", "# café\n".encode(), True),
+        (b"\x93\xfa\x96\x7b\n", b"\x93\xfa\x96\x7b\x8c\xea\n", True),
+        (b"caf\xe9\n", b"caf\xe9\0", False),
+        (b"\x7fELF\x01\xff", b"\x7fELF\x01\xfe", False),
+        (b"text\xff\n", b"\x01\x02\xff\n", False),
+    ],
+    ids=["Latin-1", "to UTF-8", "Shift JIS", "to NUL", "binary", "to binary"],
+)
+def test_a_source_of_the_base_in_another_encoding_may_be_changed(
+    before: bytes, after: bytes, judged: bool
+) -> None:
+    base = {**BASE, "old.py": file(before)}
+    diff = compare(base, {**base, "old.py": file(after)}, POLICY)
+    assert diff.refused == ""
+    assert (dict(diff.changed), diff.left_out) == (
+        ({"old.py": file(after)}, ()) if judged else ({}, ("old.py",))
+    )
+
+
 def test_over_the_caps_leftovers_go_before_a_solution_that_is_larger() -> None:
     solved = {f"lib/{n}.py": file("x" * 40) for n in range(3)}
     diff = compare(BASE, {**BASE, **solved, "target/o.txt": file("x" * 20), "notes": file("x" * 30)}, POLICY)

@@ -159,21 +159,25 @@ print(*set(re.findall("answer-[0-9]+", b" ".join(seen).decode("utf-8", "replace"
 async def test_a_process_that_stays_answers_no_later_input(grader: Grader) -> None:
     """It holds the output of the first input open, and is gone before the second."""
     stays = """
-import os, sys, time
-if os.path.exists("/tmp/first"):
-    print("alive" if os.path.exists(f"/proc/{open('/tmp/first').read()}") else "gone")
-else:
+import os, pathlib, time
+known = "that-stays"
+def alive(pid):
+    try: return known in pathlib.Path(f"/proc/{pid}/comm").read_text()
+    except OSError: return False
+if input() == "1":
     child = os.fork()
     if not child:
         os.setsid()
+        pathlib.Path("/proc/self/comm").write_text(known)
         time.sleep(600)
-    open("/tmp/first", "w").write(str(child))
     print("first")
+else:
+    print("alive" if any(alive(pid) for pid in os.listdir("/proc") if pid.isdigit()) else "gone")
 """
     task, _ = make()
     oracle = Oracle(
         task_id="t",
-        exchanges=(Exchange(stdin="", expected="first"), Exchange(stdin="", expected="gone")),
+        exchanges=(Exchange(stdin="1", expected="first"), Exchange(stdin="2", expected="gone")),
     )
     verdict = await judge(grader, (task, oracle), stays)
     assert verdict.outcome is Outcome.RESOLVED, verdict
@@ -296,6 +300,25 @@ def checkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path.write_text(CHECKERS)
     yield str(path)
     RUNNERS["stdio"].close()
+
+
+KEEPS = """
+import os, pathlib
+a, b = map(int, input().split())
+places = [pathlib.Path(place, "kept") for place in (".", "/tmp", "/dev/shm", os.path.expanduser("~"))]
+seen = [str(path) for path in places if path.exists()]
+for path in places:
+    path.write_text("x")
+pathlib.Path("solution.py").write_text("print(0)")
+os.mkdir("/tmp/a-folder")
+print(seen or a + b)
+"""
+
+
+@pytest.mark.slow
+async def test_no_program_finds_the_files_of_an_earlier_run(grader: Grader) -> None:
+    verdict = await judge(grader, make(), KEEPS)
+    assert verdict.outcome is Outcome.RESOLVED, verdict
 
 
 @pytest.mark.slow

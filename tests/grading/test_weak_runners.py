@@ -278,7 +278,8 @@ async def test_what_is_no_reward_file_earns_nothing(grader: Grader, script: str,
     "content",
     ["NaN", "Infinity", "1e309", "2.0", "-1", "1_0", "\u0661",
      '"1.0"', "1" * 4000, '{"reward": 1, "reward": 0}', "[1]",
-     '{"a": 1, "b": 0}', "null", "true", "", "{", '{"reward": "1"}', "1.0.0", "[" * 3000],
+     "{}", '{"a": 1, "b": 2}', '{"a": 1, "b": NaN}', '{"a": 1, "b": "1"}',
+     "null", "true", "", "{", '{"reward": "1"}', "1.0.0", "[" * 3000],
 )  # fmt: skip
 def test_a_reward_is_a_plain_number_from_0_to_1(content: str) -> None:
     for is_json in (True, False):
@@ -297,6 +298,8 @@ def test_rewards_as_programs_print_them(content: str, reward: float) -> None:
 def test_rewards_of_one_kind_of_file_only() -> None:
     assert [read_reward(text.encode(), is_json=False) for text in ("+1", "1.", ".5")] == [1.0, 1.0, 0.5]
     assert read_reward(b'{"reward": true, "style": 0.1}', is_json=True) == 1.0
+    assert read_reward(b'{"tests": 1.0, "style": 0.5}', is_json=True) == 0.75
+    assert read_reward(b'{"tests": 1, "style": 1.0, "speed": true}', is_json=True) == 1.0
 
 
 PYTHON = """\

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from insitu.grading.grader import runner_for
 from insitu.storage.image_builds import build_context, context_digest, register_build
 from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import format_of
+from insitu.types import task_hash
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,50 @@ def test_a_harbor_folder(tmp_path: Path) -> None:
     assert oracle.tests.env == {"WHO": "it's us"}
     assert set(oracle.solve) == {"solve.sh"}
     assert task.files == {}
+
+
+@pytest.mark.parametrize(
+    ("lines", "memory_mb"),
+    [
+        ("cpus = 1", 0),
+        ("memory_mb = 8192", 8192),
+        ('memory = "2G"', 2048),
+        ('memory = "512MiB"\nstorage = "1T"', 512),
+        ('memory = "1.5 gb"\nmemory_mb = 100', 1536),
+        ("memory = 1048576\ngpus = 0\nstorage_mb = 10240", 1),
+    ],
+)
+def test_the_memory_that_a_task_wants_is_given(tmp_path: Path, lines: str, memory_mb: int) -> None:
+    harbor(tmp_path, **{"task.toml": TOML.replace("cpus = 1", lines)})
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path, LoadOptions(memory_mb=8192)).every()
+    assert item.task.setup.memory_mb == memory_mb
+    plain = replace(item.task.setup, memory_mb=0)
+    changed = task_hash(item.task.prompt, {}, item.task.grading, plain) != item.task.content_hash
+    assert changed == bool(memory_mb)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("memory_mb = 8193", "environment.memory is 8193 MB, more than sandbox.memory_mb = 8192: raise that"),
+        ('memory = "9G"', "environment.memory is 9216 MB, more than sandbox.memory_mb = 8192: raise that"),
+        ("storage_mb = 5000", "environment.storage is 5000 MB, more than sandbox.disk_mb = 4096: raise that"),
+        ("gpus = 1", "environment.gpus is 1: sandboxes have no GPU"),
+        ('memory = "much"', "environment.memory: 'much' is no size like 8G"),
+    ],
+)
+def test_more_than_a_sandbox_has_is_refused_in_one_line(tmp_path: Path, lines: str, message: str) -> None:
+    harbor(tmp_path, **{"task.toml": TOML.replace("cpus = 1", lines)})
+    with pytest.raises(TaskError) as caught:
+        RowSource("harbor", format_of("harbor"), tmp_path, LoadOptions(memory_mb=8192, disk_mb=4096))
+    assert message in str(caught.value)
+
+
+def test_cores_that_the_machine_lacks_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    harbor(tmp_path, **{"task.toml": TOML.replace("cpus = 1", "cpus = 9999")})
+    for _ in range(2):
+        RowSource("harbor", format_of("harbor"), tmp_path).every()
+    assert len([line for line in caplog.messages if "environment.cpus = 9999" in line]) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,6 +260,22 @@ def test_a_folder_of_terminal_bench_1(tmp_path: Path) -> None:
     assert set(oracle.tests.files) == {"tests/test.sh", "tests/run-tests.sh", "tests/test_outputs.py"}
     assert oracle.solve["solve.sh"].content == b"echo 3 > out.txt\n"
     runner_for(task, oracle)
+
+
+def test_a_solution_that_is_typed_into_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    typed = "- command: cd /app\n  block: true\n- command: |\n    echo 3 \\\n      > out.txt\n"
+    terminal_bench(tmp_path, **{"solution.sh": None, "solution.yaml": typed})
+    (item,) = RowSource("terminal_bench", format_of("terminal_bench"), tmp_path).every()
+    made = item.oracle.solve["solve.sh"].content
+    assert made == b"#!/bin/bash\ncd /app\necho 3 \\\n  > out.txt\n\n"
+    keys = "- command: vim out.txt\n- command: ':wq'\n  append_enter: false\n"
+    terminal_bench(tmp_path, **{"solution.sh": None, "solution.yaml": keys})
+    (item,) = RowSource("terminal_bench", format_of("terminal_bench"), tmp_path).every()
+    assert item.oracle.solve == {}
+    assert "presses keys" in caplog.text
+    terminal_bench(tmp_path, **{"solution.sh": None, "solution.yaml": "command: x\n"})
+    with pytest.raises(TaskError, match=r"solution.yaml is not a list of commands"):
+        RowSource("terminal_bench", format_of("terminal_bench"), tmp_path)
 
 
 @pytest.mark.parametrize(

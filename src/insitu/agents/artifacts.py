@@ -8,6 +8,7 @@ too. Otherwise an agent could get bad rollouts excluded by breaking its sandbox.
 from __future__ import annotations
 
 import contextlib
+import posixpath
 from dataclasses import dataclass, replace
 from typing import AnyStr
 
@@ -30,6 +31,9 @@ CONTROL_S = 30.0
 
 LIST_S = 20.0
 LIST_BYTES = 64 << 10
+LINK_BYTES = 1 << 20
+MAX_LINKS = 8
+"""Most links in a row that are followed."""
 
 
 def redact(text: AnyStr, secret: str) -> AnyStr:
@@ -105,6 +109,32 @@ async def collect_tree(
         if not error.infra:
             return {}, OVER_CAPS
         return {}, await attribute_loss(error, backend, spec, sandbox)
+
+
+async def follow_links(sandbox: Sandbox, base: Tree, tree: Tree) -> Tree:
+    """Return the work folder with files in place of links that replace files of `base`.
+
+    Only links to files of the work folder are followed, by a chain of at most MAX_LINKS. Raises SandboxError.
+    """
+    gone = [path for path in base if path not in tree]
+    if not gone:
+        return tree
+    command = ["find", ".", "-xdev", "-type", "l", "-printf", "%P\\0%l\\0"]
+    done = await sandbox.exec(command, timeout_s=LIST_S, max_output_bytes=LINK_BYTES)
+    words = done.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    links = dict(zip(words[::2], words[1::2], strict=False))
+    found = dict(tree)
+    for path in gone:
+        end = path
+        for _ in range(MAX_LINKS):
+            if end not in links or end in tree:
+                break
+            # An absolute link stays absolute, and is none of the tree's unless it leads into it.
+            whole = posixpath.join(sandbox.workdir, posixpath.dirname(end), links[end])
+            end = posixpath.normpath(whole).removeprefix(f"{sandbox.workdir}/")
+        if end in tree:
+            found[path] = tree[end]
+    return found
 
 
 async def attribute_loss(

@@ -127,7 +127,8 @@ class RecipeHarness:
             gateway_url=gateway_url,
         )
         if "resource_limits" in self._backend.capabilities:
-            spec = replace(spec, memory_bytes=recipe.process_memory_bytes, max_processes=AGENT_PROCESSES)
+            memory = max(recipe.process_memory_bytes, setup.memory_mb << 20)
+            spec = replace(spec, memory_bytes=memory, max_processes=AGENT_PROCESSES)
         template = SandboxTemplate(
             backend=self._backend,
             spec=spec,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from insitu.agents.artifacts import Artifacts, attribute_loss, collect_tree, redact
+from insitu.agents.artifacts import Artifacts, attribute_loss, collect_tree, follow_links, redact
 from insitu.agents.base import AgentExit, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.errors import HarnessError, SandboxError, SandboxLost
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, gateway_url, memory_kills
@@ -130,7 +130,7 @@ class SandboxWorker(ABC):
         try:
             sandbox = await self._ready(task, access)
             end = await self._run_guarded(sandbox, task, access, finished)
-            tree, artifacts, egress, loss = await self._collect_results(sandbox)
+            tree, artifacts, egress, loss = await self._collect_results(sandbox, task.files)
         except BaseException:
             self._broken = True
             raise
@@ -180,12 +180,16 @@ class SandboxWorker(ABC):
             return replace(end, detail=f"out of memory: {end.detail}")
         return end
 
-    async def _collect_results(self, sandbox: Sandbox) -> tuple[Tree, Mapping[str, bytes], int | None, str]:
+    async def _collect_results(
+        self, sandbox: Sandbox, base: Tree
+    ) -> tuple[Tree, Mapping[str, bytes], int | None, str]:
         """Return (work folder, artifacts, egress attempts, reason if the work folder was lost)."""
         used = self._template
         tree, loss = await collect_tree(sandbox, used.backend, used.spec, plain=is_plain(used.setup))
         if loss:
             return tree, {}, None, loss
+        with contextlib.suppress(SandboxError):
+            tree = await follow_links(sandbox, base, tree)
         artifacts: Mapping[str, bytes] = {}
         with contextlib.suppress(SandboxError):  # Artifacts are optional.
             artifacts = await self._template.artifacts.collect(sandbox)

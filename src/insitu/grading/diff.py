@@ -4,6 +4,7 @@ The agent's git, file times and ignore files are not used. Protected paths are d
 caches are ignored. Added binaries and large files are left out and recorded; over a cap also added files in
 folders of tools or matched by the base's .gitignore, then other added files that are no source. Refused:
 paths outside of the folder, base files that became binary or too large, and more source than the caps allow.
+A base file in another encoding than UTF-8 may be changed as long as it is text.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ SOURCE_SUFFIXES = frozenset(
 )
 """Suffixes of source: such added files may be the solution, so over the caps they refuse the diff."""
 MAX_COMPONENT_BYTES = 200
+NOT_UTF8 = "not UTF-8"
+_CONTROLS = bytes(n for n in range(32) if chr(n) not in "\t\n\v\f\r\x1b")
+"""Bytes that no text has, in any encoding of single bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +123,7 @@ def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Dif
             dropped.append(path)
         elif _is_cache(path):
             ignored.append(path)
-        elif not (bad := _unfit(path, policy) or _bad_content(path, entry, policy)):
+        elif not (bad := _unfit(path, policy) or _bad_content(path, entry, base.get(path), policy)):
             kept[path] = entry
         elif path not in base or _binary(base[path].content):
             left_out.append(path)
@@ -209,20 +213,24 @@ def _unfit(path: str, policy: DiffPolicy) -> str:
     return ""
 
 
-def _bad_content(path: str, entry: FileEntry, policy: DiffPolicy) -> str:
+def _bad_content(path: str, entry: FileEntry, before: FileEntry | None, policy: DiffPolicy) -> str:
     if len(entry.content) > policy.max_file_bytes:
         return f"{path} has {len(entry.content)} bytes, more than {policy.max_file_bytes}"
-    return f"{path} is binary ({how})" if (how := _binary(entry.content)) else ""
+    how = _binary(entry.content)
+    if how == NOT_UTF8 and before is not None and _binary(before.content) == NOT_UTF8:
+        return ""  # e.g. a source in Latin-1, which stays one
+    return f"{path} is binary ({how})" if how else ""
 
 
 def _binary(content: bytes) -> str:
-    """Return why content is not text, or ""."""
+    """Return why content is not text in UTF-8, or ""."""
     if b"\0" in content:
         return "NUL byte"
     try:
         content.decode()
     except UnicodeDecodeError:
-        return "not UTF-8"
+        few = len(content.translate(None, delete=_CONTROLS)) == len(content)
+        return NOT_UTF8 if few else "control characters"
     return ""
 
 

@@ -384,7 +384,7 @@ class Grader:
 
     def _memory_bytes(self, task: Task) -> int:
         given = MEMORY_BYTES if is_plain(task.setup) else IMAGE_MEMORY_BYTES
-        return max(given, task.grading.memory_mb << 20)
+        return max(given, max(task.grading.memory_mb, task.setup.memory_mb) << 20)
 
     async def _run(
         self,

@@ -38,6 +38,10 @@ class LoadOptions:
     images: dict[str, str] = field(default_factory=dict)
     """Image name, or task id, -> the reference to use: a pin by digest, a mirror, an image built by hand."""
 
+    memory_mb: int = 0
+    """Memory of a sandbox; 0 = unknown."""
+    disk_mb: int = 0
+    """Disk of a sandbox with an image; 0 = no limit."""
     untested: bool = False
     """Accept tasks without hidden tests: a reward function scores them."""
 

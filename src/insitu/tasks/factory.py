@@ -84,12 +84,15 @@ def _called(found: Any) -> Any:
 
 
 def _options(config: Config, limits: Limits) -> LoadOptions:
-    table = config.task_set
+    table, sandbox = config.task_set, config.sandbox
+    limited = set(sandbox.kinds) <= {"local", "docker"}
     return LoadOptions(
         limits=limits,
         assets=Path(table.assets) if table.assets else None,
         images=_images(Path(table.images)) if table.images else {},
         checker=table.checker,
+        memory_mb=sandbox.memory_mb if limited else 0,
+        disk_mb=sandbox.disk_mb if limited else 0,
         untested=bool(config.reward.function),
     )
 

@@ -1,19 +1,23 @@
 """Task folders of Harbor (Terminal-Bench 2 and later) and of Terminal-Bench 1.
 
 Harbor: task.toml, instruction.md, environment/Dockerfile, tests/test.sh, solution/solve.sh. Terminal-Bench 1:
-task.yaml, Dockerfile, run-tests.sh, tests/, solution.sh. Runner `harbor` judges both: test.sh writes a reward
-file, and of run-tests.sh the exit code becomes one. An image that the task does not name is built from its
-Dockerfile (storage/image_builds.py). Tests and solution go to the oracle.
+task.yaml, Dockerfile, run-tests.sh, tests/, solution.sh or solution.yaml. Runner `harbor` judges both:
+test.sh writes a reward file, and of run-tests.sh the exit code becomes one. An image that the task does not
+name is built from its Dockerfile (storage/image_builds.py). Tests and solution go to the oracle.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
+import os
 import posixpath
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -31,8 +35,11 @@ from insitu.tasks.shared import (
     safe_tree,
     tree_of_folder,
     yaml_mapping,
+    yaml_value,
 )
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, Tree
+
+log = logging.getLogger(__name__)
 
 TEST_TIMEOUT_S = 600.0
 
@@ -46,6 +53,12 @@ class _HarborEnvironment(TaskRow):
     healthcheck: dict[str, Any] | None = None
     env: dict[str, str] = Field(default_factory=dict)
     mcp_servers: list[Any] = Field(default_factory=list)
+    memory: str | int = ""
+    memory_mb: Annotated[float, Field(ge=0)] = 0.0
+    storage: str | int = ""
+    storage_mb: Annotated[float, Field(ge=0)] = 0.0
+    cpus: Annotated[float, Field(ge=0)] = 0.0
+    gpus: Annotated[float, Field(ge=0)] = 0.0
 
 
 class _HarborPhase(TaskRow):
@@ -90,14 +103,18 @@ class HarborFormat:
             raise TaskError("tests/test.sh is missing: nothing can be graded")
         _check_supported(folder, parsed)
         environment = folder / "environment"
+        memory_mb = _checked_resources(parsed.environment, options)
         return _item(
             folder,
             prompt,
             setup=Setup(
                 image=_image(folder, parsed.environment.docker_image, environment, options),
                 workdir=parsed.environment.workdir or _workdir(environment / "Dockerfile"),
+                memory_mb=memory_mb,
             ),
-            grading=GradingPlan(runner="harbor", timeout_s=parsed.verifier.timeout_sec or TEST_TIMEOUT_S),
+            grading=GradingPlan(
+                runner="harbor", timeout_s=parsed.verifier.timeout_sec or TEST_TIMEOUT_S, reward="fraction"
+            ),
             limits=LimitsRow.model_validate({"wall_s": parsed.agent.timeout_sec}),
             tests=tests,
             env=_resolved(parsed.verifier.env, "verifier"),
@@ -165,6 +182,41 @@ def _check_supported(folder: Path, parsed: _HarborFile) -> None:
     composed = [p.name for p in (folder / "environment").glob("*compose*.y*ml")]
     if composed:
         raise TaskError(f"environment/{composed[0]}: tasks of several services are not supported")
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+def _megabytes(value: str | int, name: str) -> int:
+    """Return the size of `8G`, `512 MiB` or a number of bytes; 0 for none. Raises TaskError."""
+    found = _SIZE.fullmatch(str(value).strip() or "0")
+    if found is None:
+        raise TaskError(f"environment.{name}: {ascii(value)[:60]} is no size like 8G")
+    return math.ceil(float(found[1]) * 1024.0 ** ("", "k", "m", "g", "t").index(found[2].lower()) / (1 << 20))
+
+
+def _checked_resources(own: _HarborEnvironment, options: LoadOptions) -> int:
+    """Return the memory that a task wants, in MB; raise TaskError for more than a sandbox has."""
+    memory = max(math.ceil(own.memory_mb), _megabytes(own.memory, "memory"))
+    storage = max(math.ceil(own.storage_mb), _megabytes(own.storage, "storage"))
+    for name, wanted, key, most in (
+        ("memory", memory, "memory_mb", options.memory_mb),
+        ("storage", storage, "disk_mb", options.disk_mb),
+    ):
+        if most and wanted > most:
+            raise TaskError(
+                f"environment.{name} is {wanted} MB, more than sandbox.{key} = {most}: raise that"
+            )
+    if own.gpus:
+        raise TaskError(f"environment.gpus is {own.gpus:g}: sandboxes have no GPU")
+    if own.cpus > (os.cpu_count() or 1):
+        _say_cpus(own.cpus)
+    return memory
+
+
+@functools.cache
+def _say_cpus(cpus: float) -> None:
+    log.warning("tasks want environment.cpus = %g: their sandboxes share %s", cpus, os.cpu_count())
 
 
 _FROM_HOST = re.compile(r"\$\{([A-Za-z_]\w*)(?::-(.*))?\}")
@@ -256,6 +308,8 @@ class TerminalBenchFormat:
         with boundary(TaskError, f"read {folder}"):
             script = FileEntry(content=run.read_bytes())
             solve = {"solve.sh": FileEntry(content=solution.read_bytes())} if solution.is_file() else {}
+        if not solve and (folder / "solution.yaml").is_file():
+            solve = _typed_solution(folder / "solution.yaml")
         tests = tree_of_folder(folder / "tests") | {
             "run-tests.sh": script,
             "test.sh": FileEntry(content=RUN_TESTS.encode()),
@@ -274,6 +328,20 @@ class TerminalBenchFormat:
             options=options,
             category="terminal_bench",
         )
+
+
+def _typed_solution(path: Path) -> dict[str, FileEntry]:
+    """Return a script of the commands that solution.yaml types into a terminal; empty if it presses keys."""
+    steps = yaml_value(path)
+    lines = ["#!/bin/bash"]
+    for step in steps if isinstance(steps, list) else [None]:
+        if not isinstance(step, dict) or not isinstance(step.get("command"), str):
+            raise TaskError(f"{path.name} is not a list of commands")
+        if step.get("append_enter", True) is not True:
+            log.warning("%s: presses keys, which no script can: the task has no solution to validate", path)
+            return {}
+        lines.append(step["command"])
+    return {"solve.sh": FileEntry(content="\n".join([*lines, ""]).encode())}
 
 
 def _check_one_service(folder: Path) -> None:

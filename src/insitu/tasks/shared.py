@@ -84,12 +84,17 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
 
 
-def yaml_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping; raise TaskError."""
+def yaml_value(path: Path) -> Any:
+    """Read a YAML file; raise TaskError."""
     try:
-        value = yaml.safe_load(read_text(path))
+        return yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
         raise TaskError(f"{path} is not YAML: {' '.join(str(error).split())[:120]}") from None
+
+
+def yaml_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping; raise TaskError."""
+    value = yaml_value(path)
     if not isinstance(value, dict):
         raise TaskError(f"{path} is not a YAML mapping")
     return {str(key): item for key, item in value.items()}

@@ -54,6 +54,8 @@ class Setup(Value):
     """Seconds for all commands together."""
     root_commands: tuple[str, ...] = ()
     """Shell commands run before `commands` as root, without network; Docker sandboxes only."""
+    memory_mb: int = 0
+    """Memory that a process may need, where that is more than it is given anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +223,8 @@ def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Set
         parts.append(named.encode())
     if setup.root_commands:
         parts.append(f"root={setup.root_commands!r}".encode())
+    if setup.memory_mb:
+        parts.append(f"setup_memory_mb={setup.memory_mb}".encode())
     for path in sorted(files):
         parts += [path.encode(), b"x" if files[path].executable else b"-", files[path].content]
     for part in parts:

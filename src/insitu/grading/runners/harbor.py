@@ -1,8 +1,8 @@
 """Runner `harbor`: a task folder's tests/test.sh runs in the grading sandbox and writes a reward file.
 
 Weak: the script runs the candidate. The file is read after every process is dead, as a regular file of
-bounded size and through no link. It must hold exactly a number from 0 to 1. reward.json takes precedence over
-reward.txt, as in Harbor.
+bounded size and through no link. It must hold exactly a number from 0 to 1; of several by name in reward.json
+`reward` counts, or else their mean. reward.json takes precedence over reward.txt, as in Harbor.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -68,6 +69,8 @@ class HarborRunner(RunnerBase):
             return _report(Outcome.TEST_TIMEOUT, "out of time", complete=not result.timed_out)
         await sandbox.kill_all()
         found = await self._read(sandbox)
+        if found.outcome is not Outcome.RESOLVED and result.out_of_memory:
+            found = replace(found, reason=f"{found.reason}; a process was out of memory")
         if found.outcome is Outcome.RESOLVED:
             return found
         last = FailingCheck(
@@ -102,7 +105,7 @@ def _report(outcome: Outcome, reason: str, *, score: float = 0.0, complete: bool
 def read_reward(content: bytes, *, is_json: bool) -> float:
     """Return the number in a reward file. Raises ValueError for anything but a plain number from 0 to 1.
 
-    In reward.json it may also be the only value of an object, or its `reward`.
+    In reward.json it may also be the `reward` of an object, or the mean of the values of one without that.
     """
     try:
         text = content.decode("ascii").strip()
@@ -116,18 +119,20 @@ def read_reward(content: bytes, *, is_json: bool) -> float:
         value = json.loads(text, parse_constant=_refused, object_pairs_hook=unique_pairs)
     except RecursionError:
         raise ValueError("not JSON") from None
-    if isinstance(value, Mapping):
-        if "reward" not in value and len(value) != 1:
-            raise ValueError("an object without `reward`")
-        value = value["reward"] if "reward" in value else next(iter(value.values()))
-    elif isinstance(value, bool):
+    if isinstance(value, bool):
         raise ValueError("a bool is no number")  # as a value of an object Harbor accepts it
+    if not isinstance(value, Mapping):
+        return _bounded(value)
+    if not value:
+        raise ValueError("an object without a value")
+    if "reward" in value:
+        return _bounded(value["reward"])
+    return statistics.fmean([_bounded(one) for one in value.values()])
+
+
+def _bounded(value: object) -> float:
     if not isinstance(value, int | float):
         raise ValueError(f"a {type(value).__name__} is no number")
-    return _bounded(value)
-
-
-def _bounded(value: float) -> float:
     if not (0 <= value <= 1) or not math.isfinite(value):
         raise ValueError("not a number from 0 to 1")
     return float(value)

@@ -1,13 +1,14 @@
 """Runner `stdio`: a program reads stdin and prints; expected outputs stay on the host.
 
-One process per hidden input, in one sandbox. The host compares the standard output in a thread, or calls the
-user's checker. With reward `binary` the first wrong output ends the run.
+One process per hidden input, in one sandbox that is emptied before the next. The host compares the standard
+output in a thread, or calls the user's checker. With reward `binary` the first wrong output ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -103,16 +104,18 @@ class StdioRunner(RunnerBase):
     async def run(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
-        await candidate.lay(sandbox)
+        began, folders = time.time(), await candidate.folders(sandbox)
         answered: list[_InputResult] = []
         total = len(oracle.exchanges)
         for exchange in oracle.exchanges:
+            if answered:  # no process finds what an earlier one left
+                await candidate.clear(sandbox, {}, began, folders)
+            await candidate.lay(sandbox)
             judge = self._judge(task, oracle, exchange, candidate, limits)
             try:
                 answered.append(await _run_input(sandbox, task, exchange, limits, judge))
             except CheckerFailed as failed:
                 return RunReport(outcome=Outcome.INFRA, passed=0, total=total, reason=str(failed))
-            await sandbox.kill_all()
             if not answered[-1].passed and task.grading.reward == "binary":
                 break
         return _report(answered, oracle.exchanges)

@@ -11,6 +11,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -343,3 +344,65 @@ def test_arguments_nested_too_deep_for_a_mapping_are_shown(chat_renderer: CodecR
             [Message(role="user", text="Go."), Message(role="assistant", tool_calls=(call,))]
         )
         assert "[[[[" in chat_renderer.decode(ids)
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> list[tuple[str, int]]:
+    """What a policy may sample: marks of every format, and whole or damaged calls between them."""
+    kinds = st.sampled_from(["mark", "call", "cut", "text"])
+    return draw(st.lists(st.tuples(kinds, st.integers(0, 99)), max_size=8))
+
+
+OPENERS = ("<tool_call>", "<|tool_call_begin|>", "<\uff5ctool\u2581call\u2581begin\uff5c>")
+BITS = (
+    *(
+        "Hm.",
+        " ",
+        "\n",
+        '{"name": "edit", "arguments": {}}',
+        '{"name": "edit", "parameters": {}}',
+        "edit",
+        "{}",
+    ),
+    *(
+        "<function=edit>\n</function>",
+        "function",
+        "functions.edit:0",
+        "edit\n```json\n{}\n```",
+        "x",
+        "</function>",
+    ),
+)
+
+
+@FUZZED
+@given(pieces())
+def test_nothing_between_marks_is_lost_without_being_counted(
+    chat_renderer: CodecRenderer, drawn: list[tuple[str, int]]
+) -> None:
+    codec = chat_renderer.codec
+    marks = [[i] for i in sorted(set(codec.names) - chat_renderer.stop_ids)]
+    marks = marks or [codec.encode_content(mark).tolist() for mark in ("<tool_call>", "</tool_call>")]
+    call = ToolCall(id="functions.edit:0", name="edit", arguments='{"b": "x"}')
+    whole = chat_renderer.render_reply(Message(role="assistant", tool_calls=(call,)))[:-1].tolist()
+    ids: list[int] = []
+    for kind, n in drawn:
+        if kind == "mark":
+            ids += marks[n % len(marks)]
+        elif kind == "text":
+            ids += codec.encode_content(BITS[n % len(BITS)]).tolist()
+        else:
+            ids += whole[: n % len(whole)] if kind == "cut" else whole
+    parsed = chat_renderer.parse(np.array(ids, dtype=np.int32))
+    names = [codec.names.get(i, "") for i in ids]
+    opened = sum(name in OPENERS for name in names)
+    if chat_renderer is RENDERERS.get("spelled"):
+        opened = codec.decode(np.array(ids, dtype=np.int32)).count("<tool_call>")
+    if chat_renderer.caps.tool_format != "llama":
+        assert parsed.malformed or len(parsed.calls) == opened
+        assert parsed.malformed or not any(mark in parsed.text + parsed.reasoning for mark in OPENERS)
+    if not parsed.malformed and not parsed.calls:
+        # Nothing but marks and line breaks may be missing.
+        kept = parsed.text + parsed.reasoning
+        said = "".join(codec.decode(np.array([i], dtype=np.int32)) for i in ids if i not in codec.names)
+        assert all(kept.count(letter) >= said.count(letter) for letter in set(said) - {"\n"})

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from insitu.errors import RecordError
-from insitu.storage.schema import TASK_SET
+from insitu.storage.schema import GROUP_ID, TASK_SET
 from insitu.storage.store import Store
 from insitu.types import MALFORMED, PARTS_LEFT_OUT, UNKNOWN_TOOL
 
@@ -46,7 +46,8 @@ TABLES = """
 FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) LEFT JOIN states s USING (rollout_id)
 """
 ROW = f"""
-SELECT r.rowid AS "row", r.rollout_id AS id, r.ulid, r.phase, r.step, r.group_no AS "group", r.slot,
+SELECT r.rowid AS "row", r.rollout_id AS id, r.ulid, r.phase, r.step, {GROUP_ID} AS group_id,
+  r.group_no AS "group", r.slot,
   {TASK_SET} AS task_set, r.task_id AS task, r.category, r.status, r.reward, r.attempt, r.error, r.timings,
   r.ledger, r.egress,
   v.outcome, v.trust, v.passed, v.total, v.reason, v.dropped_paths AS dropped,
@@ -57,7 +58,7 @@ FILTERS: Mapping[str, str] = {
     "phase": "r.phase = :phase",
     "step": "r.step = :step",
     "account": "s.account = :account",
-    "group": "r.group_no = :group",
+    "group_id": f"{GROUP_ID} = :group_id",
     "task_set": f"{TASK_SET} = :task_set",
     "task": "r.task_id = :task",
     "category": "r.category = :category",
@@ -84,7 +85,7 @@ FILTERS: Mapping[str, str] = {
 }
 """Filter of a list of rollouts -> condition. `outcome` none = not graded; `q` = in id, task or reason."""
 NUMBERS = frozenset(
-    {"step", "account", "group", "solved", "min_reward", "max_reward", "dropped", "egress", "retried"}
+    {"step", "account", "solved", "min_reward", "max_reward", "dropped", "egress", "retried"}
     | {MALFORMED, UNKNOWN_TOOL, PARTS_LEFT_OUT, "unparsed"}
 )
 """Filters whose value is a number; the others are text."""

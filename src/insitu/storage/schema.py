@@ -77,6 +77,9 @@ pages of tokens."""
 
 TASK_SET = f"COALESCE(substr(part, 1, instr(part || '{OF_EVAL}', '{OF_EVAL}') - 1), '')"
 """SQL of `Rollout.task_set`."""
+GROUP_ID = """(CASE r.phase WHEN 'serve' THEN r.task_id
+  ELSE printf('%s/%05d/%03d', r.phase, r.step, r.group_no) END)"""
+"""SQL of `Group.id` for a row `r` of rollouts; sessions of one task are a group."""
 
 
 def migrate(db: sqlite3.Connection) -> None:

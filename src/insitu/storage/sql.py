@@ -11,14 +11,14 @@ from pathlib import Path
 from insitu.errors import RecordError
 from insitu.storage.queries import RunReader
 from insitu.storage.run_dir import KIND, read_config
-from insitu.storage.schema import TASK_SET
+from insitu.storage.schema import GROUP_ID, TASK_SET
 
 SQL_S = 10.0
 """Most CPU time of one statement."""
 VIEWS = f"""
 CREATE TEMP VIEW v_rollouts AS
-SELECT r.rollout_id AS id, r.phase, r.step, r.group_no, r.slot, {TASK_SET} AS task_set, r.task_id AS task,
-  r.category, agent_of(r.part) AS agent, r.status,
+SELECT r.rollout_id AS id, r.phase, r.step, {GROUP_ID} AS group_id, r.slot,
+  {TASK_SET} AS task_set, r.task_id AS task, r.category, agent_of(r.part) AS agent, r.status,
   v.outcome, r.reward, v.passed, v.total, v.trust, v.reason, r.error, s.state, s.reason AS fate,
   s.account AS counted_by, s.oldest AS version, r.attempt, r.egress,
   COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) AS calls,

@@ -119,7 +119,7 @@ async def test_pages_of_a_list_hold_each_rollout_once(lab_run: Path, sort: str) 
 
 async def test_filters_count_what_they_list(lab_run: Path) -> None:
     values = {
-        "phase": ("train", 48), "step": (2, 16), "account": (2, 16), "group": (0, 14),
+        "phase": ("train", 48), "step": (2, 16), "account": (2, 16), "group_id": ("train/00002/000", 4),
         "task": ("task-1-1", 4), "task_set": ("", 56),
         "category": ("swap", 56), "status": ("truncated", 3), "outcome": ("tampered", 3),
         "trust": ("strong", 56),

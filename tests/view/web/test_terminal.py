@@ -66,6 +66,22 @@ def test_every_view_can_be_queried(lab_run: Path, capsys: Capture, view: str, co
     assert rows[0].get("step") or rows[0]["id"]
 
 
+def test_a_group_has_one_name_in_queries_lists_and_exports(
+    lab_run: Path, capsys: Capture, tmp_path: Path
+) -> None:
+    sql = "SELECT DISTINCT group_id FROM v_rollouts WHERE phase = 'train' AND step = 2 ORDER BY 1"
+    asked = [
+        json.loads(line)["group_id"] for line in looked(capsys, "query", lab_run, sql, "--json").splitlines()
+    ]
+    assert asked == [f"train/00002/{number:03d}" for number in range(4)]
+    listed = insitu.open_run(lab_run).rollouts(group_id=asked[1])
+    assert {row["group_id"] for row in listed.rows} == {asked[1]}
+    assert [rollout.id for rollout in listed] == [f"{asked[1]}/{slot:02d}" for slot in range(4)]
+    insitu.export_run(lab_run, tmp_path / "out", to="jsonl", phase="train")
+    lines = [line for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines()]
+    assert {json.loads(line)["group_id"] for line in lines} >= set(asked)
+
+
 def test_a_query_prints_a_table_and_says_where_it_was_cut(lab_run: Path, capsys: Capture) -> None:
     assert main(["query", str(lab_run), MANY, "--limit", "3"]) == 0
     shown = capsys.readouterr()

@@ -302,6 +302,16 @@ def checkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     RUNNERS["stdio"].close()
 
 
+@pytest.mark.slow
+async def test_a_program_that_loops_on_every_input_ends_after_a_few(grader: Grader) -> None:
+    task, oracle = make("fraction", timeout_s=1.0)
+    many = replace(oracle, exchanges=(*EXCHANGES[:1], *(Exchange(stdin="9 9", expected="18"),) * 30))
+    program = "line = input()\nwhile line == '9 9':\n    pass\n" + GOOD.replace("input()", "line")
+    verdict = await judge(grader, (task, many), program)
+    assert (verdict.outcome, verdict.passed, verdict.total) == (Outcome.TEST_TIMEOUT, 1, 31), verdict
+    assert verdict.reason.endswith("input 1: out of CPU time; not run after 3 out of time: 27")
+
+
 KEEPS = """
 import os, pathlib
 a, b = map(int, input().split())

@@ -120,6 +120,19 @@ async def test_a_machine_that_was_busy_only_during_the_run_gets_a_second_one(
     assert watched.made == 3, "two runs, and a control between them"
 
 
+@pytest.mark.slow
+async def test_a_verdict_says_how_long_it_took_where_a_run_was_repeated(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clean, "WALL_PER_CPU", 0.9)
+    monkeypatch.setattr(clean, "PATIENCE", 1.0)
+    seen = iter((0, 9_000_000))
+    monkeypatch.setattr(clean, "stalled_s", lambda: next(seen) / 1e6)
+    verdict = await grade(Grader(Watched(backend)), "import time\ntime.sleep(60)\n")
+    assert (verdict.outcome, verdict.reward) == (Outcome.TEST_TIMEOUT, 0.0), verdict
+    assert verdict.reason.endswith("(run twice, for 1 s and 1 s of wall time)")
+
+
 def test_the_kernel_s_account_of_stalls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pressure, "PRESSURE", tmp_path)
     assert clean.stalled_s() == 0.0

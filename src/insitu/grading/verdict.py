@@ -9,7 +9,7 @@ from insitu.grading.diff import PROTECTED_FOLDERS, Diff
 from insitu.grading.runners.base import RunReport
 from insitu.types import Outcome, RewardKind, Trust, Verdict
 
-GRADER = 11
+GRADER = 12
 """Version; bump with every change that can change a verdict."""
 
 MAX_REASON_CHARS = 300

@@ -42,6 +42,8 @@ MORE_CHARS = 64
 """Characters by which a printed number may be longer than the expected one."""
 CALLS = 4
 """Most calls of the user's checker for one output, beside the solution's run."""
+MAX_LATE = 3
+"""Inputs out of time that end a run, also with the reward `fraction`: a program may loop on all of them."""
 MAX_SOLVED = 256
 """Outputs of solutions that are kept."""
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
@@ -116,7 +118,8 @@ class StdioRunner(RunnerBase):
                 answered.append(await _run_input(sandbox, task, exchange, limits, judge))
             except CheckerFailed as failed:
                 return RunReport(outcome=Outcome.INFRA, passed=0, total=total, reason=str(failed))
-            if not answered[-1].passed and task.grading.reward == "binary":
+            late = sum(one.timed_out for one in answered)
+            if late == MAX_LATE or (not answered[-1].passed and task.grading.reward == "binary"):
                 break
         return _report(answered, oracle.exchanges)
 
@@ -216,11 +219,14 @@ def _report(answered: list[_InputResult], exchanges: Sequence[Exchange]) -> RunR
     number, first = failed
     late = [one for one in answered if one.timed_out]
     unchecked = sum(one.unchecked for one in answered)
+    unrun = (
+        f"; not run after {MAX_LATE} out of time: {total - len(answered)}" if len(late) == MAX_LATE else ""
+    )
     return RunReport(
         outcome=Outcome.TEST_TIMEOUT if late else Outcome.UNRESOLVED,
         passed=passed,
         total=total,
-        reason=f"{reason}; input {number}: {first.reason}",
+        reason=f"{reason}; input {number}: {first.reason}" + unrun,
         complete=all(one.cpu for one in late),
         score=passed / total,
         controls=f"{CHECKER_FAILED} on {unchecked} outputs and works on right ones" if unchecked else "",

@@ -79,6 +79,8 @@ def test_arguments_come_back_as_they_were_meant(
             1,
             False,
         ),
+        ('{"name": "edit", "arguments": {"path": "a"}}', 1, False),
+        ('{"name": "edit", "arguments": {"path": "a"}, "parameters": {}}', 0, True),
         ('{"type": "function", "name": "edit"}', 0, True),
         ('{"type": "function", "function": "edit", "parameters": {}}', 0, True),
         ('{"name": "edit", "parameters": {}}; {"name": "edit", "parameters": {}}', 0, True),

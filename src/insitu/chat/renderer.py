@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
 from insitu.errors import ConfigError, RenderError
 from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 
@@ -192,18 +190,6 @@ def _drops(renderer: ChatRenderer, run: Sequence[Message]) -> bool:
 
 
 # --------------------------------------------------------------------------- helpers for implementations
-
-
-def joined(
-    chat_renderer: ChatRenderer, sampled: IntArray, finish: Finish, messages: Sequence[Message]
-) -> IntArray:
-    """Return the ids that follow a sampled turn; an opener sampled as its end is not repeated."""
-    if chat_renderer.caps.tool_format == "kimi":
-        messages = with_own_ids(messages, chat_renderer.parse(sampled).calls)
-    close, run = chat_renderer.close(sampled, finish), chat_renderer.append(messages)
-    if chat_renderer.caps.open_ended and len(run) and len(sampled) and int(run[0]) == int(sampled[-1]):
-        run = run[1:]
-    return np.concatenate([close, run]).astype(np.int32, copy=False)
 
 
 def check_tools(caps: Capabilities, offers: str = "the request offers tools: ") -> None:

@@ -23,12 +23,13 @@ import numpy as np
 from insitu.chat.codec import Codec
 from insitu.chat.jinja import TemplateInputs, fitting_inputs
 from insitu.chat.parse import THINK_CLOSE, THINK_OPEN
-from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, joined, prepared
-from insitu.chat.tool_formats import FORMATS, is_open_reasoning, reasoning_close
+from insitu.chat.renderer import Capabilities, RootCache, prepared
+from insitu.chat.token_rules import TokenRules
+from insitu.chat.tool_formats import is_open_reasoning
 from insitu.chat.validation import find_capabilities
 from insitu.errors import RenderError
 from insitu.install_hints import install_extra
-from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
+from insitu.types import IntArray, Message, Role, ToolCall, ToolSpec
 
 PINNED = "0.1.12"
 _SCAFFOLD_CHARS = 48
@@ -119,28 +120,13 @@ class _CodecTokenizer:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class AdaptedRenderer:
+class AdaptedRenderer(TokenRules):
     """Implements `ChatRenderer` over the package's rules; made by `adapted_renderer`, immutable."""
 
-    fingerprint: str
-    codec: Codec
-    caps: Capabilities
     renderer: _Renderer
     inputs: TemplateInputs
-    stop_ids: frozenset[int]
-    end_ids: tuple[int, ...]
-    """The usual end of a turn (one stop id) and the scaffold ids after it; empty if open-ended."""
     prompts: Mapping[bool, IntArray]
     """Generation prompts after tool results (True) and after anything else (False)."""
-    in_reasoning: bool
-    roots: RootCache
-
-    @property
-    def vocab_size(self) -> int:
-        return self.codec.vocab_size
-
-    def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
-        return self.roots.get(system, tools, self._root)
 
     def _root(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
         ids, index = render(self, [*system, _USER], tools)
@@ -159,23 +145,8 @@ class AdaptedRenderer:
         # Where an opener ends the turn before it, the package assigns it to that turn.
         return ids[start - (self.caps.open_ended and len(before) > 1) :]
 
-    def close(self, sampled: IntArray, finish: Finish) -> IntArray:
-        last = int(sampled[-1]) if len(sampled) else -1
-        if self.end_ids and last == self.end_ids[0]:
-            return np.array(self.end_ids[1:], dtype=np.int32)
-        ids = list(self.end_ids)
-        if last not in self.stop_ids and is_open_reasoning(self.codec, sampled, self.in_reasoning):
-            ids = [*reasoning_close(self.codec), *ids]
-        return np.array(ids, dtype=np.int32)
-
-    def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
-        return joined(self, sampled, finish, messages)
-
     def generation_prompt(self, after: Role = "user") -> IntArray:
         return self.prompts[after == "tool"]
-
-    def parse(self, sampled: IntArray, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
-        return FORMATS[self.caps.tool_format](self.codec, sampled, self.stop_ids, self.in_reasoning, tools)
 
     def render_reply(self, message: Message) -> IntArray:
         if message.role != "assistant":
@@ -210,12 +181,6 @@ class AdaptedRenderer:
         calls = reply.tool_calls
         follower = Message(role="tool", text="x", tool_call_id=calls[0].id) if calls else _USER
         return int(self.append([follower])[0])
-
-    def decode(self, ids: IntArray) -> str:
-        return self.codec.decode(ids)
-
-    def injections(self, text: str) -> int:
-        return self.codec.markers_in(text)
 
 
 def render(

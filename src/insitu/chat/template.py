@@ -19,45 +19,29 @@ import numpy as np
 from insitu.chat.codec import Codec
 from insitu.chat.jinja import SENTINEL, ChatTemplate
 from insitu.chat.model_files import ModelFiles, RendererFile
-from insitu.chat.renderer import Capabilities, ParsedReply, RootCache, check_tools, joined, prepared
-from insitu.chat.tool_formats import FORMATS, NO_CALLS, is_open_reasoning, reasoning_close, spelled_marks
+from insitu.chat.renderer import Capabilities, RootCache, prepared
+from insitu.chat.token_rules import TokenRules
+from insitu.chat.tool_formats import FORMATS, NO_CALLS, is_open_reasoning, spelled_marks
 from insitu.chat.validation import PROBE_CALL, find_capabilities, round_trips
 from insitu.errors import RenderError
-from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
+from insitu.types import IntArray, Message, Role, ToolCall, ToolSpec
 
 _USER = Message(role="user", text="Question.")
 _REPLY = Message(role="assistant", text=SENTINEL)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TemplateRenderer:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TemplateRenderer(TokenRules):
     """Implements `ChatRenderer` over a chat template; made by `template_renderer`, immutable."""
 
-    fingerprint: str
-    codec: Codec
     template: ChatTemplate
-    stop_ids: frozenset[int]
-    end_ids: tuple[int, ...]
-    """The usual end of a turn (one stop id) and the scaffold ids after it."""
     prompt_ids: IntArray
     prompt_text: str
-    in_reasoning: bool
-    caps: Capabilities
-    roots: RootCache
     tails: dict[int, str]
     """Text between the sentinel and a run, by the number of tool results that begin the run.
 
     Only filled where the text does not depend on their ids.
     """
-
-    @property
-    def vocab_size(self) -> int:
-        return self.codec.vocab_size
-
-    def open(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
-        if tools:
-            check_tools(self.caps)
-        return self.roots.get(system, tools, self._root)
 
     def _root(self, system: Sequence[Message], tools: Sequence[ToolSpec]) -> IntArray:
         return self.codec.encode(_root(self.template, system, tools))
@@ -70,23 +54,8 @@ class TemplateRenderer:
             _opens(self.codec, _delta(self.template, run, tails=self.tails), run[0].role)
         )
 
-    def close(self, sampled: IntArray, finish: Finish) -> IntArray:
-        last = int(sampled[-1]) if len(sampled) else -1
-        if last == self.end_ids[0]:
-            return np.array(self.end_ids[1:], dtype=np.int32)
-        ids = list(self.end_ids)
-        if last not in self.stop_ids and is_open_reasoning(self.codec, sampled, self.in_reasoning):
-            ids = [*reasoning_close(self.codec), *ids]
-        return np.array(ids, dtype=np.int32)
-
-    def join(self, sampled: IntArray, finish: Finish, messages: Sequence[Message]) -> IntArray:
-        return joined(self, sampled, finish, messages)
-
     def generation_prompt(self, after: Role = "user") -> IntArray:
         return self.prompt_ids
-
-    def parse(self, sampled: IntArray, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
-        return FORMATS[self.caps.tool_format](self.codec, sampled, self.stop_ids, self.in_reasoning, tools)
 
     def render_reply(self, message: Message) -> IntArray:
         if message.role != "assistant":
@@ -99,12 +68,6 @@ class TemplateRenderer:
         if tuple(ids[len(ids) - len(self.end_ids) :].tolist()) != self.end_ids:
             raise RenderError("the template ends this reply differently from others")
         return ids[: len(ids) - len(self.end_ids) + 1]
-
-    def decode(self, ids: IntArray) -> str:
-        return self.codec.decode(ids)
-
-    def injections(self, text: str) -> int:
-        return self.codec.markers_in(text)
 
 
 def _root(template: ChatTemplate, system: Sequence[Message], tools: Sequence[ToolSpec]) -> str:

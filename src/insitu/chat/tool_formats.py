@@ -45,7 +45,7 @@ _EDGE = re.compile(r"<parameter=[^<>\n]+>|</parameter>\s*")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """Qwen3.5's template writes these values as Python does."""
 _FENCED = re.compile(r"([^\n`]+)\n```json\n(.*)\n```\s*", re.DOTALL)
-_LLAMA_CALL = re.compile(r"\s*\{\s*\"(name|parameters|type\"\s*:\s*\"function)\"")
+_LLAMA_CALL = re.compile(r"\s*\{\s*\"(name|parameters|arguments|type\"\s*:\s*\"function)\"")
 _KIMI_ID = re.compile(r"\s*(functions\.([^\s:]+):\d+|([^\s:.]+):\d+)\s*")
 
 
@@ -228,11 +228,14 @@ def _parse_kimi(
 def _parse_llama(
     codec: Codec, ids: IntArray, stop_ids: frozenset[int], in_reasoning: bool, tools: Sequence[ToolSpec]
 ) -> ParsedReply:
-    """Parse Llama 3: the whole reply is one call in JSON, which <|python_tag|> may announce."""
+    """Parse Llama 3: the whole reply is one call in JSON, `parameters` or `arguments` in it.
+
+    <|python_tag|> may announce it."""
     ids = without_stop(ids, stop_ids)
     announced = len(ids) > 0 and codec.names.get(int(ids[0])) == "<|python_tag|>"
     text = codec.decode(ids)
-    call = read_call(codec.decode(ids[1:]) if announced else text, "parameters")
+    said = codec.decode(ids[1:]) if announced else text
+    call = read_call(said, "parameters") or read_call(said)
     if call is not None:
         return ParsedReply(text="", calls=(call,))
     return ParsedReply(text=text, malformed=announced or _LLAMA_CALL.match(text) is not None)

@@ -58,6 +58,13 @@ class FastTests:
         settings.register_profile("fast", deadline=None, max_examples=10)
         settings.load_profile("fast")
 
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            asked = " (or -k names none)" if config.option.keyword else ""
+            terminalreporter.write_line(
+                f"0 tests: all are slow{asked}; scripts/test without --fast runs them"
+            )
+
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         if collection_path.name.startswith("test_") and MARKED_FILE.search(collection_path.read_text()):
             return True

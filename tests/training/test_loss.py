@@ -16,7 +16,8 @@ from insitu.config.training import LossConfig
 from insitu.errors import TrainError
 from insitu.training.loss.losses import LossInputs, TokenLoss, divergence, token_loss
 
-pytestmark = [pytest.mark.numeric, pytest.mark.slow]
+# Unmarked as slow: `scripts/test --fast` guards the signs of the losses too.
+pytestmark = [pytest.mark.numeric]
 
 log, exp = math.log, math.exp
 

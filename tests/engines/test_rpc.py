@@ -18,7 +18,7 @@ from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
 from insitu.engines.embedded.engine import EmbeddedEngine
 from insitu.engines.embedded.model import ModelConfig, initialise, save_model
 from insitu.engines.embedded.service import EngineService
-from insitu.engines.rpc import Decoder, Frame, RpcClient, encode
+from insitu.engines.rpc import Decoder, Frame, RpcClient, RpcPeer, encode
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import EngineError, TrainError
 from insitu.types import RequestKey, SamplingParams
@@ -276,6 +276,50 @@ async def test_cancelling_generate_aborts_at_the_core_and_pause_waits(tmp_path: 
         await engine.resume()
         assert engine.receipt.version == 9
         assert (await late).version_runs == ((0, 9),)
+
+
+async def test_a_pause_that_was_given_up_holds_nobody(tmp_path: Path) -> None:
+    core = EmbeddedCore(initialise(MODEL, 0), OPTIONS)
+    ids = np.arange(50, dtype=np.int32)
+    async with engine_on(tmp_path / "s", core) as engine:
+        endless = asyncio.ensure_future(engine.generate(ids, SamplingParams(max_tokens=4000), key("x")))
+        await eventually(lambda: core.running > 0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await engine.pause()
+        assert len((await engine.generate(ids, SamplingParams(max_tokens=2), key("y"))).ids) == 2
+        endless.cancel()
+        await engine.pause()
+        late = asyncio.ensure_future(engine.generate(ids, SamplingParams(max_tokens=2), key("z")))
+        await asyncio.sleep(0.05)
+        assert not late.done(), "a later pause holds as before"
+        await engine.resume()
+        await late
+
+
+async def test_a_call_without_an_answer_is_told_of_once_unless_there_is_long_work() -> None:
+    """Told where nothing is heard and no long call waits: the other end may be stuck."""
+    peer, told = RpcPeer("learner"), list[str]()
+    peer.attach(lambda data: None)
+    peer.overdue = lambda op, silent_s: told.append(op)
+    step = asyncio.ensure_future(peer.call("train.step", deadline_s=60))
+    await asyncio.sleep(0)
+    calls = [asyncio.ensure_future(peer.call(f"engine.{n}", deadline_s=60, quiet_s=0.02)) for n in range(2)]
+    await asyncio.sleep(0.2)
+    assert told == []
+    step.cancel()
+    await eventually(lambda: sorted(told) == ["engine.0", "engine.1"])
+    await asyncio.sleep(0.1)
+    assert len(told) == 2
+    late = asyncio.ensure_future(peer.call("train.save", deadline_s=0.4))
+    await eventually(lambda: "train.save" in told)
+    assert not late.done(), "half of its deadline is left"
+    for call in (*calls, late):
+        call.cancel()
+    await asyncio.gather(step, late, *calls, return_exceptions=True)
+    with pytest.raises(EngineError, match="which is not carried"):
+        await peer.call("x", None, {"a": np.zeros(1, complex)}, deadline_s=1)
+    assert (peer._long, peer._looks) == (0, {})
 
 
 @pytest.mark.slow

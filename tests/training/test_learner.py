@@ -58,6 +58,32 @@ async def learner(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lea
         yield learner
 
 
+async def test_a_learner_that_does_not_answer_writes_where_its_threads_are(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("insitu.engines.embedded.engine.QUIET_S", 0.2)
+    file = tmp_path / "learner.log"
+    async with Learner.start(spec_of(model_folder, log=file)) as learner, asyncio.timeout(60):
+        await learner.engine.pause()
+        request = RequestKey(seed=1, rollout_id="a", turn=0)
+        calls = [
+            asyncio.ensure_future(
+                learner.engine.generate(np.arange(9, dtype=np.int32), SamplingParams(max_tokens=2), request)
+            )
+            for _ in range(3)
+        ]
+        for _ in range(1000):
+            if "most recent call first" in file.read_text():
+                break
+            await asyncio.sleep(0.05)
+        assert "poll" in file.read_text()
+        [line] = [r.getMessage() for r in caplog.records if "stacks" in r.getMessage()]
+        assert line.startswith("the learner has not answered engine.generate and was last heard")
+        assert line.endswith(f"; the stacks of its threads are in {file}")
+        await learner.engine.resume()
+        assert all(len(made.ids) <= 2 for made in await asyncio.gather(*calls))
+
+
 async def collect(engine: Engine, step: int) -> list[Group]:
     """Two groups of real samples; the reward is a coin of the rollout's first token."""
     groups = []

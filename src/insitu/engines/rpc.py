@@ -151,6 +151,11 @@ class RpcPeer:
         self.ended = asyncio.Event()
         self.heard_s = 0.0
         """Loop time of the last received bytes."""
+        self.overdue: Callable[[str, float], None] = lambda op, silent_s: None
+        """Told of a call whose answer is late, once, with the seconds since anything was heard."""
+        self._long = 0
+        """Waiting calls that may take long by themselves."""
+        self._looks: dict[int, asyncio.TimerHandle] = {}
         self._send: Callable[[bytes], object] | None = None
         self._decoder = Decoder()
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
@@ -179,26 +184,46 @@ class RpcPeer:
         arrays: Mapping[str, Array] | None = None,
         *,
         deadline_s: float,
+        quiet_s: float | None = None,
     ) -> Frame:
         """Send one call and wait for its reply.
 
+        quiet_s: silence after which `overdue` is told, while no call without it waits; None = the call may
+        take long, and is overdue after half of its deadline.
         Cancelling the coroutine, or the deadline, cancels the call at the other end. Raises the error that it
         answered with, or EngineError when it is gone or late.
         """
         if self._gone or self._send is None:
             raise EngineError(self._gone)
         number = next(self._ids)
+        data = encode({**(meta or {}), "op": op, "id": number}, arrays)
         reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
-        self._send(encode({**(meta or {}), "op": op, "id": number}, arrays))
+        self._long += quiet_s is None
+        self._look_at(deadline_s / 2 if quiet_s is None else quiet_s, number, op, quiet_s)
+        self._send(data)
         try:
             async with asyncio.timeout(deadline_s):
                 return await reply
         except TimeoutError as error:
             raise EngineError(f"{self.peer} did not answer {op} within {deadline_s:g} s") from error
         finally:
+            self._long -= quiet_s is None
+            self._looks.pop(number).cancel()
             if self._waiting.pop(number, None) is not None and not self._gone:
                 self._send(encode({"op": "cancel", "id": number}))
+
+    def _look(self, number: int, op: str, quiet_s: float | None) -> None:
+        """Tell `overdue` of a waiting call; look again later if the other end is heard or has long work."""
+        silent_s = asyncio.get_running_loop().time() - self.heard_s
+        if quiet_s is None or (silent_s >= quiet_s and not self._long):
+            self.overdue(op, silent_s)
+        else:
+            self._look_at(quiet_s, number, op, quiet_s)
+
+    def _look_at(self, after_s: float, number: int, op: str, quiet_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._looks[number] = loop.call_later(after_s, self._look, number, op, quiet_s)
 
     def notify(self, op: str, meta: Meta) -> None:
         """Send a call that gets no reply; does nothing when the other end is gone."""

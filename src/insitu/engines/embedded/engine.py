@@ -14,6 +14,9 @@ from insitu.engines.rpc import Meta, RpcClient
 from insitu.errors import EngineError, boundary
 from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
 
+QUIET_S = 30.0
+"""Silence of the learner after which a waiting call is looked into."""
+
 
 class EmbeddedEngine:
     """Implements `engines.base.Engine`; make one with `attach`. The channel's owner closes the learner."""
@@ -46,7 +49,9 @@ class EmbeddedEngine:
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         """Sample a continuation of `ids`. Raises EngineError; cancellation aborts at the learner."""
         meta = params_meta(params, key)
-        frame = await self._channel.call("engine.generate", meta, {"ids": ids}, deadline_s=self._deadline_s)
+        frame = await self._channel.call(
+            "engine.generate", meta, {"ids": ids}, deadline_s=self._deadline_s, quiet_s=QUIET_S
+        )
         if frame.meta["finish"] not in ("stop", "length", "abort"):
             raise EngineError(f"the learner answered finish={frame.meta['finish']!r}")
         runs = cast("list[list[Any]]", frame.meta["version_runs"])
@@ -60,10 +65,10 @@ class EmbeddedEngine:
 
     async def pause(self) -> None:
         """Return when no request is running; new ones wait for `resume`."""
-        await self._channel.call("engine.pause", deadline_s=self._deadline_s)
+        await self._channel.call("engine.pause", deadline_s=self._deadline_s, quiet_s=QUIET_S)
 
     async def resume(self) -> None:
-        frame = await self._channel.call("engine.resume", deadline_s=self._deadline_s)
+        frame = await self._channel.call("engine.resume", deadline_s=self._deadline_s, quiet_s=QUIET_S)
         self._receipt = _receipt(frame.meta)
 
     async def load(self, folder: Path, version: int, *, mode: PauseMode = "wait") -> Receipt:
@@ -72,13 +77,13 @@ class EmbeddedEngine:
         Raises EngineError.
         """
         meta: Meta = {"folder": str(folder), "version": version}
-        frame = await self._channel.call("engine.load", meta, deadline_s=self._deadline_s)
+        frame = await self._channel.call("engine.load", meta, deadline_s=self._deadline_s, quiet_s=QUIET_S)
         self._receipt = _receipt(frame.meta)
         return self._receipt
 
     async def refresh(self) -> Receipt:
         """Fetch the receipt of the current weights after a publication."""
-        frame = await self._channel.call("engine.info", deadline_s=self._deadline_s)
+        frame = await self._channel.call("engine.info", deadline_s=self._deadline_s, quiet_s=QUIET_S)
         self._receipt = _receipt(frame.meta)
         return self._receipt
 

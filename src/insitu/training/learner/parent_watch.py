@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from insitu.errors import InsituError, TrainError
 
 _PR_SET_PDEATHSIG = 1
+DUMP = signal.SIGUSR1
 
 
 def follow_parent(parent: int) -> None:
@@ -26,8 +28,10 @@ def main_of_child(
 ) -> int:
     """Run such a process; return 0, or 1 with one line on standard error.
 
-    Ctrl-C goes to the whole process group and is ignored: the parent decides when it ends.
+    Ctrl-C goes to the whole process group and is ignored: the parent decides when it ends. DUMP writes the
+    stacks of all threads to standard error, also of a thread that never returns to Python.
     """
+    faulthandler.register(DUMP, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         run(parser.parse_args(argv))

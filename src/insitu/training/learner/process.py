@@ -13,9 +13,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -26,6 +28,7 @@ from insitu.engines.rpc import Handler, RpcClient
 from insitu.engines.server_command import VISIBLE, place, present_gpus
 from insitu.errors import ConfigError, EngineError, boundary
 from insitu.install_hints import install_extra
+from insitu.training.learner.parent_watch import DUMP
 from insitu.training.options import ServiceOptions, TrainConfig, dump_config
 
 log = logging.getLogger(__name__)
@@ -99,6 +102,8 @@ def computing(environment: Mapping[str, str], *, shares_tensors: bool = False) -
     return {"OMP_WAIT_POLICY": "PASSIVE", **growing, **kept}
 
 
+_DUMP_EVERY_S = 60.0
+"""Many calls are late at once."""
 _TAIL = 600
 """Characters of the child's standard error in an error message."""
 _GENERATION_S = 300.0
@@ -196,6 +201,8 @@ class Child:
         self.max_wait_s = 5.0
         """Time for a clean exit."""
         self._started = log.stat().st_size
+        self._dumped, self._dumped_s = "", -math.inf
+        """What to add to an error after the stacks were written."""
 
     @classmethod
     async def spawn(cls, spec: LearnerSpec, socket: Path, log: Path) -> Child:
@@ -258,6 +265,7 @@ class Child:
                 raise EngineError(f"{late} (train.start_timeout_s)") from late
             channel = opened.result()
             self.connected = lambda: channel.alive
+            channel.overdue = self._dump
             return channel
         finally:
             dead.cancel()
@@ -272,10 +280,19 @@ class Child:
                 await asyncio.wait_for(self.process.wait(), 2.0)
         code = self.process.returncode
         if code is None:
-            return error
+            return EngineError(f"{error}{self._dumped}") if self._dumped else error
         words = self._last_output()
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         return EngineError(f"the {self._name} died ({how}){': ' + words if words else ''}")
+
+    def _dump(self, op: str, silent_s: float) -> None:
+        """Let it write where its threads are into its log, and say so."""
+        if self.process.returncode is None and time.monotonic() - self._dumped_s > _DUMP_EVERY_S:
+            self._dumped_s = time.monotonic()
+            self._dumped = f"; the stacks of its threads are in {self._log}"
+            self.process.send_signal(DUMP)
+            line = "the %s has not answered %s and was last heard %.0f s ago%s"
+            log.warning(line, self._name, op, silent_s, self._dumped)
 
     def _last_output(self) -> str:
         try:

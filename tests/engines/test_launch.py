@@ -19,9 +19,10 @@ import pytest
 import insitu
 from insitu.config import Config, load_config
 from insitu.engines import launch
+from insitu.engines import server_command as server_module
 from insitu.engines.factory import open_server
 from insitu.engines.launch import launched
-from insitu.engines.server_command import describe_servers, interpreter, place, server_command
+from insitu.engines.server_command import ServerCommand, describe_servers, interpreter, place, server_command
 from insitu.errors import ConfigError, EngineError
 from insitu.types import RequestKey, SamplingParams
 from tests.fakes.server_program import interpreter as fake_interpreter
@@ -111,7 +112,7 @@ async def test_one_that_dies_is_started_again_at_its_address_so_many_times(
     assert "vllm server 0 died 2 times and is not restarted (train.restarts): exit status 137" in said[2]
 
 
-async def test_one_that_does_not_start_ends_the_run_with_its_own_last_lines(
+async def test_one_that_does_not_start_ends_the_run_with_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", "1")
@@ -119,11 +120,85 @@ async def test_one_that_does_not_start_ends_the_run_with_its_own_last_lines(
         async with launched(config(tmp_path, "engine.replicas=2"), lambda line: None):
             pass
     line = str(caught.value)
-    assert re.match(
-        r"vllm server \d did not start \(exit status 1: .*no memory for the KV cache \| the server", line
-    )
+    wanted = r"vllm server \d did not start \(exit status 1: ValueError: no memory for the KV cache \(.*\)\)$"
+    assert re.match(wanted, line)
     assert "logs/engine-" in line
     assert "\n" not in line
+
+
+def test_the_cause_of_a_log_is_its_first_error(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    server = launch._ServerProcess(
+        "vllm server 0", "", [], server_command(config(tmp_path), "x", cpu=True), log
+    )
+    cause = (
+        "ValueError: Available memory on node 0 (14.68/23.59 GiB) is less than desired. To resolve: decrease"
+    )
+    log.write_text(
+        "WARNING 11-28 [x.py:3] ImportError: no module named triton\n"
+        f"(EngineCore pid=7) ERROR 11-28 [core.py:1] {cause}\n"
+        + "(EngineCore) File x\n" * 500
+        + "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert server.first_error() == f"{cause} ({log})"
+    log.write_text("no\nreason\n")
+    assert server.first_error() == f"no | reason ({log})"
+
+
+MODEL = {
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def on_cpu(folder: Path, *more: str, number: int = 0, **described: object) -> ServerCommand:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL | described))
+    keys = ("model.max_context_tokens=1024", "harness.workers=6", "engine.publish_dtype=auto")
+    return server_command(config(folder, *keys, *more), str(folder), cpu=True, number=number)
+
+
+def test_a_server_on_a_cpu_asks_for_the_memory_of_its_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache(command: ServerCommand) -> int:
+        at = list(command.arguments).index("--kv-cache-memory-bytes")
+        return int(command.arguments[at + 1])
+
+    free = {"SC_AVPHYS_PAGES": 16 << 30, "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr(server_module.os, "sysconf", free.__getitem__)
+    context = 10 * 128 * 2 * 30 * 3 * 64 * 2
+    assert cache(on_cpu(tmp_path)) == 6 * context
+    assert cache(on_cpu(tmp_path, "engine.replicas=2")) == 3 * context
+    assert cache(on_cpu(tmp_path, "engine.publish_dtype=float32")) == 12 * context
+    assert cache(on_cpu(tmp_path, head_dim=128)) == 12 * context
+    free["SC_AVPHYS_PAGES"] = 1 << 20
+    assert cache(on_cpu(tmp_path)) == context
+    for given in ("engine.args=--gpu-memory-utilization,0.2", "engine.args=--kv-cache-memory-bytes=9"):
+        assert "--kv-cache-memory-bytes" not in on_cpu(tmp_path, given).arguments
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert "--kv-cache-memory-bytes" not in on_cpu(tmp_path).arguments
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    assert "--kv-cache-memory-bytes" not in server_command(config(tmp_path), "MODEL", cpu=True).arguments
+    assert (
+        "--kv-cache-memory-bytes" not in server_command(config(tmp_path), str(tmp_path), cpu=False).arguments
+    )
+
+
+def test_a_server_on_few_cpus_uses_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = "VLLM_CPU_OMP_THREADS_BIND"
+    cpus = {0, 1, 2, 5}
+    monkeypatch.setattr(server_module.os, "sched_getaffinity", lambda _: cpus)
+    assert on_cpu(tmp_path).environment[bind] == "0,1,2,5"
+    two = [on_cpu(tmp_path, "engine.replicas=2", number=number).environment[bind] for number in range(2)]
+    assert two == ["0,1", "2,5"]
+    cpus |= set(range(64))
+    assert bind not in on_cpu(tmp_path).environment
+    cpus.clear()
+    cpus.add(3)
+    assert bind not in on_cpu(tmp_path, "engine.replicas=2").environment
+    monkeypatch.setenv(bind, "nobind")
+    assert bind not in on_cpu(tmp_path).environment
 
 
 HOLDS = """

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from insitu.engines import probe
 from insitu.engines.base import EngineInfo, PauseMode, Receipt
 from insitu.engines.http import stream_seed
 from insitu.engines.probe import check_counts, probe_engine
@@ -23,7 +24,7 @@ class Cheat:
 
     def __init__(self, how: str) -> None:
         self.how, self.model = how, ChanceModel(VOCAB, "start")
-        self.asked, self.under_way, self.most = 0, 0, 0
+        self.asked, self.prompt_tokens = 0, 0
 
     @property
     def info(self) -> EngineInfo:
@@ -35,6 +36,7 @@ class Cheat:
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         self.asked += 1
+        self.prompt_tokens += len(ids)
         random = np.random.default_rng(stream_seed(key))
         seen, logprobs, finish = ids.tolist(), [], "length"
         for _ in range(params.max_tokens):
@@ -74,7 +76,11 @@ class Cheat:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("how", ["six", "top-six", "top-k", "hot"])
-async def test_an_engine_that_does_not_sample_from_what_it_reports(how: str, temperature: float) -> None:
+@pytest.mark.parametrize("budget_s", [60.0, 0.0])
+async def test_an_engine_that_does_not_sample_from_what_it_reports(
+    how: str, temperature: float, budget_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "BUDGET_S", budget_s)
     with pytest.raises(EngineError, match="does not sample from what it reports") as caught:
         await probe_engine(Cheat(how), PROMPT, vocab_size=VOCAB, temperature=temperature)
     assert "\n" not in str(caught.value)
@@ -85,6 +91,21 @@ async def test_an_honest_engine_is_accepted_after_a_bounded_number_of_requests(t
     engine = Cheat("honest")
     assert (await probe_engine(engine, PROMPT, vocab_size=VOCAB, temperature=temperature)).pairs
     assert engine.asked < 1500
+
+
+async def test_a_slow_engine_is_asked_for_less_and_long_prompts_are_computed_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long = np.arange(1, 91, dtype=np.int32)
+    found = []
+    for budget_s in (60.0, 0.0):
+        monkeypatch.setattr(probe, "BUDGET_S", budget_s)
+        engine = Cheat("honest")
+        report = await probe_engine(engine, long, vocab_size=VOCAB)
+        found.append((report.draws, engine.asked))
+        assert engine.prompt_tokens < 30 * 90 + 2 * probe.SHORT * engine.asked
+    assert [draws for draws, _ in found] == [probe.COUNTED, probe.COUNTED_LEAST]
+    assert found[1][1] <= found[0][1] - 2 * (probe.COUNTED - probe.COUNTED_LEAST)
 
 
 def test_honest_counts_pass_and_impossible_ones_do_not() -> None:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -50,6 +51,10 @@ END_S = 10.0
 """Time for the keepers to end their servers, which takes them `keeper.GRACE_S`."""
 _TAIL = 6
 """Last lines of a server's log in a message."""
+_LOG_BYTES = 1 << 20
+_CAUSE = re.compile(r"\b\w*(?:Error|Exception): +\S.{0,600}")
+"""What a program raised: the first of a log is the cause, those that follow come of it."""
+_HARMLESS = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
 
 
 class _ServerProcess:
@@ -86,7 +91,9 @@ class _ServerProcess:
                 await http.get("/health", deadline_s=5.0)
                 return
             if self.process.returncode is not None:
-                raise EngineError(f"{self.name} did not start ({self.end()})")
+                raise EngineError(
+                    f"{self.name} did not start (exit status {self.process.returncode}: {self.first_error()})"
+                )
             if time.monotonic() >= ends:
                 raise EngineError(
                     f"{self.name} did not answer in time (engine.start_timeout_s): {self.last_lines()}"
@@ -103,6 +110,15 @@ class _ServerProcess:
             file.seek(max(self._from, self.log_file.stat().st_size - 4000))
             lines = file.read().decode(errors="replace").strip().splitlines()
         return f"{' | '.join(line.strip()[-200:] for line in lines[-_TAIL:])} ({self.log_file})"
+
+    def first_error(self) -> str:
+        """Return the first error since its start, else its last lines, and where the others are."""
+        with self.log_file.open("rb") as file:
+            file.seek(self._from)
+            lines = file.read(_LOG_BYTES).decode(errors="replace").splitlines()
+        found = (_CAUSE.search(line) for line in lines if not _HARMLESS.search(line))
+        cause = next(filter(None, found), None)
+        return self.last_lines() if cause is None else f"{cause[0].strip()} ({self.log_file})"
 
     async def stop(self) -> None:
         if self.process.stdin is not None:
@@ -128,7 +144,7 @@ async def launched(config: Config, say: Callable[[str], None] = log.warning) -> 
     model = await asyncio.to_thread(_start_model, config, on_cpu=not placement.servers[0])
     servers = []
     for number, (gpus, port) in enumerate(zip(placement.servers, _free_ports(table.replicas), strict=True)):
-        command = server_command(config, str(model), cpu=not gpus, port=port, gpus=gpus)
+        command = server_command(config, str(model), cpu=not gpus, port=port, gpus=gpus, number=number)
         servers.append(
             _ServerProcess(
                 f"{table.kind} server {number}",

@@ -4,7 +4,9 @@ It uses only `Engine.generate`. Whether logprobs are those of the sampled distri
 temperatures: with p(T) = softmax(logits / T), the difference of two ids' logprobs times T is the same at
 every T, while logprobs taken before the temperature ("raw") do not change with T. At T = 1 the two are equal,
 so the probe always uses other temperatures too. Whether the ids are drawn from the reported distribution
-shows only in counts: later draws must match the logprobs of earlier ones. Raises EngineError with one line.
+shows only in counts: later draws must match the logprobs of earlier ones. Nearly all requests are for one
+token after a few, many at once. A slow engine is asked for fewer draws once `BUDGET_S` are over: only larger
+deviations from the reported distribution show then (`check_counts`). Raises EngineError with one line.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +31,13 @@ TOLERANCE = 0.1
 CLEAR = 0.1
 """Nats by which raw and processed logprobs must differ before a comparison counts."""
 DRAWS = 8
-LEARNT, COUNTED, AT_ONCE = 64, 128, 16
+LEARNT, COUNTED, AT_ONCE = 64, 128, 64
 """First tokens at a temperature: drawn to learn ids and probabilities, drawn to count them, and at once."""
+COUNTED_LEAST = 64
+"""Draws that a slow engine is counted by."""
+BUDGET_S = 8.0
+SHORT = 8
+"""Tokens of the prompts of one-token requests: without a prefix cache each is computed in full."""
 SURE = 24.0
 """Nats against a count before it is no accident. An honest engine passes this with a probability of
 2 * exp(-24) < 1e-10 per comparison at most (Chernoff, for every count), and there are at most 65 at each of
@@ -55,6 +63,8 @@ class _ProbeReport:
     """Worst deviation from the temperature law, in nats over max(1, |difference of logprobs|)."""
     repeatable: bool
     """The same request key gave the same ids."""
+    draws: int
+    """Least number of draws counted at a temperature."""
 
 
 Seen = Mapping[float, Mapping[int, float]]
@@ -70,6 +80,8 @@ class _Probe:
         self._numbers = itertools.count()
         self.tokens = self.pairs = 0
         self.gap = 0.0
+        self.draws = COUNTED
+        self._ends = time.monotonic() + BUDGET_S
 
     async def sample(
         self, prompt: IntArray, max_tokens: int, temperature: float, *, stop: frozenset[int] = frozenset()
@@ -144,8 +156,9 @@ class _Probe:
             varied = 0
             for temperature in (wanted, 0.4 if wanted > 0.5 else 1.0):
                 draws: list[Generation] = []
-                while len(draws) < LEARNT + COUNTED:
+                while len(draws) < LEARNT + self._wanted():
                     draws += await self.many(prompt, temperature, AT_ONCE)
+                self.draws = min(self.draws, len(draws) - LEARNT)
                 reported = _first_tokens(draws[:LEARNT], temperature)
                 _first_tokens(draws, temperature)
                 check_counts(reported, [int(reply.ids[0]) for reply in draws[LEARNT:]], temperature)
@@ -154,15 +167,17 @@ class _Probe:
             if varied:
                 return
 
+    def _wanted(self) -> int:
+        return COUNTED if time.monotonic() < self._ends else COUNTED_LEAST
+
     def _prompts(self) -> Iterator[IntArray]:
-        """Yield the given prompt, then variants ending in random ids, which are harder to predict."""
-        yield self._prompt
+        """Yield the prompt's end, then parts of its begin with random ids, which are harder to predict."""
+        yield self._prompt[-SHORT:]
         random = np.random.default_rng(0)
         for count in range(1, ROUNDS):
             tail = random.choice(self._prompt, size=min(count, 4))
-            yield np.concatenate([self._prompt[: max(1, len(self._prompt) // (count + 1))], tail]).astype(
-                np.int32
-            )
+            head = self._prompt[: max(1, min(SHORT, len(self._prompt) // (count + 1)))]
+            yield np.concatenate([head, tail]).astype(np.int32)
 
     def _compare(self, seen: Seen) -> None:
         for low, high in itertools.combinations(sorted(seen), 2):
@@ -294,4 +309,5 @@ async def probe_engine(
         pairs=probe.pairs,
         largest_gap=probe.gap,
         repeatable=repeatable,
+        draws=probe.draws,
     )

@@ -6,6 +6,7 @@ one's own. SGLang's flags are written to its documentation.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -24,6 +25,11 @@ NAME = "policy"
 """Name under which a server offers the model."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM 0.32 takes for --max-lora-rank."""
+FEW_CPUS = 4
+"""CPUs of a server of which none is left to its scheduler."""
+BLOCK_TOKENS = 128
+"""Unit of vLLM's memory for keys and values on a CPU."""
+_MEMORY = ("--kv-cache-memory", "--gpu-memory-utilization", "VLLM_CPU_KVCACHE_SPACE")
 _ASK = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 _ASK_S = 10.0
 
@@ -59,17 +65,24 @@ class Placement:
 
 
 def server_command(
-    config: Config, model: str, *, cpu: bool, port: int = 8000, gpus: Sequence[str] = ()
+    config: Config,
+    model: str,
+    *,
+    cpu: bool,
+    port: int = 8000,
+    gpus: Sequence[str] = (),
+    number: int = 0,
 ) -> ServerCommand:
-    """Return how a server of this configuration is started; `gpus`: those that it sees."""
+    """Return how server `number` of this configuration is started; `gpus`: those that it sees."""
     table = config.engine
     build = _sglang if table.kind == "sglang" else _vllm
     command = build(config, model, port, cpu=cpu)
     placed = {VISIBLE: ",".join(gpus)} if gpus else {}
+    flags, variables = _vllm_on_cpu(config, model, number) if cpu and table.kind == "vllm" else ([], {})
     return ServerCommand(
         module=command.module,
-        arguments=(*command.arguments, *table.args),
-        environment={**placed, **command.environment},
+        arguments=(*command.arguments, *flags, *table.args),
+        environment={**placed, **command.environment, **variables},
     )
 
 
@@ -97,11 +110,49 @@ def _vllm(config: Config, model: str, port: int, *, cpu: bool) -> ServerCommand:
     if table.replay_experts:
         flags += ["--enable-return-routed-experts"]
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    if cpu:
-        # vLLM 0.32 dies on a CPU when it cuts the prompt of a request with a seed
-        flags += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", length]
-        variables["VLLM_TARGET_DEVICE"] = "cpu"
     return ServerCommand(module="vllm.entrypoints.cli.main", arguments=flags, environment=variables)
+
+
+def _vllm_on_cpu(config: Config, model: str, number: int) -> tuple[list[str], dict[str, str]]:
+    """Return the flags and variables of a server on a CPU; those that the user sets are left alone."""
+    # vLLM 0.32 dies on a CPU when it cuts the prompt of a request with a seed
+    flags = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(config.model.max_context_tokens)]
+    variables = {"VLLM_TARGET_DEVICE": "cpu"}
+    set_by_user = (*config.engine.args, *os.environ)
+    # Otherwise vLLM wants 92 % of the machine's memory, and does not start where something else runs.
+    if not any(one.startswith(_MEMORY) for one in set_by_user) and (cache := _cache_bytes(config, model)):
+        flags += ["--kv-cache-memory-bytes", str(cache)]
+    bind, each = "VLLM_CPU_OMP_THREADS_BIND", config.engine.tensor_parallel
+    cpus = sorted(os.sched_getaffinity(0))
+    share = len(cpus) // (config.engine.replicas * each)
+    # By itself vLLM leaves a core for its scheduler: of two that is half.
+    if bind not in os.environ and 0 < share <= FEW_CPUS:
+        lists = [cpus[at * share : (at + 1) * share] for at in range(number * each, (number + 1) * each)]
+        variables[bind] = "|".join(",".join(map(str, one)) for one in lists)
+    return flags, variables
+
+
+def _cache_bytes(config: Config, model: str) -> int:
+    """Return the bytes of keys and values of a server's rollouts; 0 for a model that is not known.
+
+    At most half of the free memory, but enough for one context.
+    """
+    try:
+        described = json.loads((Path(model) / "config.json").read_bytes())
+        described = described.get("text_config", described)
+        heads = described["num_attention_heads"]
+        width = described.get("head_dim") or described["hidden_size"] // heads
+        kept = described["num_hidden_layers"] * (described.get("num_key_value_heads") or heads)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    dtype: str = config.engine.publish_dtype
+    if dtype == "auto":
+        dtype = str(described.get("dtype") or described.get("torch_dtype") or "")
+    blocks = config.model.max_context_tokens // BLOCK_TOKENS + 2
+    context = blocks * BLOCK_TOKENS * 2 * kept * width * (4 if dtype == "float32" else 2)
+    rollouts = -(-config.harness.workers // config.engine.replicas)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * config.engine.replicas)
+    return int(max(context, min(context * rollouts, free)))
 
 
 def _sglang(config: Config, model: str, port: int, *, cpu: bool) -> ServerCommand:
@@ -197,7 +248,7 @@ def describe_servers(config: Config) -> list[str]:
     placement = place(config, present_gpus())
     lines = [f"learner: {_named(placement.learner) if _learner_gpus(config) else 'CPU'}"]
     for number, gpus in enumerate(placement.servers):
-        command = server_command(config, model, cpu=not gpus, port=8000 + number, gpus=gpus)
+        command = server_command(config, model, cpu=not gpus, port=8000 + number, gpus=gpus, number=number)
         lines.append(f"server {number}: {_named(gpus, 'CPU')}: {command}")
     return lines
 

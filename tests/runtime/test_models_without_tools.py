@@ -13,7 +13,7 @@ from render_families import write_renderer
 
 from insitu import cli
 from insitu.config import load_config
-from insitu.errors import RenderError
+from insitu.errors import ConfigError
 from insitu.runtime.preflight import check_rendering
 
 TEMPLATE = (
@@ -41,7 +41,7 @@ def test_agents_with_tools_are_refused(agent: str, model: Path) -> None:
     line = (
         rf"harness.agent {agent} offers tools: this model takes none: its chat template leaves out .*; use an"
     )
-    with pytest.raises(RenderError, match=line):
+    with pytest.raises(ConfigError, match=line):
         check_rendering(config)
 
 
@@ -52,7 +52,7 @@ def test_only_the_agents_of_a_task_set_count(model: Path) -> None:
         {"name": "b", "source": "toy", "agents": [agents["terminus"], agents["pi"]]},
     ]
     base = {"model": {"path": str(model)}, "tasks": tasks}
-    with pytest.raises(RenderError, match=r"tasks.b.*: harness.agent pi offers tools"):
+    with pytest.raises(ConfigError, match=r"tasks.b.*: harness.agent pi offers tools"):
         check_rendering(load_config(None, [], base))
     tasks[1]["agents"] = [agents["terminus"], agents["single_turn"]]
     assert check_rendering(load_config(None, [], base)) is not None
@@ -65,7 +65,7 @@ def test_a_dry_run_says_it(
     (tmp_path / "c.toml").write_text('[harness]\nagent = "script"\n')
     code = cli.main([verb, str(tmp_path / "c.toml"), "--dry-run", f"model.path={model}"])
     said = capsys.readouterr()
-    assert (code > 0, said.out) == (True, "")
+    assert (code, said.out) == (2, "")
     assert said.err.startswith("insitu: harness.agent script offers tools: this model takes none: ")
     assert said.err.count("\n") == 1
 

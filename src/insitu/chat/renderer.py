@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from insitu.errors import ConfigError, RenderError
+from insitu.errors import ConfigError, InsituError, RenderError
 from insitu.types import Finish, IntArray, Message, Role, ToolCall, ToolSpec
 
 
@@ -192,10 +192,12 @@ def _drops(renderer: ChatRenderer, run: Sequence[Message]) -> bool:
 # --------------------------------------------------------------------------- helpers for implementations
 
 
-def check_tools(caps: Capabilities, offers: str = "the request offers tools: ") -> None:
-    """Raise RenderError if the model takes no tools; `offers` begins the message."""
+def check_tools(
+    caps: Capabilities, offers: str = "the request offers tools: ", kind: type[InsituError] = RenderError
+) -> None:
+    """Raise `kind` if the model takes no tools; `offers` begins the message."""
     if caps.no_tools:
-        raise RenderError(
+        raise kind(
             f"{offers}this model takes none: {caps.no_tools}; use an agent without tools, such as"
             " single_turn, or see docs/models.md, Tools"
         )

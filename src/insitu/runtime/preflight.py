@@ -217,7 +217,7 @@ def renderer_of(config: Config) -> ChatRenderer:
 def check_rendering(config: Config) -> ChatRenderer | None:
     """Return the renderer, None with engine.kind upstream.
 
-    Raises RenderError if the folder has none, or if an agent offers tools and the model takes none.
+    Raises RenderError if the folder has none, ConfigError if an agent offers tools and the model takes none.
     """
     if config.engine.kind == "upstream":
         return None
@@ -228,7 +228,7 @@ def check_rendering(config: Config) -> ChatRenderer | None:
             call = FIRST_CALLS.get(agent) or OWN_FIRST_CALLS.get(agent)
             if call is not None and call.tools and not own.harness.command:
                 with _naming_part(own):
-                    check_tools(renderer.caps, f"harness.agent {agent} offers tools: ")
+                    check_tools(renderer.caps, f"harness.agent {agent} offers tools: ", ConfigError)
     return renderer
 
 

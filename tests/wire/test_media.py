@@ -63,6 +63,11 @@ PARTS: list[tuple[str, dict[str, Any], str]] = [
         document({"type": "content", "content": [{"type": "text", "text": "said"}, MESSAGES_IMAGE]}),
         "said\n" + LINE.format("image"),
     ),
+    (
+        "anthropic",
+        {"type": "search_result", "title": "T", "source": "s", "content": [{"type": "text", "text": "said"}]},
+        "T\nsaid",
+    ),
     ("responses", INPUT_IMAGE, LINE.format("image")),
     ("responses", {"type": "input_image", "file_id": "f"}, LINE.format("image")),
     ("responses", {"type": "input_file", "file_url": "http://10.0.0.1/a.pdf"}, LINE.format("file")),

@@ -281,6 +281,10 @@ def _text(raw: object, param: str) -> str:
         return string(block.get("text"), f"{param}.text")
     if kind == "tool_reference":
         return string(block.get("tool_name"), f"{param}.tool_name")
+    if kind == "search_result":
+        found = sequence(block.get("content"), f"{param}.content")
+        texts = [_text(one, f"{param}.content.{i}") for i, one in enumerate(found)]
+        return "\n".join([string(block.get("title"), f"{param}.title"), *texts])
     if kind == "document":
         return _document(mapping(block.get("source"), f"{param}.source"), f"{param}.source")
     if medium := media.medium(kind):

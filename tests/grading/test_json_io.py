@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from insitu.grading.grader import Grader
 from insitu.grading.runners.json_io import ChannelTampered, judge, read_claims
 from insitu.grading.runners.json_io_worker import MAX_NODES, encode
-from insitu.grading.runners.json_values import LONG, Digits, equal, parse, same, shown
+from insitu.grading.runners.json_values import LONG, Digits, check_value, equal, parse, same, shown
 from insitu.grading.trust import trust_of
 from insitu.sandbox.base import ExecResult
 from insitu.sandbox.local import LocalBackend
@@ -356,6 +356,32 @@ def test_what_the_worker_does_not_write_is_no_answer(text: str) -> None:
         parse(text)
     with pytest.raises(ChannelTampered):
         read_claims(f'["a",true,{text}]\n'.encode(), ["a"])
+
+
+@pytest.mark.parametrize("digits", [LONG + 1, LONG + 2, 4301, 20_000])
+def test_digits_equal_their_integer_alone(digits: int) -> None:
+    for value in (10 ** (digits - 1), 10**digits - 1, -(10 ** (digits - 1)), 1 - 10**digits):
+        text = Digits(str(value))
+        assert text == value
+        assert [text == other for other in (value + 1, -value, value * 10, value // 10, 1, "1")] == [
+            False
+        ] * 6
+        assert text == Digits(str(value)) != Digits(str(value + 1))
+        case = Case(function="f", args=(), expected=[value, {"a": (value,)}])
+        assert equal(parse(encode([value, {"a": (value,)}], 0, [MAX_NODES])), case)
+
+
+def test_values_that_cannot_be_asked_for_are_named_without_writing_them() -> None:
+    check_value({"a": [10**MAX_DIGITS - 1, (2, {3: 4})]})
+    for value in (
+        10 ** (MAX_DIGITS + 1),
+        [float("nan")],
+        {"a": object()},
+        nested(100),
+        [10**MAX_DIGITS * 10],
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            check_value(value)
 
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", "1." + "3" * 1000])

@@ -26,8 +26,7 @@ from insitu.grading.runners.common import (
     out_of_cpu,
     run_in,
 )
-from insitu.grading.runners.json_io_worker import MAX_NODES, encode
-from insitu.grading.runners.json_values import equal, parse, shown
+from insitu.grading.runners.json_values import check_value, equal, parse, shown
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.sandbox.base_tree import is_plain
 from insitu.tasks.row_files import MAX_DIGITS
@@ -75,7 +74,7 @@ class JsonIoRunner(RunnerBase):
         for number, case in enumerate(oracle.cases):
             for part, value in (("args", list(case.args)), ("expected", case.expected)):
                 try:
-                    encode(value, 0, [MAX_NODES])
+                    check_value(value)
                 except (TypeError, ValueError) as error:
                     raise TaskError(f"task {task.id}: {part} of case {number}: {error}") from None
 

@@ -45,6 +45,8 @@ class _InfraFailures:
     """Notices with the number of failures, and of rollouts without a sampled token, and the last error."""
     alarm: bool = False
     """The share is above the threshold."""
+    misjudged: int = 0
+    """Rollouts with an output on which the user's checker failed."""
 
     @property
     def rate(self) -> float:
@@ -63,6 +65,8 @@ class InfraFailureRate:
         self._masked: Counter[str] = Counter()
         self._broken: Counter[str] = Counter()
         """Failures of the user's functions."""
+        self._misjudged: Counter[str] = Counter()
+        """Rollouts with an output that is wrong because the user's checker failed on it."""
         self._last_error = ""
         self._decided = self._unsampled = 0
         self._why = ""
@@ -81,6 +85,8 @@ class InfraFailureRate:
         self._tries[rollout.task_id] += 1
         if rollout.reward is None:  # of a group, whose attempts are over
             self._broken[rollout.task_id] += rollout.error.startswith(USER_FUNCTIONS)
+        if rollout.verdict is not None and rollout.verdict.controls.startswith(CHECKER_FAILED):
+            self._misjudged[rollout.task_id] += 1
         self._decided += 1
         if not rollout.trajectory.ledger.captured:
             self._unsampled += 1
@@ -103,7 +109,10 @@ class InfraFailureRate:
         self._decided = self._unsampled = 0
         if broken := +self._broken:
             lines.append(f"functions of yours failed {broken.total()} times: {_named(broken)}")
-        self._broken = Counter()
+        if misjudged := self._misjudged:
+            lines.append(f"tasks.checker failed on outputs, which count as wrong: {_named(misjudged)}")
+            counts = replace(counts, misjudged=misjudged.total())
+        self._broken, self._misjudged = Counter(), Counter()
         if not counts.masked:
             return replace(counts, lines=lines)
         much = counts.tries >= LEAST_TRIES and counts.rate >= self._alarm_at
@@ -121,15 +130,6 @@ class InfraFailureRate:
 def _named(tasks: Counter[str]) -> str:
     """Return the tasks with the highest counts."""
     return "task " + ", ".join(f"{task} ({n})" for task, n in tasks.most_common(NAMED))
-
-
-def checker_failures(rollouts: Iterable[Rollout]) -> Counter[str]:
-    """Count by task the rollouts with an output that is wrong because the user's checker failed on it."""
-    return Counter(
-        rollout.task_id
-        for rollout in rollouts
-        if rollout.verdict is not None and rollout.verdict.controls.startswith(CHECKER_FAILED)
-    )
 
 
 LEAST_VERDICTS = 8
@@ -260,7 +260,6 @@ class StepAlarms:
         masked, limits = self._masks.close_step(), self._limits
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         judged, tampering = verdict_counts(rollouts, limits.tamper_alarm)
-        misjudged = checker_failures(rollouts)
         unparsed = self._unparsed.look(rollouts)
         reward = _Spike() if reward_mean is None else self._reward.look(reward_mean, len(groups))
         share = lost_share(ledger)
@@ -271,7 +270,7 @@ class StepAlarms:
             "infra_failure_rate": masked.rate,
             "infra_failure_alarm": masked.alarm,
             **judged,
-            "checker_failed": misjudged.total(),
+            "checker_failed": masked.misjudged,
             "reward_rise": reward.rise,
             "reward_alarm": reward.alarm,
             "excluded_share": share,
@@ -279,8 +278,6 @@ class StepAlarms:
             "unparsed_alarm": bool(unparsed),
         }
         lines = [*masked.lines, tampering, unparsed]
-        if misjudged:
-            lines.append(f"tasks.checker failed on outputs, which count as wrong: {_named(misjudged)}")
         if reward_mean is not None and reward.alarm:
             lines.append(
                 f"the mean reward jumped from {reward.usual:.2f} to {reward_mean:.2f}"

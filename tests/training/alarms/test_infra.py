@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from insitu.attempt import AttemptSpec
 from insitu.tasks.user_functions import CHECKER_FAILED
-from insitu.training.alarms import InfraFailureRate, checker_failures
+from insitu.training.alarms import InfraFailureRate
 from insitu.types import Ledger, Outcome, Rollout, Task, Verdict
 from tests.fakes.attempts import fake_rollout
 
@@ -107,5 +107,11 @@ def test_outputs_on_which_a_checker_fails_are_counted_by_task() -> None:
     failed = Verdict(
         outcome=Outcome.UNRESOLVED, reward=0.0, trust="strong", controls=f"{CHECKER_FAILED} on 1 outputs"
     )
-    judged = [replace(rollout(task, 0.0), verdict=failed) for task in ("a", "b", "a")]
-    assert checker_failures([*judged, rollout("c", 0.0)]) == {"a": 2, "b": 1}
+    rate = InfraFailureRate(0.1)
+    for task in ("a", "b", "a"):
+        rate.decided(replace(rollout(task, 0.0), verdict=failed))
+    rate.decided(rollout("c", 0.0))
+    account = rate.close_step()
+    assert account.misjudged == 3
+    assert account.lines == ["tasks.checker failed on outputs, which count as wrong: task a (2), b (1)"]
+    assert (rate.close_step().lines, rate.close_step().misjudged) == ([], 0)

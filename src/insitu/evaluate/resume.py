@@ -62,9 +62,9 @@ def resumed_config(
     """
     others = [text for text in overrides if key_of(text) not in changeable]
     if others and not ignore_others:
-        table = key_of(others[0]).partition(".")[0]
+        table, _, key = key_of(others[0]).partition(".")
         mine = ", ".join(key for key in changeable if key.startswith(f"{table}.")) or f"nothing of {table}"
-        listed = f" ({mine} may change)" if changeable else ""
+        listed = f" ({mine} may change)" if changeable and key else ""
         raise ConfigError(f"a resumed run keeps its configuration; drop {others[0]}{listed}")
     if isinstance(overrides, Mapping):
         overrides = {name: value for name, value in overrides.items() if name not in others}

@@ -29,7 +29,7 @@ from insitu.evaluate.resume import resumed_config as resumed_config
 from insitu.evaluate.run import REPORT, collect_rollouts
 from insitu.evaluate.run import RolloutOptions as RolloutOptions
 from insitu.runtime.gateway import read_tools as read_tools
-from insitu.runtime.preflight import check_rendering as check_rendering
+from insitu.runtime.preflight import check_at_hand as check_at_hand
 from insitu.runtime.training import run_training
 from insitu.serving.run import BASE as SERVE_BASE
 from insitu.serving.run import ServeOptions as ServeOptions

@@ -163,11 +163,9 @@ def _run(
     from insitu.config import dump_toml
 
     if options.dry_run:
-        from insitu.api import check_rendering, describe_memory, describe_servers
+        from insitu.api import check_at_hand, describe_memory, describe_servers
 
-        path = config.model.path
-        if not path or (Path(path) / "tokenizer.json").exists():
-            check_rendering(config)
+        check_at_hand(config, trains=trains)
         lines = describe_servers(config) + (describe_memory(config) if trains else [])
         sys.stdout.write(dump_toml(config))
         sys.stdout.write("".join(f"\n# {line}" for line in lines) + "\n" * bool(lines))

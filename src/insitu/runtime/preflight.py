@@ -133,6 +133,31 @@ def prepare(
     return Prepared(source=source, tasks=tasks, renderer=renderer, setups=setups)
 
 
+def check_at_hand(config: Config, *, trains: bool) -> None:
+    """Run the checks of a start that need no server, no download and only files that are here.
+
+    A model folder or data set that is not here yet is passed over. `trains`: the command trains. Raises
+    InsituError that lists all problems.
+    """
+    checks = Checks()
+    checks.run(_check_policy, config)
+    checks.run(gateway_config, config)
+    if trains:
+        checks.run(check_names, config)
+    model = not config.model.path or (Path(config.model.path) / "tokenizer.json").exists()
+    for own in config.parts.values():
+        for each in (check_agents, action_of, *([_check_context] if model else [])):
+            checks.run(_in_part, each, own)
+    if model:
+        checks.run(check_rendering, config)
+    tables = [*config.tasks, *config.evaluated]
+    if all(one.source == "toy" or (one.path and Path(one.path).exists()) for one in tables):
+        chosen = checks.run(prepare_tasks, config, log.info, lambda _, mix: mix.examples())
+        if chosen is not None:
+            checks.run(_check_programs, *chosen)
+    checks.close()
+
+
 def _in_part(check: Callable[[Config], object], config: Config) -> None:
     """Run the check of one task set; its errors name the set."""
     with _naming_part(config):

@@ -322,6 +322,20 @@ async def test_a_call_without_an_answer_is_told_of_once_unless_there_is_long_wor
     assert (peer._long, peer._looks) == (0, {})
 
 
+async def test_a_deadline_stands_still_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    stalled = [0.0]
+    monkeypatch.setattr("insitu.stalls.stalled_s", lambda: stalled[0])
+    peer = RpcPeer("learner")
+    peer.attach(lambda data: None)
+    call = asyncio.ensure_future(peer.call("engine.info", deadline_s=0.2))
+    await asyncio.sleep(0)
+    stalled[0] = 30.0
+    await asyncio.sleep(0.5)
+    assert not call.done()
+    peer.feed(encode({"id": 1}))
+    assert (await call).meta == {"id": 1}
+
+
 @pytest.mark.slow
 async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path) -> None:
     save_model(initialise(MODEL, 0), tmp_path / "m")

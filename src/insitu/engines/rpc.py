@@ -26,6 +26,7 @@ import orjson
 
 from insitu import errors
 from insitu.errors import EngineError, InsituError, boundary, describe_raised
+from insitu.stalls import awake_timeout
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ class RpcPeer:
         """Send one call and wait for its reply.
 
         quiet_s: silence after which `overdue` is told, while no call without it waits; None = the call may
-        take long, and is overdue after half of its deadline.
+        take long, and is overdue after half of its deadline. The deadline stands still with the machine.
         Cancelling the coroutine, or the deadline, cancels the call at the other end. Raises the error that it
         answered with, or EngineError when it is gone or late.
         """
@@ -203,7 +204,7 @@ class RpcPeer:
         self._look_at(deadline_s / 2 if quiet_s is None else quiet_s, number, op, quiet_s)
         self._send(data)
         try:
-            async with asyncio.timeout(deadline_s):
+            async with awake_timeout(deadline_s):
                 return await reply
         except TimeoutError as error:
             raise EngineError(f"{self.peer} did not answer {op} within {deadline_s:g} s") from error

@@ -10,6 +10,7 @@ import pytest
 from insitu.engines.base import Engine
 from insitu.engines.probe import probe_engine
 from insitu.errors import EngineError
+from insitu.stalls import awake_timeout
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 DEADLINE_S = 60.0
@@ -53,7 +54,7 @@ class EngineContract:
     ) -> Generation:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_ids=stop)
         ids = self.prompt_ids() if prompt is None else prompt
-        async with asyncio.timeout(DEADLINE_S):
+        async with awake_timeout(DEADLINE_S):
             return await engine.generate(ids, params, request_key(turn))
 
     @pytest.mark.parametrize("max_tokens", [1, 2, 33])
@@ -122,7 +123,7 @@ class EngineContract:
     async def test_pause_finishes_running_requests_and_holds_new_ones(self, engine: Engine) -> None:
         running = asyncio.create_task(self.generate(engine, 7, 8))
         await asyncio.sleep(0.01)
-        async with asyncio.timeout(DEADLINE_S):
+        async with awake_timeout(DEADLINE_S):
             await engine.pause()
         waiting = asyncio.create_task(self.generate(engine, 8, 4))
         try:

@@ -297,22 +297,22 @@ async def test_a_pause_that_was_given_up_holds_nobody(tmp_path: Path) -> None:
         await late
 
 
-async def test_a_call_without_an_answer_is_told_of_once_unless_there_is_long_work() -> None:
-    """Told where nothing is heard and no long call waits: the other end may be stuck."""
-    peer, told = RpcPeer("learner"), list[str]()
+async def test_a_call_without_an_answer_is_reported_once_unless_there_is_long_work() -> None:
+    """Reported where nothing is heard and no long call waits: the other end may be stuck."""
+    peer, late_ops = RpcPeer("learner"), list[str]()
     peer.attach(lambda data: None)
-    peer.overdue = lambda op, silent_s: told.append(op)
+    peer.overdue = lambda op, silent_s: late_ops.append(op)
     step = asyncio.ensure_future(peer.call("train.step", deadline_s=60))
     await asyncio.sleep(0)
     calls = [asyncio.ensure_future(peer.call(f"engine.{n}", deadline_s=60, quiet_s=0.02)) for n in range(2)]
     await asyncio.sleep(0.2)
-    assert told == []
+    assert late_ops == []
     step.cancel()
-    await eventually(lambda: sorted(told) == ["engine.0", "engine.1"])
+    await eventually(lambda: sorted(late_ops) == ["engine.0", "engine.1"])
     await asyncio.sleep(0.1)
-    assert len(told) == 2
+    assert len(late_ops) == 2
     late = asyncio.ensure_future(peer.call("train.save", deadline_s=0.4))
-    await eventually(lambda: "train.save" in told)
+    await eventually(lambda: "train.save" in late_ops)
     assert not late.done(), "half of its deadline is left"
     for call in (*calls, late):
         call.cancel()

@@ -153,7 +153,7 @@ class RpcPeer:
         self.heard_s = 0.0
         """Loop time of the last received bytes."""
         self.overdue: Callable[[str, float], None] = lambda op, silent_s: None
-        """Told of a call whose answer is late, once, with the seconds since anything was heard."""
+        """Called for a call whose answer is late, once, with the seconds since anything was heard."""
         self._long = 0
         """Waiting calls that may take long by themselves."""
         self._looks: dict[int, asyncio.TimerHandle] = {}
@@ -189,7 +189,7 @@ class RpcPeer:
     ) -> Frame:
         """Send one call and wait for its reply.
 
-        quiet_s: silence after which `overdue` is told, while no call without it waits; None = the call may
+        quiet_s: silence after which `overdue` is called, while no call without it waits; None = the call may
         take long, and is overdue after half of its deadline. The deadline stands still with the machine.
         Cancelling the coroutine, or the deadline, cancels the call at the other end. Raises the error that it
         answered with, or EngineError when it is gone or late.
@@ -215,7 +215,7 @@ class RpcPeer:
                 self._send(encode({"op": "cancel", "id": number}))
 
     def _look(self, number: int, op: str, quiet_s: float | None) -> None:
-        """Tell `overdue` of a waiting call; look again later if the other end is heard or has long work."""
+        """Report a waiting call to `overdue`; look again later if the other end is heard or has long work."""
         silent_s = asyncio.get_running_loop().time() - self.heard_s
         if quiet_s is None or (silent_s >= quiet_s and not self._long):
             self.overdue(op, silent_s)

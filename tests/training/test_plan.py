@@ -137,6 +137,26 @@ def test_what_a_setting_leaves_out_is_in_neither_sum_nor_mean(reducer: str, left
         assert sum(r.weight * r.mask.sum() for r in plan.rows) == pytest.approx(4 / 5)
 
 
+@pytest.mark.parametrize("reducer", ["rollout", "constant", "token", "group"])
+def test_a_rollout_whose_final_row_is_over_the_cap_is_in_no_mean(reducer: str) -> None:
+    """The other rows count in the mean of a final row that is trained, not without one."""
+
+    def two_rows(name: str, reward: float, last: int) -> Rollout:
+        rows = [
+            segment(name, index, [1, 2, *range(3, 3 + n)], [False] * 2 + [True] * n, [-1.0] * (2 + n))
+            for index, n in enumerate((2, last))
+        ]
+        return rollout(name, reward, rows)
+
+    rewards = (1.0, 0.0, 1.0)
+    members = [two_rows(f"g/0/{k}", reward, 3 if k < 2 else 9) for k, reward in enumerate(rewards)]
+    config = PlanConfig(rows="final", max_row_tokens=8, reducer=reducer, constant_tokens=10)  # type: ignore[arg-type]
+    plan = plan_step([group("g/0", members)], config)
+    weights = {"rollout": 1 / (2 * 5), "constant": 1 / (2 * 10), "token": 1 / 10, "group": 1 / 10}
+    assert [row.weight for row in plan.rows] == [weights[reducer]] * 2
+    assert plan.ledger.excluded == {"not_final": 6, "overlong": 9}
+
+
 def test_length_lowers_the_reward_that_is_compared() -> None:
     """Sampled tokens of the whole rollout count, those that are not trained too."""
     ids, mask = [1, 2, 3, 4], [False, False, True, True]

@@ -19,7 +19,7 @@ class Chosen:
 
     rows: tuple[Segment, ...] = field(repr=False)
     counted: int
-    """Tokens that the rollout's mean runs over."""
+    """Tokens that the rollout's mean runs over; 0 without rows."""
     excluded: Mapping[str, int]
     """Excluded tokens by reason."""
 
@@ -48,7 +48,7 @@ def cut_rows(segments: Sequence[Segment], total: int, rules: RowRules) -> Chosen
     excluded["overlong"] = _tokens(capped) - _tokens(rows)
     return Chosen(
         rows=tuple(rows),
-        counted=counted - excluded["row_cap"] - excluded["overlong"],
+        counted=counted - excluded["row_cap"] - excluded["overlong"] if rows else 0,
         excluded={reason: tokens for reason, tokens in excluded.items() if tokens},
     )
 

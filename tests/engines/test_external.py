@@ -103,6 +103,41 @@ async def test_a_cancelled_request_is_not_handed_out_and_its_answer_refused() ->
         engine.deliver(request.name, **GOOD)
 
 
+async def test_an_answer_to_a_request_that_is_just_given_up_is_refused() -> None:
+    """Also before the one that waited for it has run again; an aborting pause passes over it."""
+    engine = make()
+    task = asked(engine)
+    (request,) = await engine.take(wait_s=5)
+    task.cancel()
+    with pytest.raises(DeliveryRejected, match="was given up"):
+        engine.deliver(request.name, **GOOD)
+    with pytest.raises(DeliveryRejected, match="was given up"):
+        engine.fail(request.name, "no")
+    await engine.pause("abort")
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+async def test_a_pause_that_was_given_up_holds_nobody(how: str) -> None:
+    engine = make(call_deadline_s=5.0 if how == "cancelled" else 0.05)
+    asked(engine)
+    (request,) = await engine.take(wait_s=5)
+    if how == "cancelled":
+        pausing = asyncio.create_task(engine.pause())
+        await asyncio.sleep(0)
+        pausing.cancel()
+        await asyncio.wait([pausing])
+    else:
+        engine._idle.clear()
+        with pytest.raises(EngineError, match="did not end its requests"):
+            await engine.pause()
+    later = asked(engine, 1)
+    (next_one,) = [taken for taken in await engine.take(2, wait_s=5) if taken.name != request.name]
+    engine.deliver(next_one.name, **GOOD)
+    assert (await later).ids.tolist() == [5, 6]
+
+
 @pytest.mark.case(45)
 @pytest.mark.parametrize(
     ("change", "line"),

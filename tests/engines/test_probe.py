@@ -76,13 +76,13 @@ class Cheat:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("how", ["six", "top-six", "top-k", "hot"])
-@pytest.mark.parametrize("budget_s", [60.0, 0.0])
+@pytest.mark.parametrize(("budget_s", "few"), [(60.0, False), (0.0, False), (60.0, True)])
 async def test_an_engine_that_does_not_sample_from_what_it_reports(
-    how: str, temperature: float, budget_s: float, monkeypatch: pytest.MonkeyPatch
+    how: str, temperature: float, budget_s: float, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "BUDGET_S", budget_s)
     with pytest.raises(EngineError, match="does not sample from what it reports") as caught:
-        await probe_engine(Cheat(how), PROMPT, vocab_size=VOCAB, temperature=temperature)
+        await probe_engine(Cheat(how), PROMPT, vocab_size=VOCAB, temperature=temperature, few=few)
     assert "\n" not in str(caught.value)
 
 
@@ -106,6 +106,26 @@ async def test_a_slow_engine_is_asked_for_less_and_long_prompts_are_computed_few
         assert engine.prompt_tokens < 30 * 90 + 2 * probe.SHORT * engine.asked
     assert [draws for draws, _ in found] == [probe.COUNTED, probe.COUNTED_LEAST]
     assert found[1][1] <= found[0][1] - 2 * (probe.COUNTED - probe.COUNTED_LEAST)
+
+
+@pytest.mark.parametrize("first", ["varied", "certain"])
+async def test_a_trainer_that_is_asked_by_hand_is_asked_for_few(first: str) -> None:
+    """A prompt whose first token is certain shows nothing of counts and costs little."""
+    engine = Cheat("honest")
+    likely = engine.model.logprobs
+    certain = likely([1], 0.1) * 20
+
+    def logprobs(seen: list[int], temperature: float) -> FloatRow:
+        if first == "certain" and seen == PROMPT.tolist():
+            row = certain / temperature
+            return row - np.log(np.exp(row - row.max()).sum()) - row.max()
+        return likely(seen, temperature)
+
+    engine.model.logprobs = logprobs  # type: ignore[method-assign, assignment]
+    report = await probe_engine(engine, PROMPT, vocab_size=VOCAB, few=True)
+    assert (report.pairs > 0, report.draws) == (True, probe.COUNTED_LEAST)
+    most = 76 + 2 * (probe.LEARNT_LEAST + probe.COUNTED_LEAST)
+    assert engine.asked <= most + (2 * probe.LEARNT_LEAST if first == "certain" else 0)
 
 
 def test_honest_counts_pass_and_impossible_ones_do_not() -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -295,6 +296,26 @@ async def test_a_pause_that_was_given_up_holds_nobody(tmp_path: Path) -> None:
         assert not late.done(), "a later pause holds as before"
         await engine.resume()
         await late
+
+
+def _wait_for_pause(core: EmbeddedCore) -> None:
+    """Let the event loop stand still until the core's thread has answered a pause."""
+    end = time.monotonic() + 30
+    while not core._paused and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)
+
+
+async def test_a_pause_given_up_while_its_answer_is_on_its_way_holds_nobody(tmp_path: Path) -> None:
+    core = EmbeddedCore(initialise(MODEL, 0), OPTIONS)
+    ids = np.arange(50, dtype=np.int32)
+    async with engine_on(tmp_path / "s", core) as engine:
+        pausing = asyncio.ensure_future(engine.pause())
+        await asyncio.sleep(0)
+        _wait_for_pause(core)
+        pausing.cancel()
+        async with asyncio.timeout(30):
+            assert len((await engine.generate(ids, SamplingParams(max_tokens=2), key("y"))).ids) == 2
 
 
 async def test_a_call_without_an_answer_is_reported_once_unless_there_is_long_work() -> None:

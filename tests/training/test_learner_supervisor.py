@@ -21,7 +21,7 @@ from insitu.storage.files import sha256_of
 from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine, Trained
 from insitu.training.options import StepResult
 from insitu.training.plan.step import StepPlan
-from insitu.training.recovery import Committed, CommittedStep, written_steps
+from insitu.training.recovery import Committed, CommittedStep, prune, written_steps
 from insitu.types import Ledger, RequestKey, SamplingParams
 from tests.fakes.learner import FakeLearner
 
@@ -188,6 +188,20 @@ async def test_behind_a_damaged_checkpoint_the_one_before_is_loaded(
         assert "\n" not in line
     assert written_steps(tmp_path) == [step for step in (1, 2, 3) if step not in damaged]
     assert (tmp_path / f"damaged-step-{damaged[-1]:05d}").is_dir()
+
+
+async def test_a_copy_of_a_checkpoint_beside_it_is_left_alone(tmp_path: Path) -> None:
+    run = DiskRun(tmp_path)
+    await run.whole()
+    copies = ("step-00002.bak", "step-00003 (copy)", "step-1_000")
+    for name in copies:
+        shutil.copytree(run.at(2), tmp_path / name)
+    await run.learner.restart()
+    await run.supervisor.begin()
+    assert (run.learner.version, run.said) == (3, [])
+    prune(tmp_path, 1)
+    assert written_steps(tmp_path) == [3]
+    assert all((tmp_path / name).is_dir() for name in copies)
 
 
 async def test_a_whole_checkpoint_that_does_not_fit_is_not_set_aside(tmp_path: Path) -> None:

@@ -257,16 +257,23 @@ class ExternalEngine:
         self._running.clear()
         if mode == "abort":
             for waiting in list(self._taken.values()):
-                waiting.answer.set_exception(EngineError("the request was aborted by a pause"))
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(EngineError("the request was aborted by a pause"))
                 self._end(waiting, "was given up")
         if mode == "wait":
-            try:
-                async with asyncio.timeout(self._deadline_s):
-                    await self._idle.wait()
-            except TimeoutError as error:
-                raise EngineError(
-                    f"the trainer did not end its requests in {self._deadline_s:g} s"
-                ) from error
+            await self._until_idle()
+
+    async def _until_idle(self) -> None:
+        """Undo the pause when it is given up: no caller will resume."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._idle.wait()
+        except BaseException as error:
+            self._running.set()
+            if isinstance(error, TimeoutError):
+                line = f"the trainer did not end its requests in {self._deadline_s:g} s"
+                raise EngineError(line) from error
+            raise
 
     async def resume(self) -> None:
         self._running.set()
@@ -354,11 +361,11 @@ class ExternalEngine:
 
     def _known(self, name: str) -> _Waiting:
         waiting = self._taken.get(name)
-        if waiting is None:
-            raise DeliveryRejected(
-                f"request {name} {self._gone.get(name, 'is not known or was not handed out')}"
-            )
-        return waiting
+        if waiting is not None and not waiting.answer.done():
+            return waiting
+        # A cancelled task marks its future before it runs again.
+        gone = "is not known or was not handed out" if waiting is None else "was given up"
+        raise DeliveryRejected(f"request {name} {self._gone.get(name, gone)}")
 
     def _end(self, waiting: _Waiting, how: Gone) -> None:
         name = waiting.request.name

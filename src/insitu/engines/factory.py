@@ -190,6 +190,7 @@ async def _check_engine(engine: Engine, config: Config, renderer: ProbeRenderer,
             vocab_size=renderer.vocab_size,
             temperature=config.engine.temperature,
             deadline_s=config.engine.call_timeout_s,
+            few=config.engine.kind == "external",
         )
         log.info(
             "engine probed name=%s version=%d gap=%.2g",

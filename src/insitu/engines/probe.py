@@ -33,8 +33,8 @@ CLEAR = 0.1
 DRAWS = 8
 LEARNT, COUNTED, AT_ONCE = 64, 128, 64
 """First tokens at a temperature: drawn to learn ids and probabilities, drawn to count them, and at once."""
-COUNTED_LEAST = 64
-"""Draws that a slow engine is counted by."""
+LEARNT_LEAST, COUNTED_LEAST = 32, 64
+"""The same of a trainer that is asked by hand; a slow engine is counted by the latter too."""
 BUDGET_S = 8.0
 SHORT = 8
 """Tokens of the prompts of one-token requests: without a prefix cache each is computed in full."""
@@ -74,9 +74,11 @@ Seen = Mapping[float, Mapping[int, float]]
 class _Probe:
     """One probe of one engine: counts what it samples, numbers its requests."""
 
-    def __init__(self, engine: Engine, prompt: IntArray, vocab_size: int, deadline_s: float) -> None:
+    def __init__(
+        self, engine: Engine, prompt: IntArray, vocab_size: int, deadline_s: float, *, few: bool
+    ) -> None:
         self._engine, self._prompt, self._vocab = engine, prompt, vocab_size
-        self._deadline_s = deadline_s
+        self._deadline_s, self._few = deadline_s, few
         self._numbers = itertools.count()
         self.tokens = self.pairs = 0
         self.gap = 0.0
@@ -152,23 +154,26 @@ class _Probe:
 
     async def sampling(self, wanted: float) -> None:
         """Check that ids follow the logprobs, at the rollouts' temperature and at a colder or hotter one."""
+        learnt = LEARNT_LEAST if self._few else LEARNT
         for prompt in itertools.islice(self._prompts(), PROMPTS):
             varied = 0
             for temperature in (wanted, 0.4 if wanted > 0.5 else 1.0):
-                draws: list[Generation] = []
-                while len(draws) < LEARNT + self._wanted():
+                draws = await self.many(prompt, temperature, learnt)
+                reported = _first_tokens(draws, temperature)
+                if self._few and _surprise(draws) <= VARIED:
+                    continue  # its ids are nearly certain, and are those that it reports so
+                while len(draws) < learnt + self._wanted():
                     draws += await self.many(prompt, temperature, AT_ONCE)
-                self.draws = min(self.draws, len(draws) - LEARNT)
-                reported = _first_tokens(draws[:LEARNT], temperature)
+                self.draws = min(self.draws, len(draws) - learnt)
                 _first_tokens(draws, temperature)
-                check_counts(reported, [int(reply.ids[0]) for reply in draws[LEARNT:]], temperature)
-                surprise = -math.fsum(float(_logprobs(reply)[0]) for reply in draws) / len(draws)
-                varied += surprise > VARIED
+                check_counts(reported, [int(reply.ids[0]) for reply in draws[learnt:]], temperature)
+                varied += _surprise(draws) > VARIED
             if varied:
                 return
 
     def _wanted(self) -> int:
-        return COUNTED if time.monotonic() < self._ends else COUNTED_LEAST
+        brief = self._few or time.monotonic() > self._ends
+        return COUNTED_LEAST if brief else COUNTED
 
     def _prompts(self) -> Iterator[IntArray]:
         """Yield the prompt's end, then parts of its begin with random ids, which are harder to predict."""
@@ -272,6 +277,11 @@ def _divergence(seen: float, share: float) -> float:
     return math.fsum(p * math.log(p / q) for p, q in parts if p > 0)
 
 
+def _surprise(draws: Sequence[Generation]) -> float:
+    """Return the mean of minus the logprobs of first tokens, in nats."""
+    return -math.fsum(float(_logprobs(reply)[0]) for reply in draws) / len(draws)
+
+
 def _logprobs(reply: Generation) -> FloatArray:
     if reply.logprobs is None:
         raise _refusal("no logprobs")
@@ -290,15 +300,22 @@ def _raw(low: float, high: float) -> EngineError:
 
 
 async def probe_engine(
-    engine: Engine, prompt: IntArray, *, vocab_size: int, temperature: float = 1.0, deadline_s: float = 120.0
+    engine: Engine,
+    prompt: IntArray,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    deadline_s: float = 120.0,
+    few: bool = False,
 ) -> _ProbeReport:
     """Sample some hundred tokens after `prompt` and check what can be checked.
 
-    `temperature` is the one rollouts will use; `deadline_s` bounds each request. Raises EngineError.
+    `temperature` is the one rollouts will use; `deadline_s` bounds each request; `few`: ask for less, which
+    shows larger deviations only. Raises EngineError.
     """
     if engine.info.kind != "sampled":
         raise _refusal(f"it is {engine.info.kind}, so nothing of it can be trained by its logprobs")
-    probe = _Probe(engine, prompt, vocab_size, deadline_s)
+    probe = _Probe(engine, prompt, vocab_size, deadline_s, few=few)
     repeatable = await probe.lengths()
     await probe.stop_kept()
     await probe.temperatures(temperature)

@@ -86,8 +86,9 @@ def checkpoint_folder(run: RunDir, step: int) -> Path:
 
 
 def written_steps(checkpoints: Path) -> list[int]:
-    """Return the steps whose checkpoints are complete on disk, in order."""
-    return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-[0-9]*"))
+    """Return the steps whose checkpoints are complete on disk, in order; a copy of another name is none."""
+    names = (path.name.removeprefix("step-") for path in checkpoints.glob("step-[0-9]*"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def heldout_scores(store: Store) -> dict[int, float]:

@@ -65,7 +65,12 @@ class EmbeddedEngine:
 
     async def pause(self) -> None:
         """Return when no request is running; new ones wait for `resume`."""
-        await self._channel.call("engine.pause", deadline_s=self._deadline_s, quiet_s=QUIET_S)
+        try:
+            await self._channel.call("engine.pause", deadline_s=self._deadline_s, quiet_s=QUIET_S)
+        except BaseException:
+            # Whoever gave up will not resume, and the answer may be on its way: too late for a cancellation.
+            self._channel.notify("engine.resume", {})
+            raise
 
     async def resume(self) -> None:
         frame = await self._channel.call("engine.resume", deadline_s=self._deadline_s, quiet_s=QUIET_S)

@@ -80,8 +80,6 @@ class EngineService:
     def _pause(self, call: RpcCall) -> None:
         self.core.pause()
         self._pausing.append(call)
-        # A client that gave up its pause will not resume: without this no request would ever be answered.
-        call.on_cancel = self.core.resume
 
     def _resume(self, call: RpcCall) -> None:
         self.core.resume()

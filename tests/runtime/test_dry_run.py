@@ -47,3 +47,20 @@ def test_what_is_not_here_yet_is_passed_over(tmp_path: Path, capsys: pytest.Capt
     given = ["tasks.source=jsonl", f"tasks.path={tmp_path / 'later.jsonl'}", f"model.path={tmp_path / 'm'}"]
     assert cli.main(["rollout", *given, "--dry-run"]) == 0
     assert "later.jsonl" in capsys.readouterr().out
+
+
+def test_the_list_of_tasks_ends_with_what_a_run_of_them_is_refused_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    given = ["tasks.source=jsonl", f"tasks.path={tmp_path / 'rows.jsonl'}", "harness.agent=single_turn"]
+    assert cli.main(["tasks", "list", *given, "--json"]) > 0
+    said = capsys.readouterr()
+    assert [row["id"] for row in json.loads(said.out)["rows"]] == ["a"]
+    assert said.err.count("\n") == 1
+    assert "its image is python:3.12" in said.err
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "image": ""}) + "\n")
+    assert cli.main(["tasks", "list", *given]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["tasks", "list", *given, "harness.agent=claude_code"]) > 0
+    assert "its first prompt has about" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from insitu.api import check_at_hand
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, boundary
 from insitu.shutdown import run_interruptible
@@ -15,7 +16,7 @@ from insitu.view.open import open_view
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code: 0, or 1 when a task did not pass its validation."""
+    """Exit code: 0, or 1 when a task did not pass its validation; `list` raises what a run is refused for."""
     overrides, path = list(options.overrides), options.config
     if path is not None and "=" in path and not Path(path).exists():
         overrides.insert(0, path)
@@ -36,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
     if options.what == "export":
         return _export(config, options)
     _list(config, options)
+    check_at_hand(config, trains=False)
     return 0
 
 

@@ -88,7 +88,7 @@ def sft_verb(options: argparse.Namespace) -> int:
 
         return sft_with(config, view, TrainOptions(resume=options.resume, began=process_began()))
 
-    return _run(options, config, run)
+    return _run(options, config, run, samples=False)
 
 
 def _sft_config(source: Path | None, overrides: Sequence[str]) -> Config:
@@ -155,17 +155,19 @@ def _run(
     run: Run,
     failed: Callable[[Mapping[str, Any]], bool] = lambda summary: False,
     trains: bool = True,
+    samples: bool = True,
 ) -> int:
     """Print the configuration (dry run), or run and print the report and summary.
 
     `failed`: whether a finished run counts as failed. `trains`: a dry run predicts the learner's memory.
+    `samples`: the command runs agents.
     """
     from insitu.config import dump_toml
 
     if options.dry_run:
         from insitu.api import check_at_hand, describe_memory, describe_servers
 
-        check_at_hand(config, trains=trains)
+        check_at_hand(config, trains=trains, samples=samples)
         lines = describe_servers(config) + (describe_memory(config) if trains else [])
         sys.stdout.write(dump_toml(config))
         sys.stdout.write("".join(f"\n# {line}" for line in lines) + "\n" * bool(lines))

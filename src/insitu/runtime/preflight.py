@@ -133,18 +133,22 @@ def prepare(
     return Prepared(source=source, tasks=tasks, renderer=renderer, setups=setups)
 
 
-def check_at_hand(config: Config, *, trains: bool) -> None:
+def check_at_hand(config: Config, *, trains: bool, samples: bool = True) -> None:
     """Run the checks of a start that need no server, no download and only files that are here.
 
-    A model folder or data set that is not here yet is passed over. `trains`: the command trains. Raises
-    InsituError that lists all problems.
+    A model folder or data set that is not here yet is passed over. `trains`: the command trains; `samples`:
+    it runs agents. Raises InsituError that lists all problems.
     """
     checks = Checks()
+    model = not config.model.path or (Path(config.model.path) / "tokenizer.json").exists()
+    if config.collect.run or not samples:
+        if model:
+            check_rendering(config)
+        return
     checks.run(_check_policy, config)
     checks.run(gateway_config, config)
     if trains:
         checks.run(check_names, config)
-    model = not config.model.path or (Path(config.model.path) / "tokenizer.json").exists()
     for own in config.parts.values():
         for each in (check_agents, action_of, *([_check_context] if model else [])):
             checks.run(_in_part, each, own)

@@ -85,6 +85,7 @@ def test_arguments_come_back_as_they_were_meant(
         ('{"type": "function", "function": "edit", "parameters": {}}', 0, True),
         ('{"name": "edit", "parameters": {}}; {"name": "edit", "parameters": {}}', 0, True),
         ('<|python_tag|>edit.call(path="a")<|eom_id|>', 0, True),
+        ('Look. <|python_tag|>{"name": "edit", "parameters": {"path": "a"}}<|eom_id|>', 0, True),
         ('{"type": "module"}', 0, False),
         ('see {"name": "edit", "parameters": {}}', 0, False),
     ],

@@ -230,15 +230,15 @@ def _parse_llama(
 ) -> ParsedReply:
     """Parse Llama 3: the whole reply is one call in JSON, `parameters` or `arguments` in it.
 
-    <|python_tag|> may announce it."""
+    <|python_tag|> may announce it; anywhere else it announces a call that cannot be read."""
     ids = without_stop(ids, stop_ids)
-    announced = len(ids) > 0 and codec.names.get(int(ids[0])) == "<|python_tag|>"
+    announced = find(codec, ids, 0, "<|python_tag|>")
     text = codec.decode(ids)
-    said = codec.decode(ids[1:]) if announced else text
+    said = text if announced else codec.decode(ids[1:])
     call = read_call(said, "parameters") or read_call(said)
     if call is not None:
         return ParsedReply(text="", calls=(call,))
-    return ParsedReply(text=text, malformed=announced or _LLAMA_CALL.match(text) is not None)
+    return ParsedReply(text=text, malformed=announced >= 0 or _LLAMA_CALL.match(text) is not None)
 
 
 FORMATS: Mapping[str, ParseFormat] = {

@@ -17,7 +17,7 @@ from insitu.storage.queries import RunReader
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.training.unparsed import UnparsedAlarm, unparsed_counts
-from insitu.types import IntArray, Message, Rollout, Task, Turn
+from insitu.types import OF_AGENT, IntArray, Message, Rollout, Task, Turn
 from tests.fakes.attempts import fake_rollout
 
 GOOD = Message(role="assistant", text="", tool_calls=(call("read", '{"path": "a"}'),))
@@ -122,9 +122,9 @@ async def test_a_policy_that_drifts_is_named_and_its_rollouts_are_found(
         for step, share in enumerate((0.0, 0.0, 0.2, 0.5, 0.5), 1):
             rollouts = await step_of(renderer, share, step, store)
             assert [len(rollout.turns) for rollout in rollouts] == [CALLS] * ROLLOUTS, "they went on"
-            alarm = UnparsedAlarm(0.1, lambda part: "pi", metrics).look(rollouts)
-            metrics.append({**unparsed_counts(rollouts), "unparsed_alarm": bool(alarm)})
-            said_aloud.append(alarm)
+            flags, lines = UnparsedAlarm(0.1, lambda part: "pi", metrics).look(rollouts)
+            metrics.append({**unparsed_counts(rollouts), **flags})
+            said_aloud.append("".join(lines))
     assert [found["unparsed_share"] for found in metrics] == [0.0, 0.0, 0.2, 0.5, 0.5]
     assert [found["malformed_calls"] for found in metrics] == [0, 0, 4, 10, 10]
     assert [bool(line) for line in said_aloud] == [False, False, True, True, False]
@@ -144,32 +144,49 @@ async def test_a_policy_that_drifts_is_named_and_its_rollouts_are_found(
 def test_nothing_captured_is_not_zero() -> None:
     nothing = {"malformed_calls": None, "unknown_tools": None, "unparsed_share": None}
     assert unparsed_counts([]) == nothing
-    assert UnparsedAlarm(0.1, str, [nothing, {}]).look([]) == ""
+    assert UnparsedAlarm(0.1, str, [nothing, {}]).look([]) == ({"unparsed_alarm": False}, [])
+
+
+def of_share(share: float, part: str = "", replies: int = 200) -> Rollout:
+    made = fake_rollout(AttemptSpec(rollout_id="r", task=Task(id="t", prompt="", files={}), seed=0), 1.0)
+    turn = Turn(
+        index=0,
+        parent=-1,
+        context_ids=NOTHING,
+        ids=NOTHING,
+        logprobs=None,
+        finish="stop",
+        version_runs=(),
+    )
+    bad = replace(turn, hints=(("label", "malformed"),))
+    turns = tuple(bad if n < round(replies * share) else turn for n in range(replies))
+    return replace(made, part=part, trajectory=replace(made.trajectory, turns=turns))
 
 
 def test_a_slow_rise_is_an_alarm_and_noise_is_none() -> None:
     def shares(values: Sequence[float], at: float = 0.1) -> list[int]:
         alarm = UnparsedAlarm(at, str, [])
-        return [n for n, share in enumerate(values) if alarm.look(rollouts(share))]
-
-    def rollouts(share: float) -> list[Rollout]:
-        spec = AttemptSpec(rollout_id="r", task=Task(id="t", prompt="", files={}), seed=0)
-        made = fake_rollout(spec, 1.0)
-        turn = Turn(
-            index=0,
-            parent=-1,
-            context_ids=NOTHING,
-            ids=NOTHING,
-            logprobs=None,
-            finish="stop",
-            version_runs=(),
-        )
-        bad = replace(turn, hints=(("label", "malformed"),))
-        turns = tuple(bad if n < round(200 * share) else turn for n in range(200))
-        return [replace(made, trajectory=replace(made.trajectory, turns=turns))]
+        return [n for n, share in enumerate(values) if alarm.look([of_share(share)])[1]]
 
     rising = [0.18 + 0.002 * step for step in range(190)]
     assert len(shares(rising)) == 3, "never by 0.1 in 8 steps"
     assert shares(rising, 0.0) == []
     assert shares([0.1, 0.15, 0.08, 0.14, 0.05] * 20) == []
     assert shares([0.02] * 9 + [0.3] * 20) == [9], "once"
+
+
+def test_a_rise_in_one_part_is_an_alarm_though_it_is_small_in_the_whole() -> None:
+    metrics: list[dict[str, object]] = []
+    said_aloud = []
+    for share in (0.02, 0.04, 0.06, 0.5, 0.5):
+        parts = [of_share(0.02, f"bugs{OF_AGENT}a", 900), of_share(share, f"bugs{OF_AGENT}b", 100)]
+        flags, lines = UnparsedAlarm(0.1, lambda part: part.partition(OF_AGENT)[2], metrics).look(parts)
+        shares = {f"bugs+{agent}/{k}": v for agent, one in zip("ab", parts, strict=True)
+                  for k, v in unparsed_counts([one]).items()}  # fmt: skip
+        metrics.append({**unparsed_counts(parts), **shares, **flags})
+        said_aloud.append(lines)
+    assert [len(lines) for lines in said_aloud] == [0, 0, 0, 1, 0]
+    assert said_aloud[3][0].startswith("50% of the replies of bugs+b have a malformed call")
+    assert "2% before" in said_aloud[3][0]
+    names = ("unparsed_alarm", "bugs+a/unparsed_alarm", "bugs+b/unparsed_alarm")
+    assert [metrics[3][name] for name in names] == [False, False, True]

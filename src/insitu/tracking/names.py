@@ -123,6 +123,7 @@ EVALUATION: Mapping[str, str] = {
     "reward_mean": "mean over held-out tasks of the mean reward of their graded rollouts",
     "solved": "held-out rollouts with reward 1 or more",
     "total": "graded held-out rollouts",
+    **{name: STEP["all"][name] for name in ("malformed_calls", "unknown_tools", "unparsed_share")},
     "tries": "attempts of the evaluation",
     "masked": "attempts that failed by infrastructure",
     "version": "policy version of the evaluation",

@@ -260,7 +260,7 @@ class StepAlarms:
         masked, limits = self._masks.close_step(), self._limits
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         judged, tampering = verdict_counts(rollouts, limits.tamper_alarm)
-        unparsed = self._unparsed.look(rollouts)
+        flags, unparsed = self._unparsed.look(rollouts)
         reward = _Spike() if reward_mean is None else self._reward.look(reward_mean, len(groups))
         share = lost_share(ledger)
         lost = self._lost.look(share, len(groups))
@@ -275,9 +275,9 @@ class StepAlarms:
             "reward_alarm": reward.alarm,
             "excluded_share": share,
             "tokens_lost_alarm": lost.alarm,
-            "unparsed_alarm": bool(unparsed),
+            **flags,
         }
-        lines = [*masked.lines, tampering, unparsed]
+        lines = [*masked.lines, tampering, *unparsed]
         if reward_mean is not None and reward.alarm:
             lines.append(
                 f"the mean reward jumped from {reward.usual:.2f} to {reward_mean:.2f}"

@@ -36,6 +36,7 @@ from insitu.tasks.mix import TaskMix
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.batch_source import StoreSink, collect_options
 from insitu.training.step_metrics import by_set
+from insitu.training.unparsed import unparsed_counts
 from insitu.types import Group
 
 _STAGES: Mapping[When, str] = {
@@ -70,6 +71,8 @@ class EvalResult:
     samples: int
     tasks: Mapping[str, TaskCounts]
     """By group, in order of the tasks."""
+    unparsed: Mapping[str, float | None] = field(default_factory=dict)
+    """Replies with calls that did not parse or of unknown tools."""
     sets: Mapping[str, EvalResult] = field(default_factory=dict)
     """Of each named task set alone."""
 
@@ -81,7 +84,8 @@ class EvalResult:
     @classmethod
     def _whole(cls, groups: Sequence[Group], samples: int) -> EvalResult:
         tasks = {group.id.rpartition("/")[2]: TaskCounts.of(group.rewards) for group in groups}
-        return cls(score=Score.of_tasks(tasks.values()), samples=samples, tasks=tasks)
+        unparsed = unparsed_counts([rollout for group in groups for rollout in group.rollouts])
+        return cls(score=Score.of_tasks(tasks.values()), samples=samples, tasks=tasks, unparsed=unparsed)
 
     def levels(self) -> Mapping[str, PassAtK]:
         """Return avg@k as `solve_rate`, and with several samples `pass_at_K` and `pass_all_K`."""
@@ -93,10 +97,10 @@ class EvalResult:
         return {name: level for name, level in found.items() if level.tasks}
 
     def counts(self) -> Mapping[str, float | None]:
-        """Return the numbers of rollouts, and the mean reward."""
+        """Return the numbers of rollouts, the mean reward, and the replies with bad calls."""
         score = self.score
         mean = score.reward_mean if score.total else None
-        return {"solved": score.solved, "total": score.total, "reward_mean": mean}
+        return {"solved": score.solved, "total": score.total, "reward_mean": mean, **self.unparsed}
 
     def metrics(self) -> Mapping[str, float | None]:
         """Return the levels with the bounds of their 95 % intervals and the tasks that they are of."""

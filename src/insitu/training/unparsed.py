@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from insitu.types import MALFORMED, UNKNOWN_TOOL, Rollout
+from insitu.types import MALFORMED, UNKNOWN_TOOL, Rollout, part_label
 
 log = logging.getLogger(__name__)
 
@@ -44,51 +44,72 @@ def _unparsed(labels: frozenset[str]) -> bool:
     return MALFORMED in labels or UNKNOWN_TOOL in labels
 
 
-class UnparsedAlarm:
-    """Watches the share of such replies, for a jump as for a slow rise.
+class _Usual:
+    """The lowest mean of up to `STEPS` steps in a row since the last alarm; None before the first step."""
 
-    A step is compared with the lowest mean of up to `STEPS` steps in a row since the last alarm.
-    alarm_at: rise above it that is an alarm; 0 = never. agent_of: name of the agent of a `Rollout.part`.
-    before: metrics of the committed steps.
+    def __init__(self) -> None:
+        self._held: deque[float] = deque(maxlen=STEPS)
+        self.share: float | None = None
+
+    def keep(self, share: float, alarm: bool) -> None:
+        if alarm:
+            self._held.clear()
+            self.share = None
+        self._held.append(share)
+        mean = statistics.fmean(self._held)
+        self.share = mean if self.share is None else min(self.share, mean)
+
+
+class UnparsedAlarm:
+    """Watches the share of such replies, for a jump as for a slow rise, over all and in each named part.
+
+    A rise in one of several parts may be small in the whole. alarm_at: rise above the lowest mean so far that
+    is an alarm; 0 = never. agent_of: name of the agent of a `Rollout.part`. before: metrics of the committed
+    steps.
     """
 
     def __init__(
         self, alarm_at: float, agent_of: Callable[[str], str], before: Iterable[Mapping[str, Any]]
     ) -> None:
         self._alarm_at, self._agent_of = alarm_at, agent_of
-        self._held: deque[float] = deque(maxlen=STEPS)
-        self._lowest: float | None = None
+        self._usual: defaultdict[str, _Usual] = defaultdict(_Usual)
         for metrics in before:
-            if metrics.get("unparsed_share") is not None:
-                self._keep(metrics["unparsed_share"], metrics.get("unparsed_alarm", False))
+            for name, share in metrics.items():
+                prefix, found, rest = name.partition("unparsed_share")
+                if found and not rest and prefix != "effective_" and share is not None:
+                    self._usual[prefix].keep(share, metrics.get(f"{prefix}unparsed_alarm", False))
 
-    def look(self, rollouts: Sequence[Rollout]) -> str:
-        """Add the next step's rollouts; return an alarm or ""."""
+    def look(self, rollouts: Sequence[Rollout]) -> tuple[dict[str, bool], list[str]]:
+        """Add the next step's rollouts; return metrics that say what is an alarm, and the lines of these."""
+        parts: dict[str, list[Rollout]] = {}
+        for rollout in rollouts:
+            if rollout.part:
+                parts.setdefault(f"{part_label(rollout.part)}/", []).append(rollout)
+        whole = self._look("", rollouts)
+        found = {prefix: self._look(prefix, own) for prefix, own in parts.items()}
+        flags = {f"{prefix}unparsed_alarm": bool(line) for prefix, line in {"": whole, **found}.items()}
+        return flags, [line for line in ([whole] if whole else found.values()) if line]
+
+    def _look(self, prefix: str, rollouts: Sequence[Rollout]) -> str:
+        """Add a step of the whole or of one part; return an alarm or ""."""
         counts = unparsed_counts(rollouts)
-        share, usual = counts["unparsed_share"], self._lowest
+        share, usual = counts["unparsed_share"], self._usual[prefix].share
         if share is None:
             return ""
         replies = sum(len(rollout.trajectory.turns) for rollout in rollouts)
         error = math.sqrt(share * (1 - share) / replies)
         alarm = usual is not None and replies >= LEAST_REPLIES
         alarm = alarm and 0 < self._alarm_at <= share - (usual or 0.0) >= ERRORS * error
-        self._keep(share, alarm)
+        self._usual[prefix].keep(share, alarm)
         if not alarm:
             return ""
-        log.warning("unparsed calls share=%.3f before=%.3f replies=%d", share, usual, replies)
+        log.warning("unparsed calls of=%s share=%.3f before=%.3f replies=%d", prefix, share, usual, replies)
+        of = f" of {prefix[:-1]}" if prefix else ""
         return (
-            f"{share:.0%} of the replies have a malformed call or one of an unknown tool, {usual:.0%} before"
-            f" (collect.unparsed_alarm = {self._alarm_at:g}): {counts['malformed_calls']} malformed,"
+            f"{share:.0%} of the replies{of} have a malformed call or one of an unknown tool, {usual:.0%}"
+            f" before (collect.unparsed_alarm = {self._alarm_at:g}): {counts['malformed_calls']} malformed,"
             f" {counts['unknown_tools']} unknown; most of {self._worst(rollouts)}"
         )
-
-    def _keep(self, share: float, alarm: bool) -> None:
-        if alarm:
-            self._held.clear()
-            self._lowest = None
-        self._held.append(share)
-        mean = statistics.fmean(self._held)
-        self._lowest = mean if self._lowest is None else min(self._lowest, mean)
 
     def _worst(self, rollouts: Sequence[Rollout]) -> str:
         """Return task set, agent and call with the highest share."""

@@ -23,6 +23,7 @@ from insitu.runtime.training import run_training
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
+from insitu.tracking.names import EVALUATION
 from insitu.training.alarms import SpikeDetector, lost_share, why_untrained
 from insitu.training.evaluations import EvalResult, heldout_summary
 from insitu.training.learner.supervisor import LearnerSupervisor
@@ -343,3 +344,13 @@ def test_a_step_without_an_update_has_measured_nothing_of_training() -> None:
     assert ungraded["reward_mean"] is None
     empty = {"heldout_after": None, "heldout_reward_after": None}
     assert heldout_summary("after", None) == heldout_summary("after", EvalResult.of([], 1)) == empty
+
+
+def test_an_evaluation_counts_calls_that_do_not_parse() -> None:
+    group = graded_group(0.0, 1.0)
+    rollouts = tuple(with_calls(one, "malformed", "unknown_tool") for one in group.rollouts)
+    counts = EvalResult.of([replace(group, rollouts=rollouts)], 1).counts()
+    names = ("malformed_calls", "unknown_tools", "unparsed_share")
+    assert [counts[name] for name in names] == [2, 2, 0.5]
+    assert {*counts} <= {*EVALUATION}
+    assert EvalResult.of([], 1).counts()["unparsed_share"] is None

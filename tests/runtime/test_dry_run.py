@@ -49,6 +49,7 @@ def test_what_is_not_here_yet_is_passed_over(tmp_path: Path, capsys: pytest.Capt
     assert "later.jsonl" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_list_of_tasks_ends_with_what_a_run_of_them_is_refused_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

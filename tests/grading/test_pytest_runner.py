@@ -255,7 +255,7 @@ async def test_what_reads_the_assertion_that_calls_it_cannot_tell_which_are_turn
     task, oracle = _written(*names)
     cheat = READS.replace("LOOKS", looks)
     verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(cheat)})
-    # Where only the row that it knows was turned, in all three runs, no run proves anything.
+    # Rows that are passed turned come behind one that failed: that is no proof of forging.
     expected = (Outcome.TAMPERED, Outcome.UNRESOLVED) if names == ["rows"] else (Outcome.TAMPERED,)
     assert verdict.outcome in expected, verdict
     assert verdict.reward == 0.0

@@ -52,7 +52,10 @@ def _play(forger: Forger, drawn: MutantRound) -> MutantResults:
 
 
 def _wins(forger: Forger, drawn: MutantRound) -> bool:
-    found = _play(forger, drawn)
+    return _proves(_play(forger, drawn))
+
+
+def _proves(found: MutantResults) -> bool:
     return not (found.lost or found.wrong or found.disturbed)
 
 
@@ -100,7 +103,9 @@ def _likely(drawn: MutantRound, test: str, answer: str) -> str:
 
     def chance(form: str) -> int:
         text = drawn.text.replace(f"{test[5:]}) == {said}", form.partition("f(")[2])
-        drawn_so = [mutable_tests(text, [test], f"another {key}", ways=len(forms) - 1) for key in range(8)]
+        drawn_so = [
+            mutable_tests(text, [test], f"another {key}", cases={}, ways=len(forms) - 1) for key in range(8)
+        ]
         lines = [
             {_texts(source.edited(way.edits))[test] for way in found.ways} | {form}
             for source, (found,) in drawn_so
@@ -282,3 +287,49 @@ def test_a_file_that_can_only_be_turned_openly_is_no_standard() -> None:
         drawn = draw(PATH, text, names[:1], names, random.Random(0), seed="0")
         assert len(drawn.chosen) == 2
         assert drawn.weak.startswith(weak) if weak else not drawn.weak, "what must start to pass decides"
+
+
+def _rows(passes: Callable[[int, int, bool], bool], drawn: MutantRound, count: int) -> MutantResults:
+    """Play a parametrized test; `passes`: (run, row, whether it is real) -> what is reported."""
+    said = []
+    for run, turned in enumerate(drawn.plan):
+        real = [f"t[{row}]" not in turned for row in range(count)]
+        ids = [f"{PATH}::t[{row}-{row + 100 if real[row] else 'other'}]" for row in range(count)]
+        said.append({ids[row]: "passed" if passes(run, row, real[row]) else "failed" for row in range(count)})
+    return drawn.judge(said)
+
+
+def _parametrized(count: int, seed: int) -> tuple[MutantRound, list[str]]:
+    rows = ", ".join(f"({n}, {n + 100})" for n in range(count))
+    text = (
+        f"import pytest\n\n\n@pytest.mark.parametrize('x, y', [{rows}])\ndef t(x, y):\n    assert f(x) == y\n"
+    )
+    names = [f"{PATH}::t[{n}-{n + 100}]" for n in range(count)]
+    return draw(PATH, text, names, names, random.Random(seed), seed=str(seed)), names
+
+
+def test_each_row_of_a_parametrized_test_is_proven_by_itself() -> None:
+    """Who solves most rows, and forges the others, has to guess each."""
+    won = 0
+    for seed in range(200):
+        drawn, names = _parametrized(6, seed)
+        assert drawn.unseen == (6, 6)
+        assert not drawn.weak
+        right = _rows(lambda run, row, real: real, drawn, 6)
+        assert right.proven == {f"t[{row}]" for row in range(6)}
+        assert _proves(right)
+        some = _rows(lambda run, row, real: real and row < 4, drawn, 6)
+        assert [drawn.credited(some, names)[name] for name in names] == ["passed"] * 4 + ["failed"] * 2
+        forged = _rows(lambda run, row, real: real if row < 5 else run == 0, drawn, 6)
+        won += _proves(forged)
+        assert not _proves(_rows(lambda run, row, real: real or row == 5, drawn, 6)), "seen each time"
+    assert won <= 50 + 4 * (200 * 3 / 16) ** 0.5
+
+
+def test_rows_that_vanish_or_come_twice_give_no_second_guess() -> None:
+    drawn, names = _parametrized(4, 0)
+    for cases in (names[:3], [*names, f"{PATH}::t[more]"]):
+        found = drawn.judge([dict.fromkeys(cases, "passed")] * len(drawn.plan))
+        assert found.disturbed
+        assert not found.proven
+        assert "passed" not in drawn.credited(found, names).values()

@@ -9,7 +9,6 @@ import json
 import random
 import re
 import tokenize
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,17 +29,17 @@ class Turned:
     text: str
     names: set[str]
     hidden: set[str]
-    rows: dict[str, int]
+    count: int
 
 
-def turned(text: str, wanted: list[str], seed: int, by_row: Sequence[str] = ()) -> Turned:
+def turned(text: str, wanted: list[str], seed: int) -> Turned:
     """`text` with the `wanted` tests turned, each in its first way."""
-    source, found = mutable_tests(text, wanted, str(seed), by_row=by_row)
+    source, found = mutable_tests(text, wanted, str(seed), cases={})
     return Turned(
         text=source.edited([edit for test in found for edit in test.ways[0].edits]) if source else text,
         names={test.name for test in found},
         hidden={test.name for test in found if test.hidden},
-        rows={test.name: test.ways[0].rows for test in found},
+        count=len(found),
     )
 
 
@@ -224,7 +223,7 @@ def test_files_of_people_keep_all_tokens_but_one_for_each_test() -> None:
         ]
         before = [(token.type, token.string) for token in _tokens(text)]
         for name in names[:2]:
-            found = turned(text, [name], number, by_row=[name])
+            found = turned(text, [name], number)
             if not found.hidden:
                 continue
             turned_tests += 1
@@ -232,7 +231,7 @@ def test_files_of_people_keep_all_tokens_but_one_for_each_test() -> None:
             same = len(before) == len(after)
             assert ast.parse(found.text).body
             if same:
-                assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+                assert sum(old != new for old, new in zip(before, after, strict=True)) == found.count
             else:  # `not` came or went, or an empty list has something in it
                 assert abs(len(before) - len(after)) == 1
     assert turned_tests > 150
@@ -250,15 +249,47 @@ def test_what_the_rest_of_the_file_says_is_left_as_it_is_where_another_value_wil
     assert turned(whole(said), ["test_again"], 0).hidden == {"test_again"}
 
 
-def test_one_row_of_those_that_are_tests_of_their_own() -> None:
-    rows = "@pytest.mark.parametrize('x, y', [(1, 22), (3, 44), (5, 66)])\n"
-    body = rows + "def test_a(x, y):\n    assert f(x) == y\n"
-    found = turned(whole(body), ["test_a"], 0, by_row=["test_a"])
-    assert found.rows == {"test_a": 3}
-    assert len(_changed(whole(body), found.text)) == 1
-    every = turned(whole(body), ["test_a"], 0)
-    assert every.rows == {"test_a": 1}
-    assert len(_changed(whole(body), every.text)) == 3
+ROWS = (
+    "@pytest.mark.parametrize('x, y', [(1, 22), (3, 44), (5, 66)])\ndef test_a(x, y):\n    assert f(x) == y\n"
+)
+
+
+@pytest.mark.parametrize("cases", [0, 3])
+def test_each_row_that_is_a_test_of_its_own_by_itself(cases: int) -> None:
+    source, found = mutable_tests(whole(ROWS), ["test_a"], "0", cases={"test_a": cases}, ways=5)
+    assert source is not None
+    assert [(test.row, test.hidden, len(test.ways)) for test in found] == [(n, True, 5) for n in range(3)]
+    for test in found:
+        assert all(len(_changed(whole(ROWS), source.edited(way.edits))) == 1 for way in test.ways)
+
+
+@pytest.mark.parametrize(
+    ("body", "cases"),
+    [
+        (ROWS, 2),
+        ("@pytest.mark.parametrize('x', [2, 4])\ndef test_a(x):\n    assert f(x) == 7\n", 2),
+        ("@pytest.mark.parametrize('x', [2, 4])\ndef test_a(x):\n    assert f(x) == 7\n", 0),
+        ("def test_a(some):\n    assert f(some) == 7\n", 2),
+        (
+            "@pytest.fixture(params=[2, 4])\ndef some(request):\n    return request.param\n\n\n"
+            "def test_a(some):\n    assert f(some) == 7\n",
+            0,
+        ),
+    ],
+)
+def test_cases_that_can_only_be_turned_together_are_turned_openly(body: str, cases: int) -> None:
+    """A case that the candidate solves would say which are real."""
+    _, found = mutable_tests(whole(body), ["test_a"], "0", cases={"test_a": cases})
+    assert [(test.row, test.hidden) for test in found] == [(None, False)]
+
+
+@pytest.mark.parametrize(("row", "hidden", "nothing"), [("None", False, True), ("g(2)", None, None)])
+def test_a_row_without_another_form(row: str, *, hidden: bool | None, nothing: bool | None) -> None:
+    text = whole(ROWS.replace("(3, 44)", f"(3, {row})"))
+    _, found = mutable_tests(text, ["test_a"], "0", cases={"test_a": 3})
+    assert [(test.hidden, test.nothing) for test in found if test.row == 1] == [(hidden, nothing)] * (
+        hidden is not None
+    )
 
 
 def _shape(text: str) -> list[str]:
@@ -385,7 +416,7 @@ def test_an_expected_error_is_another_one(how: str) -> None:
 )
 def test_a_test_that_expects_nothing_is_known(body: str, *, nothing: bool) -> None:
     text = whole(f"class Case:\n    def test_a(self):\n        {body}\n")
-    _, found = mutable_tests(text, ["Case::test_a"], "0")
+    _, found = mutable_tests(text, ["Case::test_a"], "0", cases={})
     assert any(test.nothing for test in found) is nothing
 
 
@@ -411,21 +442,11 @@ def test_every_test_and_the_unseen_first() -> None:
     tests = [f"def test_{n}():\n    assert f({n}) == {n}\n" for n in range(6)]
     tests.insert(0, "def test_open():\n    assert f(9) + 1\n")
     names = ["test_open", *(f"test_{n}" for n in range(6))]
-    source, found = mutable_tests(whole("\n\n".join(tests)), names, "0", ways=5)
+    source, found = mutable_tests(whole("\n\n".join(tests)), names, "0", cases={}, ways=5)
     assert source is not None
     assert [test.name for test in found] == [*names[1:], "test_open"]
     assert [test.hidden for test in found] == [True] * 6 + [False]
     assert [len(test.ways) for test in found] == [5] * 6 + [1]
-
-
-def test_a_test_has_the_same_forms_whether_all_its_rows_are_turned_or_one() -> None:
-    rows = "@pytest.mark.parametrize('x, y', [(1, 22), (3, 44), (5, 66)])\n"
-    text = whole(rows + "def test_a(x, y):\n    assert f(x) == y\n")
-    for seed in range(10):
-        _, (one,) = mutable_tests(text, ["test_a"], str(seed), by_row=["test_a"], ways=5)
-        _, (every,) = mutable_tests(text, ["test_a"], str(seed), ways=5)
-        for way, whole_way in zip(one.ways, every.ways, strict=True):
-            assert set(way.edits) < set(whole_way.edits)
 
 
 def test_a_value_that_stands_elsewhere_too_is_left_where_another_will_do() -> None:

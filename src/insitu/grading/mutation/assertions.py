@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from insitu.grading.mutation.expectations import Expectation, Function, Module, is_literal, runs_to_end
@@ -34,13 +34,11 @@ class Mutation:
     """One mutation of a test."""
 
     edits: tuple[Edit, ...]
-    rows: int = 1
-    """Rows of `parametrize`, of which one is mutated; 1 where the whole test is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MutableTest:
-    """A test with mutations."""
+    """A test with mutations, or one row of a parametrized test."""
 
     name: str
     """`Class::test` or `test`, as in the file."""
@@ -50,6 +48,12 @@ class MutableTest:
     """Different mutations at the same place of the file."""
     nothing: bool = False
     """Whether all that it asserts is that something is None or empty; it may have no mutation."""
+    row: int | None = None
+    """Which row of `parametrize`; None for a whole test."""
+
+    @property
+    def key(self) -> str:
+        return self.name if self.row is None else f"{self.name}[{self.row}]"
 
 
 def mutable_tests(
@@ -57,13 +61,14 @@ def mutable_tests(
     wanted: Sequence[str],
     seed: str,
     *,
-    by_row: Collection[str] = (),
+    cases: Mapping[str, int],
     ways: int = 1,
 ) -> tuple[Source | None, list[MutableTest]]:
     """Return the editable source and the mutable tests of `wanted`, those that look real first.
 
-    Each has up to `ways` mutations, the same for the same `seed`. Of parametrized tests in `by_row` one row
-    is mutated.
+    Each has up to `ways` mutations, the same for the same `seed`. `cases`: required cases of a parametrized
+    test, 0 where all are; if they are its rows, each row is mutated by itself. Rows mutated together do not
+    look real: a case that the candidate solves reveals the others.
     """
     tree = ast.parse(text)
     try:
@@ -77,8 +82,12 @@ def mutable_tests(
         if name not in nodes:
             continue
         rng = random.Random(f"{seed}/{name}")
-        if drawn := _hidden_ways(nodes[name], module, f"{seed}/{name}", ways, by_row=name in by_row):
-            hidden.append(MutableTest(name=name, hidden=True, ways=drawn))
+        if rows := _rows(name, nodes[name], module, f"{seed}/{name}", ways, cases.get(name, 0)):
+            hidden += rows
+            continue
+        alone = cases.get(name, 0) <= 1 and not _is_parametrized(name, nodes[name], tree)
+        if drawn := _hidden_ways(nodes[name], module, f"{seed}/{name}", ways):
+            (hidden if alone else seen).append(MutableTest(name=name, hidden=alone, ways=drawn))
             continue
         edits = _visible_mutation(nodes[name], module.source, rng)
         nothing = module.expects_nothing(nodes[name])
@@ -98,12 +107,45 @@ def _tests(module: ast.Module) -> Iterator[tuple[str, Function]]:
         yield from ((prefix + node.name, node) for node in tests if names.count(node.name) == 1)
 
 
+def _is_parametrized(name: str, node: Function, module: ast.Module) -> bool:
+    """Return whether a decorator of a test, of its class or of a fixture gives it several cases."""
+    owner = name.rpartition("::")[0]
+    wanted = {arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)}
+    around = [
+        each
+        for each in module.body
+        if (isinstance(each, ast.ClassDef) and each.name == owner)
+        or (isinstance(each, Function) and each.name in wanted)
+    ]
+    marks = [ast.unparse(mark) for each in (node, *around) for mark in each.decorator_list]
+    return any("parametrize" in mark or "params=" in mark for mark in marks)
+
+
 # --------------------------------------------------------------------------- mutated values
 
 
-def _hidden_ways(
-    test: Function, module: Module, seed: str, most: int, *, by_row: bool
-) -> tuple[Mutation, ...]:
+def _rows(name: str, test: Function, module: Module, seed: str, most: int, cases: int) -> list[MutableTest]:
+    """Return the rows of a parametrized test, of the expected value with most mutable rows; else []."""
+    revealed = module.revealing_words(test)
+    best: list[MutableTest] = []
+    for place in module.expectations(test):
+        if not place.tests or cases not in (0, len(place.rows)):
+            continue
+        found: list[MutableTest] = []
+        for number, row in enumerate(place.rows):
+            try:
+                edits = module.source.others(row, revealed, seed, most)[0]
+            except ValueError:
+                edits = ()
+            ways = tuple(Mutation(edits=(edit,)) for edit in edits)
+            nothing = module.expects_nothing(test, row)
+            found.append(MutableTest(name=name, hidden=bool(ways), ways=ways, nothing=nothing, row=number))
+        if sum(each.hidden for each in found) > sum(each.hidden for each in best):
+            best = found
+    return best
+
+
+def _hidden_ways(test: Function, module: Module, seed: str, most: int) -> tuple[Mutation, ...]:
     """Return up to `most` mutations of one expected value, else one of a comparison.
 
     An expectation that the rest of the file reveals is a fallback.
@@ -114,7 +156,7 @@ def _hidden_ways(
     rng.shuffle(places)
     best: tuple[tuple[bool, int], tuple[Mutation, ...]] | None = None
     for place in places:
-        for ways, shown in _value_ways(place, module.source, revealed, rng, seed, most, by_row=by_row):
+        for ways, shown in _value_ways(place, module.source, revealed, rng, seed, most):
             rank = (shown or place.repeated, -len(ways))
             if best is None or rank < best[0]:
                 best = rank, ways
@@ -140,23 +182,20 @@ def _value_ways(
     rng: random.Random,
     seed: str,
     most: int,
-    *,
-    by_row: bool,
 ) -> Iterator[tuple[tuple[Mutation, ...], bool]]:
     """Yield sets of mutations of an expectation, and whether words of the test reveal the right value."""
     rows = list(place.rows)
-    # One row only: the candidate may know the right answer of another one.
+    # One row of a loop only: the candidate may know the right answer of another one.
     for row in rng.sample(rows, len(rows)):
         try:
             edits, shown = source.others(row, revealed, seed, most)
-            if place.tests and not by_row:
+            if place.tests:
                 every = [source.others(each, revealed, seed, most)[0] for each in rows]
                 yield tuple(Mutation(edits=together) for together in zip(*every, strict=False)), shown
                 return
         except ValueError:
             continue
-        count = len(rows) if place.tests else 1
-        yield tuple(Mutation(edits=(edit,), rows=count) for edit in edits), shown
+        yield tuple(Mutation(edits=(edit,)) for edit in edits), shown
 
 
 ERRORS = (

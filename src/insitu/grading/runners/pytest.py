@@ -204,22 +204,18 @@ class _Session:
         )
         if self._as_it_is:
             drawn = drawn.as_it_is()
-        ran, found = await self._round(drawn, _FileResult(outcomes={}))
-        if found.uneven and not ran.ended:
-            drawn = draw(path, text, self._tests.fail_to_pass, required, self._rng, seed=key, rows=False)
-            ran, found = await self._round(drawn, ran)
+        ran, found = await self._round(drawn)
         ran = replace(ran, weak=_DISTURBING if self._as_it_is else drawn.weak, unseen=drawn.unseen)
         if self._reward == "fraction":
-            whole = not (ran.ended or ran.odd or found.uneven)
+            whole = not (ran.ended or ran.odd)
             credited = drawn.credited(found, self._tests.fail_to_pass) if whole else {}
             ran = replace(ran, outcomes=credited, guessed=len(found.guessed))
         return ran if ran.ended else _decided(ran, found)
 
-    async def _round(self, drawn: MutantRound, ran: _FileResult) -> tuple[_FileResult, MutantResults]:
+    async def _round(self, drawn: MutantRound) -> tuple[_FileResult, MutantResults]:
         """Run the plan until the result is decided. Raises RecordsTampered."""
         runs: list[Mapping[str, str]] = []
-        found = drawn.judge(runs)
-        before = ran.controls[2]
+        ran, found = _FileResult(outcomes={}), drawn.judge(runs)
         for number in range(len(drawn.plan)):
             made = with_controls(drawn.written(number), self._rng)
             run = await self._run(drawn.path, made)
@@ -230,13 +226,13 @@ class _Session:
             ran = replace(
                 once,
                 outcomes=found.outcomes,
-                controls=(a, b, before + found.failed),
+                controls=(a, b, found.failed),
                 lost=bool(found.lost),
                 odd=ran.odd or once.odd,
             )
             # The reward `fraction` needs the proof of every other test.
             decided = ran.lost and self._reward != "fraction"
-            if ran.ended or decided or found.uneven:
+            if ran.ended or decided:
                 break
         return ran, found
 
@@ -299,7 +295,7 @@ def _decided(ran: _FileResult, found: MutantResults) -> _FileResult:
         raise RecordsTampered("a test passes as it is and mutated")
     if ran.lost:
         return ran
-    if found.wrong or found.disturbed or found.uneven:
+    if found.wrong or found.disturbed:
         trouble = "tests fail, or pass mutated, behind one that was mutated"
         return replace(ran, trouble=trouble, disturbed=not found.wrong)
     if ran.odd:

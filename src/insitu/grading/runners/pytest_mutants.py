@@ -19,8 +19,7 @@ from insitu.grading.mutation.source_edits import Source
 
 RUNS: Mapping[int, int] = {0: 1, 1: 6, 2: 4}
 """Mutable tests of a file (2: or more) -> its runs, which is also the most forms of each test."""
-MOST_RUNS: int = 2 * max(RUNS.values())
-"""Most runs of a file: the plan, and again without single rows."""
+MOST_RUNS: int = max(RUNS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +28,18 @@ class MutantResults:
 
     outcomes: Mapping[str, str]
     """Required test -> `passed` where it passed in every run in which it was real, else `failed`."""
+    keys: Mapping[str, str]
+    """Required test -> its mutable test."""
     lost: frozenset[str] = frozenset()
     """Required tests that failed while real, behind no mutated test that failed."""
     guessed: frozenset[str] = frozenset()
-    """Tests that passed while mutated."""
+    """Mutable tests, as all below, that passed while mutated."""
     wrong: frozenset[str] = frozenset()
     """Those of `guessed` that no mutated test that failed before them may explain."""
     forged: frozenset[str] = frozenset()
     """Those of `wrong` that also passed wherever they were real."""
     disturbed: frozenset[str] = frozenset()
     """Tests whose outcome a mutated test that failed before them, or no outcome at all, may explain."""
-    uneven: frozenset[str] = frozenset()
-    """Tests with one mutated row whose cases are not those required."""
     proven: frozenset[str] = frozenset()
     """Mutable tests that passed wherever real and failed wherever mutated."""
     failed: int = 0
@@ -57,14 +56,14 @@ class MutantRound:
     required: tuple[str, ...]
     chosen: tuple[MutableTest, ...]
     plan: tuple[Mapping[str, Mutation], ...]
-    """Per run: test name -> mutation."""
+    """Per run: key of a mutable test -> mutation."""
     weak: str
     """Why a resolved file proves less than `standard` promises; empty where it does not."""
 
     @property
     def unseen(self) -> tuple[int, int]:
         """Required tests with a mutation that looks real, and all required tests."""
-        return sum(test.hidden for test in self.chosen), len({self.test(name) for name in self.required})
+        return sum(test.hidden for test in self.chosen), len(self.required)
 
     def written(self, run: int) -> str:
         """Return the text of the file for one run."""
@@ -74,66 +73,70 @@ class MutantRound:
     def judge(self, runs: Sequence[Mapping[str, str]]) -> MutantResults:
         """Judge the outcomes of the first runs; each mapping is in the order of execution."""
         real: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
-        guessed, wrong, disturbed, uneven = set[str](), set[str](), set[str](), set[str]()
-        failed = 0
-        wanted = Counter(self.test(name) for name in self.required)
+        keys = {name: self.test(name) for name in self.required}
+        guessed, wrong, disturbed = set[str](), set[str](), set[str]()
+        failed, rows = 0, self._row_keys
         for turned, outcomes in zip(self.plan, runs, strict=False):
-            behind = self._real(turned, outcomes, real)
-            by_test: dict[str, list[bool]] = defaultdict(list)
-            for name, word in outcomes.items():
-                by_test[self.test(name)].append(word in ("passed", "xpassed"))
-            for test, way in turned.items():
-                cases = by_test[test]
-                spared = len(cases) - max(1, len(cases) // way.rows) if cases and way.rows > 1 else 0
-                if way.rows > 1 and len(cases) != wanted[test]:
-                    uneven.add(test)
-                elif sum(cases) > spared:
-                    guessed.add(test)
-                    (disturbed if test in behind else wrong).add(test)
-                elif sum(cases) < spared or not cases:
-                    disturbed.add(test)
-                failed += len(cases) - max(sum(cases), spared)
-        disturbed |= {self.test(name) for name, seen in real.items() if (False, False) in seen}
+            met, first = set[str](), ""
+            for name, key in self._keys(outcomes).items():
+                word = outcomes[name]
+                if key in turned:
+                    met.add(key)
+                    if word in ("passed", "xpassed"):
+                        guessed.add(key)
+                        (wrong if first in ("", key) else disturbed).add(key)
+                    else:
+                        failed += 1
+                    first = first or ("" if word == "passed" else key)
+                elif name in keys and key:
+                    keys[name] = key
+                    real[name].append((word == "passed", not first))
+                else:
+                    disturbed |= set(rows.get(self.test(name), ()))
+            disturbed |= turned.keys() - met
+            for name in self.required:
+                test = self.test(name)
+                if name not in outcomes and test not in turned and test not in rows:
+                    real[name].append((False, True))
+        disturbed |= {keys[name] for name, seen in real.items() if (False, False) in seen}
         outcome = {
             name: "passed" if all(passed for passed, _ in seen) else "failed" for name, seen in real.items()
         }
-        missed = {self.test(name) for name, word in outcome.items() if word != "passed"}
+        missed = {keys[name] for name, word in outcome.items() if word != "passed"}
         return MutantResults(
             outcomes=outcome,
+            keys=keys,
             lost=frozenset(name for name, seen in real.items() if (False, True) in seen),
             guessed=frozenset(guessed),
             wrong=frozenset(wrong),
-            forged=frozenset(wrong & {self.test(name) for name in outcome} - missed),
+            forged=frozenset(wrong & {keys[name] for name in outcome} - missed),
             disturbed=frozenset(disturbed),
-            uneven=frozenset(uneven),
-            proven=frozenset({test.name for test in self.chosen} - missed - wrong - disturbed - uneven),
+            proven=frozenset({test.key for test in self.chosen} - missed - wrong - disturbed),
             failed=failed,
         )
 
-    def _real(
-        self,
-        turned: Mapping[str, Mutation],
-        outcomes: Mapping[str, str],
-        real: dict[str, list[tuple[bool, bool]]],
-    ) -> set[str]:
-        """Add (passed, undisturbed) of each unmutated required test to `real`.
+    def _keys(self, outcomes: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the mutable test of each case: of a row by its place, as its id may hold the mutated value.
 
-        Return the mutated tests that may be disturbed.
+        Empty where the cases are not the rows.
         """
-        behind, first, required = set[str](), "", frozenset(self.required)
-        for name, outcome in outcomes.items():
-            test = self.test(name)
-            if test in turned:
-                if first not in ("", test):
-                    behind.add(test)
-                if outcome != "passed":
-                    first = first or test
-            elif name in required:
-                real[name].append((outcome == "passed", not first))
-        for name in self.required:
-            if name not in outcomes and self.test(name) not in turned:
-                real[name].append((False, True))
-        return behind
+        cases: dict[str, list[str]] = defaultdict(list)
+        for name in outcomes:
+            cases[self.test(name)].append(name)
+        keys = {name: test for test, names in cases.items() for name in names}
+        for test, rows in self._row_keys.items():
+            names = cases[test]
+            keys |= zip(names, rows if len(names) == len(rows) else [""] * len(names), strict=True)
+        return {name: keys[name] for name in outcomes}
+
+    @property
+    def _row_keys(self) -> Mapping[str, list[str]]:
+        """Return the rows of each test of which each row is mutated by itself."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for test in self.chosen:
+            if test.row is not None:
+                found[test.name].append(test.key)
+        return found
 
     def test(self, name: str) -> str:
         """Return the name of a test without its parameters."""
@@ -146,15 +149,15 @@ class MutantRound:
         the file are proven.
         """
         new = {self.test(name) for name in fail_to_pass}
-        hidden = {test.name for test in self.chosen if test.hidden}
-        mutated = {test.name for test in self.chosen}
-        sure = new & hidden <= found.proven
+        hidden = {test.key for test in self.chosen if test.hidden}
+        mutated = {test.key for test in self.chosen}
+        sure = {test.key for test in self.chosen if test.hidden and test.name in new} <= found.proven
 
         def counts(name: str) -> bool:
-            test = self.test(name)
-            if found.outcomes.get(name) != "passed" or (test in mutated and test not in found.proven):
+            key = found.keys[name]
+            if found.outcomes[name] != "passed" or (key in mutated and key not in found.proven):
                 return False
-            return test in hidden or test not in new or sure
+            return key in hidden or self.test(name) not in new or sure
 
         return {name: "passed" if counts(name) else "failed" for name in found.outcomes}
 
@@ -175,17 +178,12 @@ def draw(
     rng: random.Random,
     *,
     seed: str,
-    rows: bool = True,
 ) -> MutantRound:
-    """Return the runs of a file. `seed` determines the forms of its tests, `rng` their order.
-
-    `rows`: one case of a parametrized test may be mutated.
-    """
+    """Return the runs of a file. `seed` determines the forms of its tests, `rng` their order."""
     tests = list(dict.fromkeys(_test(path, name) for name in required))
     new = {_test(path, name) for name in fail_to_pass if name.startswith(path + "::")}
-    cases = Counter(_test(path, name) for name in required)
-    many = {test for test in tests if cases[test] > 1}
-    source, found = mutable_tests(text, tests, seed, by_row=many if rows else (), ways=max(RUNS.values()) - 1)
+    cases = Counter(_test(path, name) for name in required if name.endswith("]"))
+    source, found = mutable_tests(text, tests, seed, cases=cases, ways=max(RUNS.values()) - 1)
     runs = _runs(found)
     chosen = tuple(replace(test, ways=test.ways[: runs - 1]) for test in found)
     return MutantRound(
@@ -201,9 +199,10 @@ def draw(
 
 def _weakness(tests: Sequence[str], new: Collection[str], chosen: Sequence[MutableTest]) -> str:
     """Return why the file is weak: some test that must start to pass could be forged by reading the file."""
-    hidden = {test.name for test in chosen if test.hidden}
-    fine = hidden | {test.name for test in chosen if test.nothing}
-    missing = [test for test in tests if test in new and test not in fine]
+    hidden = any(test.hidden for test in chosen)
+    known = {test.name for test in chosen}
+    open_ = {test.name for test in chosen if not (test.hidden or test.nothing)}
+    missing = [test for test in tests if test in new and (test not in known or test in open_)]
     if hidden and not missing:
         return ""
     if not chosen:
@@ -220,7 +219,7 @@ def _runs(chosen: Sequence[MutableTest]) -> int:
 def _plan(chosen: Sequence[MutableTest], rng: random.Random) -> tuple[Mapping[str, Mutation], ...]:
     """Return runs with each test in every form equally often, drawn for each test by itself."""
     runs = _runs(chosen)
-    forms = {test.name: rng.sample(_forms(test, runs), runs) for test in chosen}
+    forms = {test.key: rng.sample(_forms(test, runs), runs) for test in chosen}
     return tuple({name: way for name, drawn in forms.items() if (way := drawn[n])} for n in range(runs))
 
 

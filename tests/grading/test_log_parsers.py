@@ -169,6 +169,18 @@ ODD = {
         {"a.B > one()": "PASSED", "a.B > two()": "FAILED", "a.B > two() + : 'end'": "FAILED", "a.B > three()": "PASSED",
          "a.B > four()": "PASSED", "a.B > five()": "FAILED", "a.B > has PASSED in it": "SKIPPED", "a.B > six()": "SKIPPED"},
     ),
+    "a part of a test that failed, in one line with the next test": (
+        "unittest",
+        "test_a (app.T) ... test_b (app.T) ... noise\nok\ntest_c (app.T) ... test_d (app.T) ... ok\n"
+        "FAIL: test_a (app.T) (i=1)\nERROR: test_c (app.T) [what] (i=1)",
+        {"test_a (app.T)": "FAILED", "test_b (app.T)": "PASSED", "test_c (app.T)": "ERROR", "test_d (app.T)": "PASSED",
+         "test_c (app.T) ... test_d (app.T)": "PASSED", "test_a (app.T) (i=1)": "FAILED", "test_c (app.T) [what] (i=1)": "ERROR"},
+    ),
+    "inherited tests": (
+        "pytest_verbose",
+        "a.py::T::t <- base.py PASSED\na.py::t[x <- y] FAILED\na.py::T::u[x <- y] <- base.py FAILED [ 3%]",
+        {"a.py::T::t": "PASSED", "a.py::t[x <- y]": "FAILED", "a.py::T::u[x <- y]": "FAILED"},
+    ),
     "jest's report as lines": ("jest_json", "[PASSED] a b\n[FAILED] c", {"a b": "PASSED", "c": "FAILED"}),
 }  # fmt: skip
 
@@ -188,6 +200,7 @@ def test_odd_lines_are_read(case: str) -> None:
         ("js_4", "  × waits 12 ms", ["waits 12 ms", "waits"]),
         ("go", "--- PASS: TestA (0.10s)", ["TestA", "TestA (0.10s)", "TestA (0.00s)"]),
         ("mocha", "  ✔ adds (12ms)", ["adds", "adds (3ms)"]),
+        ("cargo", "test a - should panic ... ok", ["a", "a - should panic"]),
         ("tap", "ok 1 - adds # time=3ms", ["adds", "- adds # time=3ms", "- adds # time=4ms"]),
     ],
 )

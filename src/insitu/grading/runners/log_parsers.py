@@ -106,7 +106,8 @@ def _any_untimed(name: str) -> str:
     return _bare_untimed(name) if _untimed(name) == name.strip() else _untimed(name)
 
 
-_DJANGO = re.compile(r"(.*?) \.\.\. ?(.*)")
+_DJANGO = re.compile(r"(.*) \.\.\. ?(.*)")
+_SUBTEST = re.compile(r"(\S+ \([^)]*\)) [\[(].*")
 _DJANGO_WORDS = {
     "ok": PASSED, "OK": PASSED, "FAIL": FAILED, "ERROR": ERROR,
     "expected failure": XFAIL, "unexpected success": XPASS,
@@ -123,11 +124,15 @@ def _django(lines: list[str]) -> Outcomes:
         head = re.fullmatch(r"(FAIL|ERROR): (\S.*)", text)
         if head:
             yield head[2], _DJANGO_WORDS[head[1]]
+            if part := _SUBTEST.fullmatch(head[2]):
+                yield part[1], _DJANGO_WORDS[head[1]]
         elif match and match[1]:
+            # Behind a test of which a part failed there is no outcome and no end of the line.
+            last = match[1].rpartition(" ... ")[2]
             outcome = _django_word(match[2])
-            waiting = "" if outcome else match[1]
+            waiting = "" if outcome else last
             if outcome:
-                yield match[1], outcome
+                yield from ((name, outcome) for name in dict.fromkeys((match[1], last)))
         elif waiting and _django_word(text):
             yield waiting, _django_word(text)
             waiting = ""
@@ -178,7 +183,7 @@ def _cargo(lines: list[str]) -> Outcomes:
     for line in lines:
         match = re.fullmatch(r"test (\S.*?) \.\.\. (ok|FAILED|failed|ignored)([,( <].*)?", line.strip())
         if match:
-            yield match[1].removesuffix(" - should panic"), words[match[2]]
+            yield match[1], words[match[2]]
 
 
 _MARKS = {
@@ -368,7 +373,8 @@ PARSERS: Mapping[str, Parser] = {
 _JSON = frozenset({"tests_json", "go_json", "jest_json"})
 """Parsers of logs with long lines."""
 _NORMAL: Mapping[str, Callable[[str], str]] = {
-    **dict.fromkeys(("go", "cargo", "jest", "mocha"), _untimed),
+    **dict.fromkeys(("go", "jest", "mocha"), _untimed),
+    "cargo": lambda name: _untimed(name).removesuffix(" - should panic"),
     "vitest": _bare_untimed,
     "js_4": _any_untimed,
     "tap": _tap_name,

@@ -95,7 +95,10 @@ def verbose(lines: list[str]) -> Outcomes:
             rest = text[match.end() :]
             if not rest or rest.endswith(")"):
                 unrun = match[1] == XFAIL and "[NOTRUN]" in rest
-                yield text[: match.start()].strip(), NOTRUN if unrun else match[1]
+                name = text[: match.start()].strip().rpartition(" <- ")[0]
+                # The file that an inherited test is defined in follows its id.
+                whole = is_cut(name) or not name
+                yield text[: match.start()].strip() if whole else name, NOTRUN if unrun else match[1]
                 break
     yield from summary(lines)
 

@@ -32,7 +32,7 @@ class _Ticker:
             now = time.monotonic()
             if self._thread is None or not self._thread.is_alive():  # also in a forked process
                 self._last = now
-                self._thread = Thread(target=self._tick, name="insitu-stalls", daemon=True)
+                self._thread = Thread(target=self._tick, name="stall-clock", daemon=True)
                 self._thread.start()
             if now - self._last > TICK_S + STALL_S:
                 self._stalled += now - self._last - TICK_S

@@ -27,6 +27,7 @@ from insitu.gateway.host_tools import HostTool
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
+from insitu.stalls import stalled_s
 from insitu.tasks.toy import ToySource
 from insitu.types import (
     Ledger,
@@ -225,14 +226,18 @@ async def test_a_cancellation_during_the_seal_loses_no_token() -> None:
 @pytest.mark.slow
 async def test_time_without_an_engine_is_not_the_agents(tmp_path: Path) -> None:
     async with world(tmp_path, warm=False) as w:
+        down = list[float]()
 
         async def mended(key: RequestKey) -> None:
             if key.turn > 0:
+                began = loop_time()
                 with engine_down():
                     await asyncio.sleep(2.5)
+                down.append(loop_time() - began)
 
         w.engine.before = mended
         task, heard = replace(SPEC.task, limits=Limits(wall_s=1.0)), list[Clock]()
+        stalled = stalled_s()
 
         def on_start(clock: Clock = loop_time, /) -> None:
             heard.append(clock)
@@ -240,7 +245,9 @@ async def test_time_without_an_engine_is_not_the_agents(tmp_path: Path) -> None:
 
         rollout = await w.attempts.run(replace(SPEC, task=task), on_start)
         assert (rollout.status, len(rollout.trajectory.turns), rollout.error) == (Status.OK, 2, "")
-        assert [loop_time() - clock() for clock in heard] == [pytest.approx(2.5, abs=0.4)]
+        (left_out,) = [loop_time() - clock() for clock in heard]
+        # On a busy machine the engine is away for longer, and stalls are left out too.
+        assert down[0] - 0.1 <= left_out <= down[0] + stalled_s() - stalled + 0.4
 
 
 @pytest.mark.slow

@@ -321,7 +321,7 @@ def test_all_wrong_keys_are_named_at_once(tmp_path: Path) -> None:
         "train.lrr",
         "eval.foo",
         "tasks.kind",
-        "in tasks: unknown",
+        "tasks.model",
     ):
         assert wrong in str(raised.value), wrong
     assert "\n" not in str(raised.value)

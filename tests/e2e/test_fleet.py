@@ -303,8 +303,9 @@ def test_doctor_checks_every_node(tmp_path: Path, capsys: pytest.CaptureFixture[
     table = "[fleet]\nkind = 'processes'\nnodes = 2\n"
     file.write_text(f"{table}[harness]\nagent = 'script'\nworkers = 1\n")
     assert cli.main(["doctor", "--fleet", str(file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["ok", "p0"], ["ok", "p1"]]
+    assert last.startswith("nothing ")
     assert all("started script" in line for line in lines)
     file.write_text(f"{table}[model]\nrenderer = 'no-such'\n")
     assert cli.main(["doctor", "--fleet", str(file)]) == 1

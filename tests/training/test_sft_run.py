@@ -203,7 +203,7 @@ def test_what_a_teacher_wrote_is_told_in_the_students_tokens(tmp_path: Path) -> 
     for n in (0, 1):
         body = {"model": "big", "messages": [{"role": "user", "content": f"task {n}"}]}
         if n == 1:
-            body["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+            body["messages"][0]["content"] = [{"type": "no such part"}]
         reply = {"choices": [{"message": {"content": f"answer {n}"}, "finish_reason": "stop"}]}
         line = {"turn": 0, "path": "chat/completions", "status": 200, "complete": True, "truncated": False}
         record = source / "sessions" / f"rollout-0-{n}-0.1.jsonl"
@@ -215,7 +215,7 @@ def test_what_a_teacher_wrote_is_told_in_the_students_tokens(tmp_path: Path) -> 
         choice = choose(store, SelectionRules.of(config), tokens, rollouts_held_out=False)
     assert [x.rollout_id for x in choice.lessons] == ["rollout/0/0/0"]
     assert choice.left_out == {"not_rendered": 1, "no_tokens": 1}
-    assert "rollout-0-1-0.1.jsonl turn 0: Content of type 'image_url'" in explain(choice)
+    assert "rollout-0-1-0.1.jsonl turn 0: Content of type 'no such part'" in explain(choice)
     (segment,) = choice.lessons[0].segments
     assert FAMILY.parse(segment.ids[segment.mask]).text == "answer 0"
 

@@ -285,6 +285,14 @@ def never(stdin, expected, printed):
 def holds_the_interpreter(stdin, expected, printed):
     return printed.split() == expected.split() or bool(re.fullmatch("(a+)+b", "a" * 64))
 
+seen = set()
+
+def remembers(stdin, expected, printed):
+    seen.add(printed)
+    if "0\\n" in seen:
+        raise KeyError("once seen, for ever")
+    return printed.split() == expected.split()
+
 def now_and_then(stdin, expected, printed):
     seen = pathlib.Path(__file__).with_name("seen")
     seen.write_bytes(seen.read_bytes() + b"." if seen.exists() else b"")
@@ -361,6 +369,7 @@ WRONG = {
     "nan": ("print(0)\n", "returned nan, not True or False"),
     "text": ("print(0)\n", "returned 'wrong answer', not True or False"),
     "exits": ("print(0)\n", "raised SystemExit(1)"),
+    "remembers": ("print(0)\n", "raised KeyError('once seen, for ever') (mine.py line"),
     "dies": ("print(0)\n", "ended its process"),
     "holds_the_interpreter": ("print(0)\n", "did not return within 1 s"),
 }

@@ -100,9 +100,10 @@ class Checker:
         except CheckerFailed:
             _end(process)
             raise
-        self._idle.append(process)
         if isinstance(reply, bool):
+            self._idle.append(process)
             return reply
+        _end(process)  # what it keeps in memory may make all further calls fail
         raise CheckerFailed(reply)
 
     def _start(self) -> subprocess.Popen[bytes]:

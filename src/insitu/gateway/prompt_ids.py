@@ -45,6 +45,8 @@ def new_ids(
         root = renderer.open(leading_system(request.messages), request.tools)
     else:
         said = forest.sampled(plan.base)
+        if own_ids:
+            own_ids = {**own_ids, **_echoed_ids(renderer, said.ids, plan, request, own_ids)}
         write = partial(renderer.join, said.ids, said.finish)
         close = len(renderer.close(said.ids, said.finish))
     messages = [_renamed(message, own_ids) for message in plan.replace] if own_ids else plan.replace
@@ -58,6 +60,17 @@ def new_ids(
     for message, start, stop in zip(plan.replace, starts, starts[1:], strict=False):
         spans += ((message.role, start, stop, forest.tool_name(message.tool_call_id)),)
     return ids.astype(np.int32, copy=False), spans
+
+
+def _echoed_ids(
+    renderer: ChatRenderer, said: IntArray, plan: PromptPlan, request: ModelRequest, known: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the model's own call ids in the turn `said` by those that a client gave its echo instead."""
+    if {message.tool_call_id for message in plan.replace if message.role == "tool"} <= known.keys():
+        return {}
+    echo = request.messages[len(request.messages) - len(plan.replace) - 1]
+    given, own = [call.id for call in echo.tool_calls], [call.id for call in renderer.parse(said).calls]
+    return dict(zip(given, own, strict=True)) if len({*given}) == len(own) == len(given) else {}
 
 
 def _renamed(message: Message, ids: Mapping[str, str]) -> Message:

@@ -43,6 +43,23 @@ def test_all_that_is_wrong_is_listed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "its image is python:3.12" in said
 
 
+def test_code_of_ones_own_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for key in ("tasks.source", "engine.kind", "reward.function", "harness.agent"):
+        assert "no such file" in refused(capsys, "harness.agent=single_turn", f"{key}={tmp_path / 'a.py'}:X")
+    (tmp_path / "run.toml").write_text('[harness]\nagent = "single_turn"\n')
+    for key in ("train.loss", "train.advantage"):
+        changed = f"{key}={tmp_path / 'a.py'}:X"
+        assert cli.main(["train", str(tmp_path / "run.toml"), changed, "--dry-run"]) == 2
+        assert "no such file" in capsys.readouterr().err
+    (tmp_path / "tasks.py").write_text("TASKS = 3\n")
+    assert "TASKS is a int" in refused(capsys, f"tasks.source={tmp_path / 'tasks.py'}:TASKS")
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "harness.agent=single_turn", f"model.path={tmp_path}")
+    assert "it has no tokenizer.json" in said
+
+
 def test_what_is_not_here_yet_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["tasks.source=jsonl", f"tasks.path={tmp_path / 'later.jsonl'}", f"model.path={tmp_path / 'm'}"]
     assert cli.main(["rollout", *given, "--dry-run"]) == 0

@@ -32,6 +32,7 @@ from insitu.gateway.listeners import check_port
 from insitu.grading.grader import runner_for
 from insitu.grading.reward import reward_function
 from insitu.grading.trust import below, trust_of
+from insitu.registry import Kind, find
 from insitu.runtime.agents import AgentSetup, check_listener, find_pools, limits_of, make_setups
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit, foreign_words
@@ -140,7 +141,7 @@ def check_at_hand(config: Config, *, trains: bool, samples: bool = True) -> None
     it runs agents. Raises InsituError that lists all problems.
     """
     checks = Checks()
-    model = not config.model.path or (Path(config.model.path) / "tokenizer.json").exists()
+    model = not config.model.path or Path(config.model.path).exists()
     if config.collect.run or not samples:
         if model:
             check_rendering(config)
@@ -149,17 +150,30 @@ def check_at_hand(config: Config, *, trains: bool, samples: bool = True) -> None
     checks.run(gateway_config, config)
     if trains:
         checks.run(check_names, config)
+    for kind, name in _own_code(config, trains=trains):
+        checks.run(find, kind, name)
     for own in config.parts.values():
-        for each in (check_agents, action_of, *([_check_context] if model else [])):
+        for each in (check_agents, action_of, _check_reward, *([_check_context] if model else [])):
             checks.run(_in_part, each, own)
     if model:
         checks.run(check_rendering, config)
     tables = [*config.tasks, *config.evaluated]
-    if all(one.source == "toy" or (one.path and Path(one.path).exists()) for one in tables):
+    if all(
+        one.source == "toy" or ":" in one.source or (one.path and Path(one.path).exists()) for one in tables
+    ):
         chosen = checks.run(prepare_tasks, config, log.info, lambda _, mix: mix.examples())
         if chosen is not None:
             checks.run(_check_programs, *chosen)
     checks.close()
+
+
+def _own_code(config: Config, *, trains: bool) -> list[tuple[Kind, str]]:
+    """Return the engine, agents and losses that are named by the place of their code."""
+    named: list[tuple[Kind, str]] = [("engines", config.engine.kind)]
+    named += [("agents", own.harness.agent) for own in config.parts.values()]
+    if trains:
+        named += [("losses", config.train.loss), ("advantages", config.train.advantage)]
+    return [(kind, name) for kind, name in named if ":" in name]
 
 
 def _in_part(check: Callable[[Config], object], config: Config) -> None:

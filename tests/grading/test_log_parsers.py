@@ -181,6 +181,7 @@ ODD = {
         "a.py::T::t <- base.py PASSED\na.py::t[x <- y] FAILED\na.py::T::u[x <- y] <- base.py FAILED [ 3%]",
         {"a.py::T::t": "PASSED", "a.py::t[x <- y]": "FAILED", "a.py::T::u[x <- y]": "FAILED"},
     ),
+    "one name in two suites": ("mocha", "  a\n    ✔ adds (1ms)\n  b\n    ✖ adds (2ms)\n    ✖ takes", {"adds": "FAILED", "takes": "FAILED"}),
     "jest's report as lines": ("jest_json", "[PASSED] a b\n[FAILED] c", {"a b": "PASSED", "c": "FAILED"}),
 }  # fmt: skip
 

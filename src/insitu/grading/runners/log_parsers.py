@@ -235,11 +235,11 @@ def _jest_json(lines: list[str]) -> Outcomes:
 
 
 def _mocha(lines: list[str]) -> Outcomes:
-    """Parse the spec reporter, `✔ name (3ms)`, `1) name`, `- name`, up to its summary."""
+    """Parse the spec reporter, `✔ name (3ms)`, `1) name` or, as Node's, `✖ name`, `- name`, up to its summary."""
     for line in lines:
         if re.fullmatch(r"\s*\d+ (passing|failing|pending)\b.*", line):
             return
-        match = re.fullmatch(r"\s+([✓✔√]|\d+\)|-) (\S.*)", line)
+        match = re.fullmatch(r"\s+([✓✔√✕✗✖\u00d7]|\d+\)|-) (\S.*)", line)
         if match:
             outcome = _MARKS.get(match[1]) or (SKIPPED if match[1] == "-" else FAILED)
             yield match[2].strip(), outcome

@@ -235,7 +235,7 @@ def _jest_json(lines: list[str]) -> Outcomes:
 
 
 def _mocha(lines: list[str]) -> Outcomes:
-    """Parse the spec reporter, `✔ name (3ms)`, `1) name` or, as Node's, `✖ name`, `- name`, up to its summary."""
+    """Parse the spec reporter, `✔ name (3ms)`, `1) name` (`✖ name` by Node), `- name`, up to its summary."""
     for line in lines:
         if re.fullmatch(r"\s*\d+ (passing|failing|pending)\b.*", line):
             return

@@ -26,14 +26,13 @@ SETTLE_S = 2.0
 VMSTAT = Path("/proc/vmstat")
 
 
-def _kills_elsewhere() -> int:
-    """Return the OOM kills of this machine outside of the control groups that this process watches."""
-    inside = kills_in_groups()
+def _kills() -> int:
+    """Return the OOM kills of this machine."""
     try:
         lines = VMSTAT.read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) - inside for line in lines if line.startswith("oom_kill ")), 0)
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 class Fate:
@@ -46,7 +45,10 @@ class Fate:
         _live.add(self)
 
     def mark(self) -> None:
-        self._own, self._elsewhere = self.kills.count(), _kills_elsewhere()
+        self._own = self.kills.count()
+        # Groups first here and last later: a kill in a group between two readings never counts as elsewhere.
+        self._elsewhere = -kills_in_groups()
+        self._elsewhere += _kills()
 
     def end(self) -> None:
         """Note that the owner closes the sandbox: it is not alive, and what ends now is no loss."""
@@ -74,7 +76,8 @@ class Fate:
 
     @property
     def kills_elsewhere(self) -> bool:
-        return _kills_elsewhere() > self._elsewhere
+        kills = _kills()
+        return kills - kills_in_groups() > self._elsewhere
 
 
 _live: WeakSet[Fate] = WeakSet()

@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from insitu import stalls
 from insitu.agents.base import Clock, ModelAccess, loop_time
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.attempt import AttemptExecutor, AttemptSpec, _AttemptState, _seal, ignore_start
@@ -224,7 +225,10 @@ async def test_a_cancellation_during_the_seal_loses_no_token() -> None:
 
 
 @pytest.mark.slow
-async def test_time_without_an_engine_is_not_the_agents(tmp_path: Path) -> None:
+async def test_time_without_an_engine_is_not_the_agents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls._ticker, "_stalled", 60.0)  # stalls before the session are not its own
     async with world(tmp_path, warm=False) as w:
         down = list[float]()
 

@@ -61,6 +61,7 @@ class Session:
         self.failure: BaseException | None = None
         """What `seal` will raise: a broken invariant or a defect. Engine failures: `stats.infra_error`."""
         self.stats = SessionStats()
+        self._stalled = stalled_s()
         self._on_sealed = on_sealed
         self.calls: SessionCalls = backend.open_calls(self)
 
@@ -75,8 +76,8 @@ class Session:
         return self.tools.calls
 
     def clock(self) -> float:
-        """Return the loop time minus the time that calls waited for the engine, and the machine's stalls."""
-        stalled = stalled_s()
+        """Return the loop time without waits for the engine, and without stalls since the session opened."""
+        stalled = stalled_s() - self._stalled
         now = asyncio.get_running_loop().time()
         return now - self.stats.away(now) - stalled
 

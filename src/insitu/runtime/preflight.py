@@ -141,7 +141,10 @@ def check_at_hand(config: Config, *, trains: bool, samples: bool = True) -> None
     it runs agents. Raises InsituError that lists all problems.
     """
     checks = Checks()
-    model = not config.model.path or Path(config.model.path).exists()
+    folder = Path(config.model.path)
+    # A config.json alone is enough for the prediction of memory; the rest of the model comes later.
+    shape_only = (folder / "config.json").exists() and not (folder / "tokenizer.json").exists()
+    model = not config.model.path or (folder.exists() and not shape_only)
     if config.collect.run or not samples:
         if model:
             check_rendering(config)

@@ -11,7 +11,7 @@ from typing import Any
 
 from insitu.view.web.serve import Viewer, serving
 
-WAIT_MS = 15_000
+WAIT_MS = 60_000
 
 
 @dataclass

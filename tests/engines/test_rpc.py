@@ -279,6 +279,25 @@ async def test_cancelling_generate_aborts_at_the_core_and_pause_waits(tmp_path: 
         assert (await late).version_runs == ((0, 9),)
 
 
+@pytest.mark.parametrize("requests", [1, 20])
+async def test_a_pause_waits_for_what_was_asked_before_it(tmp_path: Path, requests: int) -> None:
+    """Also for requests that the core has not begun: read together with the pause, or without a free row."""
+    core = EmbeddedCore(initialise(MODEL, 0), OPTIONS)
+    ids = np.arange(50, dtype=np.int32)
+    two = SamplingParams(max_tokens=2)
+    async with engine_on(tmp_path / "s", core) as engine:
+        before = [asyncio.ensure_future(engine.generate(ids, two, key(f"{i}"))) for i in range(requests)]
+        pausing = asyncio.ensure_future(engine.pause())  # sent in the same turn of the loop
+        async with asyncio.timeout(15):
+            await pausing
+            assert [len(made.ids) for made in await asyncio.gather(*before)] == [2] * requests
+        late = asyncio.ensure_future(engine.generate(ids, two, key("late")))
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        await engine.resume()
+        assert len((await late).ids) == 2
+
+
 async def test_a_pause_that_was_given_up_holds_nobody(tmp_path: Path) -> None:
     core = EmbeddedCore(initialise(MODEL, 0), OPTIONS)
     ids = np.arange(50, dtype=np.int32)

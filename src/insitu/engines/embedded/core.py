@@ -116,6 +116,8 @@ class EmbeddedCore:
         self._decoding: list[_Request] = []
         self._free = list(range(options.max_rows))
         self._paused = False
+        self._held: list[_Request] = []
+        """Requests that came in during a pause."""
         self._rows = DecodeSlots(self._forward, options.max_context)
         self._slots = np.zeros(0, np.int64)
         """Slots of `_decoding`, in its order; recomputed with `_trunk` when `_changed`."""
@@ -154,14 +156,16 @@ class EmbeddedCore:
     @property
     def busy(self) -> bool:
         """True when `step` has something to do."""
-        return bool(self.running or (self._waiting and not self._paused))
+        return bool(self.running or self._waiting)
 
     def pause(self) -> None:
-        """Start no waiting request; running ones continue. Idle when `running` is 0."""
+        """Hold requests that come from now on; earlier ones are finished. Idle when `busy` is False."""
         self._paused = True
 
     def resume(self) -> None:
         self._paused = False
+        self._waiting += self._held
+        self._held.clear()
 
     def refresh(self, version: int) -> Receipt:
         """Copy the model's current weights. Raises EngineError while a request runs."""
@@ -210,12 +214,12 @@ class EmbeddedCore:
             done=done,
             limit=limit,
         )
-        self._waiting.append(request)
+        (self._held if self._paused else self._waiting).append(request)
         return request.number
 
     def abort(self, number: int) -> bool:
         """End a request with finish `abort` and the tokens so far; return False if it is unknown."""
-        for request in [*self._waiting, *self._prefilling, *self._decoding]:
+        for request in [*self._held, *self._waiting, *self._prefilling, *self._decoding]:
             if request.number == number:
                 self._end(request, "abort")
                 self._deliver()
@@ -241,7 +245,7 @@ class EmbeddedCore:
             torch.set_num_threads(self.options.threads)
 
     def _admit(self) -> None:
-        while self._waiting and self._free and not self._paused:
+        while self._waiting and self._free:
             request = self._waiting.popleft()
             self._free.sort()
             request.slot = self._free.pop(0)
@@ -322,7 +326,7 @@ class EmbeddedCore:
 
     def _arrange(self) -> None:
         """Close gaps between decoding slots that no waiting request will fill; find the trunk."""
-        if not self._prefilling and (self._paused or not self._waiting):
+        if not self._prefilling and not self._waiting:
             gaps = sorted(s for s in self._free if s < len(self._decoding))
             movers = [r for r in self._decoding if r.slot >= len(self._decoding)]
             for request, slot in zip(movers, gaps, strict=True):
@@ -380,7 +384,7 @@ class EmbeddedCore:
     def _settle(self, request: _Request, result: Generation | EngineError) -> None:
         """Remove a request, free its slot, and queue its callback."""
         self._settled.append((request.done, result))
-        for queue in (self._waiting, self._prefilling, self._decoding):
+        for queue in (self._held, self._waiting, self._prefilling, self._decoding):
             if request in queue:
                 queue.remove(request)
         self._changed = True

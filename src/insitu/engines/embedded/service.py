@@ -46,7 +46,7 @@ class EngineService:
         """Run one step of the core, if it has work; reply to a completed pause."""
         if self.core.busy:
             self.core.step()
-        if self._pausing and not self.core.running:
+        if self._pausing and not self.core.busy:
             pausing, self._pausing = self._pausing, []
             for call in pausing:
                 call.reply()

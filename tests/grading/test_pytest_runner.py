@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 
@@ -83,6 +84,12 @@ TASK, ORACLE = make(
     PLAN,
     HiddenTests(files={"tests/test_app.py": text(HIDDEN)}, fail_to_pass=F2P, pass_to_pass=P2P),
 )
+
+
+@pytest.fixture(autouse=True)
+def _same_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the same runs in each try: who guesses is right now and then (test_pytest_turns.py counts it)."""
+    monkeypatch.setattr(random, "SystemRandom", lambda: random.Random(1))
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +262,9 @@ async def test_what_reads_the_assertion_that_calls_it_cannot_tell_which_are_turn
     task, oracle = _written(*names)
     cheat = READS.replace("LOOKS", looks)
     verdict = await grader.grade(task, oracle, {**FILES, "app.py": text(cheat)})
-    # Rows that are passed turned come behind one that failed: that is no proof of forging.
-    expected = (Outcome.TAMPERED, Outcome.UNRESOLVED) if names == ["rows"] else (Outcome.TAMPERED,)
+    # What is passed turned may come behind a test that failed: that is no proof of forging.
+    several = names == ["rows"] or len(names) > 1
+    expected = (Outcome.TAMPERED, Outcome.UNRESOLVED) if several else (Outcome.TAMPERED,)
     assert verdict.outcome in expected, verdict
     assert verdict.reward == 0.0
 

@@ -122,7 +122,7 @@ async def test_threads_that_use_up_the_time_are_the_candidates(grader: Grader) -
 async def test_all_inputs_together_may_wait_as_long_as_one(
     grader: Grader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.grading.grader.stalled_s", lambda: 0.0)
+    monkeypatch.setattr("insitu.grading.grader.pressure_s", lambda: 0.0)
     verdict = await judge(grader, make(timeout_s=1.0), "import time\ntime.sleep(2)\n" + GOOD)
     assert (verdict.outcome, verdict.reward, verdict.passed) == (Outcome.TEST_TIMEOUT, 0.0, 1), verdict
 

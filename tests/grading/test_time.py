@@ -58,7 +58,7 @@ async def test_a_right_solution_may_wait(backend: LocalBackend) -> None:
 async def test_what_waits_for_ever_is_out_of_time_at_a_bounded_cost(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clean, "stalled_s", lambda: 0.0)  # others' load is not what this is about
+    monkeypatch.setattr(clean, "pressure_s", lambda: 0.0)  # others' load is not what this is about
     watched = Watched(backend)
     grader = Grader(watched, GradeConfig(parallel=2))
     verdict = await grade(grader, "import time\ntime.sleep(60)\n")
@@ -112,7 +112,7 @@ async def test_a_machine_that_was_busy_only_during_the_run_gets_a_second_one(
 ) -> None:
     """The control finds it idle again: what the run lost to others is counted beside the run."""
     seen = iter((0, 9_000_000))
-    monkeypatch.setattr(clean, "stalled_s", lambda: next(seen) / 1e6)
+    monkeypatch.setattr(clean, "pressure_s", lambda: next(seen) / 1e6)
     monkeypatch.setattr(clean, "WALL_PER_CPU", 0.9)
     watched = Watched(backend)
     verdict = await grade(Grader(watched), "import time\ntime.sleep(1.2)\n" + RIGHT)
@@ -127,7 +127,7 @@ async def test_a_verdict_says_how_long_it_took_where_a_run_was_repeated(
     monkeypatch.setattr(clean, "WALL_PER_CPU", 0.9)
     monkeypatch.setattr(clean, "PATIENCE", 1.0)
     seen = iter((0, 9_000_000))
-    monkeypatch.setattr(clean, "stalled_s", lambda: next(seen) / 1e6)
+    monkeypatch.setattr(clean, "pressure_s", lambda: next(seen) / 1e6)
     verdict = await grade(Grader(Watched(backend)), "import time\ntime.sleep(60)\n")
     assert (verdict.outcome, verdict.reward) == (Outcome.TEST_TIMEOUT, 0.0), verdict
     assert verdict.reason.endswith("(run twice, for 1 s and 1 s of wall time)")
@@ -135,11 +135,11 @@ async def test_a_verdict_says_how_long_it_took_where_a_run_was_repeated(
 
 def test_the_kernel_s_account_of_stalls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pressure, "PRESSURE", tmp_path)
-    assert clean.stalled_s() == 0.0
+    assert clean.pressure_s() == 0.0
     for what in ("cpu", "io"):
         line = "avg10=0.00 avg60=0.00 avg300=0.00 total="
         (tmp_path / what).write_text(f"some {line}1500000\nfull {line}9\n")
-    assert clean.stalled_s() == 3.0
+    assert clean.pressure_s() == 3.0
 
 
 @pytest.mark.full

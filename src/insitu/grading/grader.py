@@ -27,7 +27,7 @@ from insitu.errors import GradeError, PolicyUnsupported, SandboxError, SandboxLo
 from insitu.grading.candidate import Candidate
 from insitu.grading.diff import Diff, apply, compare
 from insitu.grading.oracles import oracle_digest, solution, total_of
-from insitu.grading.pressure import stalled_s
+from insitu.grading.pressure import pressure_s
 from insitu.grading.protected_files import policy_of
 from insitu.grading.runners.base import CpuMeter, GradingRunner, RunLimits, RunReport
 from insitu.grading.runners.command import CommandRunner
@@ -272,11 +272,11 @@ class Grader:
         self, runner: GradingRunner, task: Task, oracle: Oracle, candidate: Candidate
     ) -> RunReport:
         """Return the report, after a second run or a control run where a timeout needs one."""
-        before = stalled_s()
+        before = pressure_s()
         report, used = await self._try_sandboxes(runner, task, oracle, candidate)
         if report.outcome is not Outcome.TEST_TIMEOUT or report.complete:
             return report
-        free_s = used.wall_s - (stalled_s() - before)
+        free_s = used.wall_s - (pressure_s() - before)
         pace = await self._pace(runner, task.setup, None)
         if pace is not None and used.cpu_s * pace * SURELY_WAITED >= free_s:
             first_s = used.wall_s

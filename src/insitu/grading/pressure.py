@@ -9,7 +9,7 @@ from pathlib import Path
 PRESSURE = Path("/proc/pressure")
 
 
-def stalled_s() -> float:
+def pressure_s() -> float:
     """Return seconds in which a process stalled on CPU, memory or I/O; 0 without PSI."""
     total = 0
     for resource in ("cpu", "memory", "io"):

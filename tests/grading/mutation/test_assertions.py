@@ -406,16 +406,18 @@ def test_an_expected_error_is_another_one(how: str) -> None:
     ("body", "nothing"),
     [
         ("self.assertEqual(f(2), [])", True),
-        ("want = {'a': ['']}\n        self.assertEqual(f(2), want)", True),
+        ("want = ['', None]\n        self.assertEqual(f(2), want)", True),
+        ("self.assertEqual(f(2), {'a': None})", False),
+        ("helper(f(3))\n        self.assertEqual(f(2), [])", False),
         ("self.assertCountEqual(f(2), set())\n        assert f(3) == None", True),
         ("self.assertEqual(f(2), [])\n        self.assertEqual(f(3), sorted([3]))", False),
-        ("self.assertEqual(f(2), [])\n        self.check(f(3))", True),
+        ("self.assertEqual(f(2), [])\n        self.check(f(3))", False),
         ("self.assertEqual(f(2), [0])", False),
         ("f(2)", False),
     ],
 )
 def test_a_test_that_expects_nothing_is_known(body: str, *, nothing: bool) -> None:
-    text = whole(f"class Case:\n    def test_a(self):\n        {body}\n")
+    text = whole(f"def helper(x):\n    assert x\n\n\nclass Case:\n    def test_a(self):\n        {body}\n")
     _, found = mutable_tests(text, ["Case::test_a"], "0", cases={})
     assert any(test.nothing for test in found) is nothing
 

@@ -133,7 +133,7 @@ def test_each_task_set_of_a_mix_is_validated(mix: str, capsys: pytest.CaptureFix
         "mine: 2 of 2 tasks passed", "other: 1 of 2 tasks passed"
     ]  # fmt: skip
     assert out.splitlines()[0].endswith("kept in mine.json")
-    assert out.splitlines()[1].endswith("0 rows refused"), "nobody asked for a file"
+    assert out.splitlines()[1].endswith("0 rows refused"), "no file was named"
     assert sorted(path.name for path in Path().iterdir()) == [
         "bad.jsonl",
         "good.jsonl",

@@ -44,6 +44,7 @@ class Module:
     def __init__(self, module: ast.Module, source: Source) -> None:
         self.source = source
         self.helpers = _helpers(module)
+        self._functions = {node.name for node in ast.walk(module) if isinstance(node, Function)}
         statements = (node for node in ast.walk(module) if isinstance(node, ast.stmt))
         self._asked = Counter(ast.dump(side) for node in statements for side in _equality(node))
 
@@ -76,6 +77,8 @@ class Module:
 
         No mutation of these looks real, but they are also what anybody guesses first: forging gains nothing.
         """
+        if any(self._may_assert(node) for node in ast.walk(test)):
+            return False
         asserts = sum(_asserts(node) for node in ast.walk(test))
         if row is not None:
             return asserts == 1 and _is_nothing(row)
@@ -89,6 +92,15 @@ class Module:
             sides = [named.get(s.id, s) if isinstance(s, ast.Name) else s for s in _equality(statement)]
             found += any(_is_nothing(side) for side in sides)
         return 0 < asserts == found and runs_to_end(test)
+
+    def _may_assert(self, node: ast.AST) -> bool:
+        """Return whether a node calls a helper of the test file, which may assert more."""
+        if not isinstance(node, ast.Call):
+            return False
+        if isinstance(node.func, ast.Name):
+            return node.func.id in self._functions
+        own = isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) in ("self", "cls")
+        return own and not _asserts(node)
 
     def revealing_words(self, test: Function) -> frozenset[str]:
         """Return the words of name, docstring, comments, messages and case ids of a test."""
@@ -170,10 +182,7 @@ def _asserts(node: ast.AST) -> bool:
 def _is_nothing(side: ast.expr) -> bool:
     if isinstance(side, ast.Call):
         return ast.unparse(side) in ("set()", "frozenset()", "list()", "dict()", "tuple()")
-    keys = {id(key) for node in ast.walk(side) if isinstance(node, ast.Dict) for key in node.keys}
-    leaves = [
-        node.value for node in ast.walk(side) if isinstance(node, ast.Constant) and id(node) not in keys
-    ]
+    leaves = [node.value for node in ast.walk(side) if isinstance(node, ast.Constant)]
     blank = all(leaf is None or (isinstance(leaf, str | bytes) and not leaf.strip()) for leaf in leaves)
     return is_literal(side) and blank
 

@@ -89,7 +89,7 @@ class PytestRunner(RunnerBase):
 
     def __init__(self, *, as_it_is: bool = False) -> None:
         self._as_it_is = as_it_is
-        """Run each file once, unmutated; every verdict is weak."""
+        """Run each file once, unmutated; what is resolved so is weak."""
 
     def check(self, task: Task, oracle: Oracle) -> None:
         tests = oracle.tests

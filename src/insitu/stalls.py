@@ -1,7 +1,7 @@
 """A measure of how long this machine stood still, and deadlines that leave those seconds out.
 
 A machine that swaps, is paused or stops its processes stalls this process and what runs beside it alike: what
-was not done meanwhile is no failure of theirs. A stall is a tick of a thread that comes more than STALL_S late.
+was not done meanwhile is no failure of theirs. A stall is a tick of a thread that is over STALL_S late.
 """
 
 from __future__ import annotations

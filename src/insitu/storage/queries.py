@@ -52,7 +52,9 @@ SELECT r.rowid AS "row", r.rollout_id AS id, r.ulid, r.phase, r.step, {GROUP_ID}
   r.ledger, r.egress,
   v.outcome, v.trust, v.passed, v.total, v.reason, v.dropped_paths AS dropped,
   s.state, s.reason AS fate, s.version, s.oldest, s.account,
-  COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) AS calls
+  COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) AS calls,
+  {_labelled(MALFORMED)} AS malformed, {_labelled(UNKNOWN_TOOL)} AS unknown_tool,
+  {_labelled(PARTS_LEFT_OUT)} AS parts_left_out
 """
 FILTERS: Mapping[str, str] = {
     "phase": "r.phase = :phase",

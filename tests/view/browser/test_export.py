@@ -94,13 +94,14 @@ def test_runs_of_one_file_are_compared(tab: Tab) -> None:
 
 
 VALUES: dict[str, tuple[object, ...]] = {
-    "phase": ("train", "eval_before"), "step": (1, 99), "account": (2,), "group": (0,),
+    "phase": ("train", "eval_before"), "step": (1, 99), "account": (2,), "group_id": ("train/00002/000", ""),
     "task": ("task-1-0",), "category": ("swap", ""), "status": ("truncated", "ok"),
     "outcome": ("unresolved", "tampered", "none"), "trust": ("strong", "weak"), "state": ("trained",),
     "task_set": ("", "s"), "fate": ("degenerate", "zero_advantage"), "excluded": ("degenerate", "stale"),
     "why": ("# of # cases pass", "case # raised NameError"), "error": ("the agent stopped", ""),
     "solved": (0, 1), "min_reward": (0.5,), "max_reward": (0, 0.5), "dropped": (0, 1), "egress": (0, 1),
-    "retried": (0, 1), "q": ("nameerror", "TASK-1-0", "%", "_", "train/00001"),
+    "retried": (0, 1), "malformed": (0, 1), "unknown_tool": (0, 1), "parts_left_out": (0, 1), "unparsed": (0, 1),
+    "q": ("nameerror", "TASK-1-0", "%", "_", "train/00001"),
 }  # fmt: skip
 
 

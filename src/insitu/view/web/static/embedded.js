@@ -66,6 +66,7 @@ const FILTERS = {
   dropped: (row, v) => is(row.dropped.length > 0, v),
   egress: (row, v) => is(row.egress > 0, v),
   retried: (row, v) => is(row.attempt > 1, v),
+  unparsed: (row, v) => is(row.malformed || row.unknown_tool, v),
   q: (row, v) => [row.id, row.task, row.error, row.reason].some((text) => (text ?? "").toLowerCase().includes(v.toLowerCase())),
 };
 

@@ -47,6 +47,27 @@ def test_hostile_text_is_shown_as_text(tab: Tab) -> None:
     assert "\u202e" not in tab.page.text_content(".tokens")
 
 
+@pytest.mark.parametrize("when", ["DOMContentLoaded", "load", "rendered"])
+def test_an_address_that_changes_while_the_viewer_starts_is_followed(
+    browser: Any, tmp_path: Path, when: str
+) -> None:
+    """A link that was followed before the listener was there led nowhere."""
+    make_run(tmp_path / "lab")
+    change = f"location.hash = '#/lab/rollout/{ROLLOUT}?tab=tokens'"
+    script = f"addEventListener('{when}', () => {{ {change} }})"
+    if when == "rendered":
+        script = (
+            "new MutationObserver((_, self) => { if (document.querySelector('main .loading')) {"
+            f" self.disconnect(); {change}; }} }}).observe(document, {{ childList: true, subtree: true }})"
+        )
+    for served in serve(tmp_path / "lab"):
+        for tab in open_tab(browser, served):
+            tab.page.add_init_script(script)
+            tab.page.goto(f"{served.origin}/")
+            tab.page.wait_for_selector(".tokpage", timeout=15_000)
+            assert tab.problems == []
+
+
 def test_every_page_has_one_title_and_fits_a_narrow_window(tab: Tab, runs: Path) -> None:
     tab.page.set_viewport_size({"width": 320, "height": 640})
     for name, address in addresses("lab", task_of(runs / "lab")).items():

@@ -64,6 +64,7 @@ export function useRoute() {
   useEffect(() => {
     const update = () => setRoute(parseRoute(location.hash));
     addEventListener("hashchange", update);
+    update(); // effects run a frame after the first rendering: the address may have changed in between
     return () => removeEventListener("hashchange", update);
   }, []);
   return route;

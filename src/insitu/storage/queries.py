@@ -53,8 +53,7 @@ SELECT r.rowid AS "row", r.rollout_id AS id, r.ulid, r.phase, r.step, {GROUP_ID}
   v.outcome, v.trust, v.passed, v.total, v.reason, v.dropped_paths AS dropped,
   s.state, s.reason AS fate, s.version, s.oldest, s.account,
   COALESCE(r.calls, (SELECT COUNT(*) FROM turns t WHERE t.rollout_id = r.rollout_id)) AS calls,
-  {_labelled(MALFORMED)} AS malformed, {_labelled(UNKNOWN_TOOL)} AS unknown_tool,
-  {_labelled(PARTS_LEFT_OUT)} AS parts_left_out
+  {", ".join(f"{_labelled(label)} AS {label}" for label in (MALFORMED, UNKNOWN_TOOL, PARTS_LEFT_OUT))}
 """
 FILTERS: Mapping[str, str] = {
     "phase": "r.phase = :phase",
@@ -86,10 +85,8 @@ FILTERS: Mapping[str, str] = {
     " OR v.reason LIKE :q ESCAPE '\\')",
 }
 """Filter of a list of rollouts -> condition. `outcome` none = not graded; `q` = in id, task or reason."""
-NUMBERS = frozenset(
-    {"step", "account", "solved", "min_reward", "max_reward", "dropped", "egress", "retried"}
-    | {MALFORMED, UNKNOWN_TOOL, PARTS_LEFT_OUT, "unparsed"}
-)
+NUMBERS = {"step", "account", "solved", "min_reward", "max_reward", "dropped", "egress", "retried"}
+NUMBERS |= {MALFORMED, UNKNOWN_TOOL, PARTS_LEFT_OUT, "unparsed"}
 """Filters whose value is a number; the others are text."""
 SORTS: Mapping[str, str] = {
     "id": "r.rollout_id",

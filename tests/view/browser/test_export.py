@@ -100,8 +100,8 @@ VALUES: dict[str, tuple[object, ...]] = {
     "task_set": ("", "s"), "fate": ("degenerate", "zero_advantage"), "excluded": ("degenerate", "stale"),
     "why": ("# of # cases pass", "case # raised NameError"), "error": ("the agent stopped", ""),
     "solved": (0, 1), "min_reward": (0.5,), "max_reward": (0, 0.5), "dropped": (0, 1), "egress": (0, 1),
-    "retried": (0, 1), "malformed": (0, 1), "unknown_tool": (0, 1), "parts_left_out": (0, 1), "unparsed": (0, 1),
-    "q": ("nameerror", "TASK-1-0", "%", "_", "train/00001"),
+    "retried": (0, 1), "malformed": (0, 1), "unknown_tool": (0, 1), "parts_left_out": (0, 1),
+    "unparsed": (0, 1), "q": ("nameerror", "TASK-1-0", "%", "_", "train/00001"),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import insitu
 from insitu.config import demo_preset, load_config
 from insitu.install_hints import install_extra
 from insitu.shutdown import descendants
+from insitu.stalls import stalled_s
 from insitu.storage.run_dir import RunDir
 
 SMALL = {
@@ -59,6 +60,7 @@ def test_importing_the_package_imports_nothing_of_it() -> None:
 @pytest.mark.slow
 async def test_a_run_inside_a_running_event_loop(tmp_path: Path) -> None:
     events: list[insitu.RunEvent] = []
+    stalled_s()  # its thread stays for the life of the process
     before = signal.getsignal(signal.SIGINT), threading.active_count()
     run = insitu.train(
         demo_preset(), run={"dir": str(tmp_path / "run")}, overrides=SMALL, progress=events.append

@@ -5,7 +5,7 @@ A world of tasks with known outcomes goes through the real collector and planner
 out of the mean, tried again), the same without another try, reward 0, and dropping the whole group. Each is
 compared with the same rollouts in a world without failures; intervals are 95 %, from a bootstrap over groups.
 The same world then goes through the asynchronous collector, where a group has a deadline and sandboxes die
-late. `--real` adds real rollouts whose engine and grader are made to fail. Numbers: docs/failures.md.
+late. `--real` adds real rollouts whose engine and grader are made to fail. See docs/internals/failures.md.
 """
 
 from __future__ import annotations

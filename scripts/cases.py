@@ -1,4 +1,4 @@
-"""Which tests cover which adversarial case of the gateway (docs/cases.md).
+"""Which tests cover which adversarial case of the gateway (docs/internals/cases.md).
 
 A test names its cases with `@pytest.mark.case(18, 24)`, on itself, on its class or on its module
 (`pytestmark`). `python scripts/cases.py` prints the map; status 1 when a case has no test.
@@ -20,7 +20,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def known_cases() -> dict[int, str]:
     """Number -> what it is about."""
-    text = (ROOT / "docs" / "cases.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "internals" / "cases.md").read_text(encoding="utf-8")
     return {int(number): what for number, what in _ROW.findall(text)}
 
 
@@ -85,7 +85,7 @@ def main() -> int:
     )
     unknown = sorted(set(tests) - set(cases))
     if unknown:
-        print(f"tests name cases that are not in docs/cases.md: {unknown}")
+        print(f"tests name cases that are not in docs/internals/cases.md: {unknown}")
     return 1 if missing or unknown else 0
 
 

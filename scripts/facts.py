@@ -196,7 +196,7 @@ def facts(package: Path) -> dict[str, Any]:
     prose = [
         *(module.path for module in modules),
         ROOT / "README.md",
-        *(path for path in (ROOT / "docs").rglob("*.md") if "decisions" not in path.parts),
+        *(ROOT / "docs").rglob("*.md"),
         *(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")),
     ]
     lines = lines_per_package(modules)
@@ -213,6 +213,7 @@ def facts(package: Path) -> dict[str, Any]:
         "files_that_know_of_engine_downtime": sum(bool(DOWNTIME.search(module.text)) for module in modules),
         "folder_cycles": folder_cycles(modules, package.name),
         "python_examples": python_examples(),
+        "records": len(list((ROOT / "docs" / "decisions").glob("*.md"))),
         "readme_bytes": (ROOT / "README.md").stat().st_size,
     }
 
@@ -233,6 +234,8 @@ def over_budget(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     for word, places in found["banned_words"].items():
         problems += [f"{place}: banned word: {word}" for place in places]
     problems += [f"folders {a} and {b} import each other" for a, b in found["folder_cycles"]]
+    if found["records"] > budget["records"]:
+        problems.append(f"docs/decisions: {found['records']} records, at most {budget['records']}")
     if found["readme_bytes"] > budget["readme_bytes"]:
         problems.append(f"README.md: {found['readme_bytes']} bytes, at most {budget['readme_bytes']}")
     return problems

@@ -27,10 +27,7 @@ FIGURE = re.compile(
     r"(?<![\w.])\d[\d,]*(?:\.\d+)? (?:ms|\u00d7)|(?<![\w.])\d+\.\d+ %|(?<![\w.])0\.\d{3}(?!\d)"
 )
 """Measured figures in prose: milliseconds, a factor, a percentage with decimals, a rate of three decimals."""
-REPORTS = {
-    f"{name}.md"
-    for name in ("results", "gateway-cost", "asynchronous", "failures", "servers", "sft", "DESIGN")
-}
+REPORTS = {f"{name}.md" for name in ("results", "asynchronous", "servers", "sft", "DESIGN")}
 """Pages with tables of their own figures, each with command and date."""
 
 

@@ -319,7 +319,7 @@ def test_code_goes_behind_what_python_wants_at_the_top() -> None:
 
 
 def test_the_table_in_the_docs_is_what_the_code_says() -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "attacks.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "internals" / "attack-matrix.md").read_text()
     assert docs.partition("<!-- matrix -->\n")[2].partition("<!-- end -->")[0] == as_markdown()
 
 

@@ -11,7 +11,7 @@ from insitu.config import RENAMED, dotted_keys, table_classes
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("envs/*/*.md")} - {ROOT / "CHANGELOG.md"}
+    {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("envs/*/*.md")} - {ROOT / "CHANGELOG.md"}
 )
 KNOWN = {key.rpartition(".")[2] for key in dotted_keys()} | table_classes().keys()
 FORMER = {key.rpartition(".")[2] for key in RENAMED} - KNOWN

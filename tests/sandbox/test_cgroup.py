@@ -183,7 +183,7 @@ def test_what_a_machine_says_of_its_groups() -> None:
 
 
 def test_v2_is_used_only_where_it_is_ours(tmp_path: Path) -> None:
-    """The kernel's part is in docs/decisions: this looks at the reasons."""
+    """The kernel's part is in docs/internals/sandboxes.md: this looks at the reasons."""
     (tmp_path / "cgroup.controllers").write_text("cpu pids\n")
     mounts, paths = [("", tmp_path, "/")], {"": "/"}
     assert "no memory controller; start with `systemd-run" in cgroup.look(mounts, paths).why

@@ -1,4 +1,4 @@
-"""Every adversarial case of docs/cases.md has a test, and the script that says so reads marks right."""
+"""Every adversarial case of docs/internals/cases.md has a test; the script that says so reads marks right."""
 
 from __future__ import annotations
 

@@ -45,9 +45,10 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
         "classes_used_twice": {"Twice": ["a.x", "b.y"]},
         "banned_words": {"anew": ["src/insitu/b/y.py:4"]},
         "folder_cycles": [["a.x", "a.y"]],
+        "records": 26,
         "readme_bytes": 101,
     }
-    budget = {"lines": {"a": 10, "b": 10}, "readme_bytes": 100}
+    budget = {"lines": {"a": 10, "b": 10}, "records": 25, "readme_bytes": 100}
     problems = facts.over_budget(found, budget)
     assert [line.split(" (")[0] for line in problems] == [
         "b: 11 lines, at most 10",
@@ -55,6 +56,7 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
         "class Twice is defined in a.x, b.y",
         "src/insitu/b/y.py:4: banned word: anew",
         "folders a.x and a.y import each other",
+        "docs/decisions: 26 records, at most 25",
         "README.md: 101 bytes, at most 100",
     ]
 

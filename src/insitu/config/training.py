@@ -286,7 +286,7 @@ class TrainTable(PlanKeys, OptimizerKeys, LearnerKeys, LossConfig, Table):
     @classmethod
     def _ratio_of_gspo(cls, values: Any) -> Any:
         """Default `ratio` to trainer for gspo."""
-        # gspo's bounds are as small as the rounding gap between sampler and trainer (docs/decisions/0039).
+        # gspo's bounds are as small as the rounding gap between sampler and trainer (decision 0039).
         if isinstance(values, dict) and values.get("loss") == "gspo":
             return {"ratio": "trainer", **values}
         return values

@@ -7,9 +7,9 @@ sandboxes. If all are lost and a control sandbox with known good code works, the
 (unresolved, reward 0), else the host (infra, reward None). So an agent cannot mask a sample by breaking its
 sandbox.
 
-Out of wall time: see decision 0062. A control run measures how slow the machine is. A candidate that had the
-time to compute several times as much as it did has waited: out of time. Otherwise it is run once more, with
-more time.
+Out of wall time (docs/internals/grading.md): a control run measures how slow the machine is. A candidate
+that had the time to compute several times as much as it did has waited: out of time. Otherwise it is run once
+more, with more time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SQLite database in WAL mode with a single writer.
 
 Each write is one transaction. When its block ends it survives the end of the process, and that of the machine
-if it is synced (decision 0238). The file can be read while no process is running. Thread-safe within one
-process. Errors are `RecordError` with a one-line message.
+if it is synced (docs/internals/storage.md). The file can be read while no process is running. Thread-safe
+within one process. Errors are `RecordError` with a one-line message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The change of solve rates between two evaluations of the same tasks: mean, 95 % interval and test.
 
 The change is the mean over tasks of the change of each task's solve rate. With one attempt per task and side
-these are Newcombe's interval for paired proportions and McNemar's exact test (decision 0240).
+these are Newcombe's interval for paired proportions and McNemar's exact test (docs/internals/collection.md).
 """
 
 from __future__ import annotations

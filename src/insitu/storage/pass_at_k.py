@@ -2,7 +2,7 @@
 
 For a task with n graded attempts, c of them resolved, pass@k = 1 - C(n-c, k) / C(n, k): one of k is resolved;
 pass^k = C(c, k) / C(n, k): all k are. The result is the mean over tasks with at least k graded attempts.
-Intervals are over tasks, since attempts at one task are not independent (decision 0240).
+Intervals are over tasks, since attempts at one task are not independent (docs/internals/collection.md).
 """
 
 from __future__ import annotations

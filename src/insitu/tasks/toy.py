@@ -1,9 +1,9 @@
 """Generated Python bug-fix tasks: a module of 3-12 lines, one fault, an issue text, hidden tests.
 
 Each task is a pure function of its seed. The issue names the function and nothing else: what it must return
-stands in a comment above the faulty line, in words, so an agent has to look before it can edit (decision
-0053). Train and eval never share a task: the split is decided by content hash. Identifiers come from closed
-pools, so that a small tokenizer can give each of them one token.
+stands in a comment above the faulty line, in words, so an agent has to look before it can edit. Train
+and eval never share a task: the split is decided by content hash. Identifiers come from closed pools, so that
+a small tokenizer can give each of them one token.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class TrainConfig(LearnerKeys):
 
 
 def _gap_limit(config: Config) -> float:
-    """Return the default limit for this engine and policy (docs/decisions/0048)."""
+    """Return the default limit for this engine and policy (docs/internals/training.md)."""
     if config.engine.kind == "embedded":
         return EMBEDDED_GAP
     if config.engine.kind == "tinker":

@@ -1,4 +1,4 @@
-"""Parsers of test logs (decision 0103): one generator of (name, outcome) per format.
+"""Parsers of test logs (docs/internals/grading.md): one generator of (name, outcome) per format.
 
 An id with two outcomes has failed. Outcomes are PASSED, FAILED, ERROR, SKIPPED, XFAIL, XPASS, NOTRUN. Names
 are yielded as they stand; `_NORMAL` strips what the runner adds to them, such as a duration.

@@ -1,4 +1,4 @@
-"""All attacks and the required cell of each attack and runner; source of the table in docs/attacks.md."""
+"""All attacks and the required cell of each attack and runner (docs/internals/attack-matrix.md)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Both compute in the same precision in a different order. Where the model is badly conditioned, their numbers
 differ by more than elsewhere; such a token is excluded, since its ratio would be noise. A bug shows in many
-tokens or in large gaps, and then there is no update (decision 0054).
+tokens or in large gaps, and then there is no update (docs/internals/training.md).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ RECORDS = {path.name[:4]: path for path in (ROOT / "docs" / "decisions").glob("*
 INTERNALS = sorted((ROOT / "docs" / "internals").glob("*.md"))
 HEADER = re.compile(r"# (\d{4}): .+\n\n\*\*Status\*\*: .+\. \*\*Date\*\*: \d{4}-\d\d-\d\d\.(.*)\n")
 CITED = re.compile(
-    r"\b(?:decision|record)s?[ \n]\[?\d{4}(?:(?:, | and )\d{4})*\b|decisions/\d{4}|\[\d{4}\]\("
+    r"(?i)\b(?:decision|record)s?[ \n]\[?\d{4}(?:(?:, | and )\d{4})*\b|decisions/\d{4}|\[\d{4}\]\("
 )
 ALONE = re.compile(r"\((0\d{3})(?:, (0\d{3}))*\)")
 WORDS = 450
@@ -39,7 +39,7 @@ def test_citations_are_recognised() -> None:
         "decision 0001, (0002), decisions 0003, 0004 [0005](decisions/0005-x.md) docs/decisions/0006 (2026)"
     )
     assert cited(text) == {f"000{n}" for n in range(1, 7)}
-    assert cited("decision\n0007 [decision 0008](x)") == {"0007", "0008"}
+    assert cited("Decision\n0007 [decision 0008](x)") == {"0007", "0008"}
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ PAGES = sorted(
     {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("envs/*/*.md")} - {ROOT / "CHANGELOG.md"}
 )
 KNOWN = {key.rpartition(".")[2] for key in dotted_keys()} | table_classes().keys()
+NO_KEYS = {"reward.txt", "reward.json", "rollout.group"}
+"""Files, and an attribute of a Python object."""
 FORMER = {key.rpartition(".")[2] for key in RENAMED} - KNOWN
 
 
@@ -27,3 +29,11 @@ def test_a_page_names_no_key_by_its_former_name_and_no_file_that_is_missing(page
     missing = {name for name in named if not (ROOT / name).exists() and (ROOT / name).parent.is_dir()}
     assert missing == set()
     assert "(reference/" in text or not re.search(r"`reference/", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_keys_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+\.\w+)(?: = [^`]*)?`", text)) - NO_KEYS
+    of_tables = {name for name in named if name.partition(".")[0] in table_classes()}
+    assert of_tables - set(dotted_keys()) == set()

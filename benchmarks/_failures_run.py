@@ -26,15 +26,15 @@ from insitu.config import Config, demo_preset, load_config, model_folder
 from insitu.engines.base import Engine, EngineWrapper
 from insitu.errors import EngineError
 from insitu.gateway.token_backend import TokenBackend
-from insitu.grading.grader import runner_for
 from insitu.grading.judge import TaskJudge
+from insitu.grading.runners.find import runner_for
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.runtime.agents import limits_of
 from insitu.runtime.run import open_runtime
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.tasks.factory import open_source
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import (
     Generation,
     Group,

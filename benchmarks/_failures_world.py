@@ -19,7 +19,7 @@ from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
 from insitu.collect.groups import collect_groups
 from insitu.collect.options import CollectOptions, Phase, Slot
-from insitu.training.plan.step import PlanConfig, plan_step
+from insitu.plan.step import PlanConfig, plan_step
 from insitu.types import (
     Group,
     Ledger,

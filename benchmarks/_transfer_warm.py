@@ -41,13 +41,13 @@ from insitu.demo.sft_data import (
 from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import TrainError
+from insitu.progress.plain import PlainView
 from insitu.runtime.agents import limits_of
 from insitu.storage.temp_dirs import part_folder
 from insitu.tasks.toy import FAMILIES, ToySource
 from insitu.training.options import OptimConfig
 from insitu.training.sft.trainer import Sft, SftConfig
 from insitu.types import IntArray, Limits, Segment
-from insitu.view.plain import PlainView
 
 RECORDED = 12
 """Demonstrations recorded through each agent, equally many with the habits of each phase."""

@@ -23,9 +23,9 @@ from benchmarks._arguments import Arguments, count
 from insitu.bridges.equality import difference
 from insitu.bridges.imports import import_folder
 from insitu.config import load_config
+from insitu.plan.step import PlanConfig, plan_step
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
-from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.types import Group, IntArray, Ledger, Rollout, Segment, Status, Timings, Trajectory, Turn
 
 GROUPS, SLOTS = 16, 16

@@ -35,7 +35,7 @@ from benchmarks._failures_world import (
     credits_of,
 )
 from insitu.errors import InsituError
-from insitu.training.plan.step import PlanConfig
+from insitu.plan.step import PlanConfig
 from insitu.types import Group, Status
 
 RATES = (0.0, 0.05, 0.15)

@@ -18,7 +18,8 @@ import orjson
 from benchmarks._arguments import Arguments, count, count_or_zero
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError, TaskError, first_error
-from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.runners.find import runner_for
 from insitu.runtime.agents import limits_of
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.base import Item

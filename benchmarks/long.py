@@ -27,14 +27,14 @@ from rich.table import Table
 
 from benchmarks._arguments import Arguments, count, wide_console
 from insitu.errors import TrainError
+from insitu.plan.packing import MicroBatch
+from insitu.plan.step import PlanRow, StepPlan
 from insitu.training.memory.peak import peak_bytes
 from insitu.training.memory.plan import KEPT_FREE, LADDER, load_of
 from insitu.training.memory.predict import GIB, MemoryModel
 from insitu.training.model.base import PLAIN
 from insitu.training.model.hf import HfPolicy, adopt
 from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
-from insitu.training.plan.packing import MicroBatch
-from insitu.training.plan.step import PlanRow, StepPlan
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Ledger
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks._arguments import Arguments, count
 from insitu.errors import TrainError
-from insitu.training.plan.prefix import Sorted, sort_rows
-from insitu.training.plan.prefix_tree import build_tree, tree_work
-from insitu.training.plan.step import PlanConfig, plan_step
+from insitu.plan.prefix import Sorted, sort_rows
+from insitu.plan.prefix_tree import build_tree, tree_work
+from insitu.plan.step import PlanConfig, plan_step
 from insitu.types import (
     BoolArray,
     Group,

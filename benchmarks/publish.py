@@ -42,11 +42,11 @@ from insitu.engines.replicas import EngineSet
 from insitu.engines.safetensors_file import read_folder
 from insitu.engines.vllm import open_vllm
 from insitu.errors import TrainError
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.weights.files import (
     DeltaPublisher,
     DiskPublisher,

@@ -27,12 +27,12 @@ from benchmarks._arguments import Arguments, amount, chosen_device, count, eithe
 from benchmarks._tree_rows import Work, rows_of
 from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import ModelConfig, initialise
+from insitu.plan.prefix_tree import Tree, build_tree, tree_work
+from insitu.plan.step import PlanRow
 from insitu.training.attention.tree import Piece, TreeAttend
 from insitu.training.loss.fused_head import objective
 from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.model.base import Attend
-from insitu.training.plan.prefix_tree import Tree, build_tree, tree_work
-from insitu.training.plan.step import PlanRow
 
 SMALL = ModelConfig(
     vocab_size=1024, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -28,9 +28,10 @@ from insitu.evaluate.resume import TRAINING as TRAINING
 from insitu.evaluate.resume import resumed_config as resumed_config
 from insitu.evaluate.run import REPORT, collect_rollouts
 from insitu.evaluate.run import RolloutOptions as RolloutOptions
+from insitu.progress.base import View
+from insitu.progress.open import open_view
 from insitu.runtime.gateway import read_tools as read_tools
 from insitu.runtime.preflight import check_at_hand as check_at_hand
-from insitu.runtime.training import run_training
 from insitu.serving.run import BASE as SERVE_BASE
 from insitu.serving.run import ServeOptions as ServeOptions
 from insitu.serving.run import serve as serve_with
@@ -43,10 +44,9 @@ from insitu.storage.run_dir import read_tables
 from insitu.storage.score import Score
 from insitu.training.learner.process import describe_memory as describe_memory
 from insitu.training.loop import TrainOptions as TrainOptions
+from insitu.training.run import run_training
 from insitu.training.sft.run import run_sft
 from insitu.types.values import Value
-from insitu.view.base import View
-from insitu.view.open import open_view
 from insitu.view.run import Run as Run
 from insitu.view.run_report import finish
 

@@ -1,4 +1,4 @@
-"""Registry of extensions: agents, tasks, rewards, losses, advantages, samplers, sandboxes, engines, trackers.
+"""Registry of extensions: agents, tasks, graders, rewards, losses, engines and what else `Kind` lists.
 
 An extension is named by a built-in name, an entry point of group `insitu.<kind>`, a dotted path
 `module:attribute` or a file path `file.py:attribute`, or it is a Python object. Files and modules are looked
@@ -24,7 +24,17 @@ from typing import Any, Literal, get_args
 from insitu.errors import ConfigError
 
 Kind = Literal[
-    "agents", "tasks", "rewards", "losses", "advantages", "samplers", "sandboxes", "engines", "trackers"
+    "agents",
+    "tasks",
+    "rewards",
+    "losses",
+    "advantages",
+    "samplers",
+    "sandboxes",
+    "engines",
+    "trackers",
+    "runners",
+    "fleets",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -70,6 +80,14 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "verifiers": "insitu.tasks.verifiers:Verifiers",
         "openenv": "insitu.tasks.openenv:OpenEnv",
     },
+    "runners": {
+        "json_io": "insitu.grading.runners.json_io:JsonIoRunner",
+        "stdio": "insitu.grading.runners.stdio:StdioRunner",
+        "pytest": "insitu.grading.runners.pytest:PytestRunner",
+        "command": "insitu.grading.runners.command:CommandRunner",
+        "swebench_log": "insitu.grading.runners.swebench_log:SwebenchLogRunner",
+        "harbor": "insitu.grading.runners.harbor:HarborRunner",
+    },
     "rewards": {
         "verifiers": "insitu.tasks.verifiers:reward",
         "openenv": "insitu.tasks.openenv:reward",
@@ -83,17 +101,21 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "nll": "insitu.training.loss.losses:nll",
     },
     "advantages": {
-        name: f"insitu.training.plan.advantage:{name}"
-        for name in ("dr_grpo", "grpo", "rloo", "maxrl", "zero")
+        name: f"insitu.plan.advantage:{name}" for name in ("dr_grpo", "grpo", "rloo", "maxrl", "zero")
     },
     "samplers": {name: f"insitu.tasks.samplers:{name}" for name in ("epochs", "signal")},
-    "sandboxes": {name: f"insitu.runtime.sandboxes:{name}_backend" for name in ("local", "docker", "harbor")},
+    "sandboxes": {
+        "local": "insitu.runtime.sandboxes:local_backend",
+        "docker": "insitu.runtime.sandboxes:docker_backend",
+        "harbor": "insitu.sandbox.harbor:harbor_backend",
+    },
+    "fleets": {kind: "insitu.runtime.fleet.controller:open_fleet" for kind in ("processes", "ray")},
     "engines": {
-        "embedded": "insitu.engines.embedded.engine:EmbeddedEngine",
+        "embedded": "insitu.training.sampler:InLearner",
         "vllm": "insitu.engines.vllm:open_vllm",
         "sglang": "insitu.engines.sglang:open_sglang",
         "external": "insitu.engines.external:ExternalEngine",
-        "tinker": "insitu.training.service.session:Service",
+        "tinker": "insitu.training.sampler:InLearner",
         "upstream": "insitu.runtime.upstream:open_upstream",
     },
     "trackers": {

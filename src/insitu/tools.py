@@ -29,6 +29,7 @@ from insitu.doctor import MachineCheck, examine
 from insitu.doctor import report as machine_report
 from insitu.errors import ConfigError, SetupError
 from insitu.evaluate.regrade import Regraded, regrade_run, report
+from insitu.progress.base import View
 from insitu.runtime.fleet.check import check_fleet
 from insitu.sandbox.local import LocalBackend
 from insitu.serving.served import recover_run
@@ -46,7 +47,6 @@ from insitu.suites.tasks.validate import list_tasks as tasks_of
 from insitu.suites.tasks.validate import show_task as task_of
 from insitu.tracking.start import track_run
 from insitu.training.replay import replay_run
-from insitu.view.base import View
 
 recover = recover_run
 doctor_report = machine_report

@@ -12,9 +12,9 @@ import torch
 from benchmarks import tree
 from benchmarks._tree_rows import Work, rows_of
 from benchmarks.tree import SMALL, operations
+from insitu.plan.prefix_tree import build_tree
+from insitu.plan.step import PlanRow
 from insitu.training.attention.tree import TreeAttend
-from insitu.training.plan.prefix_tree import build_tree
-from insitu.training.plan.step import PlanRow
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

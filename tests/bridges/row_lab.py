@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from insitu.training.plan.step import PlanConfig
+from insitu.plan.step import PlanConfig
 from insitu.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
 
 PLAN = PlanConfig()

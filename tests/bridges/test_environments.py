@@ -25,10 +25,10 @@ from environments import check_openenv, check_verifiers, config, taskset
 
 from insitu.engines.scripted import ScriptedEngine
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
+from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
 from insitu.storage.run_dir import read_store
 from insitu.types import Message
-from insitu.view.plain import PlainView
 
 pytestmark = pytest.mark.bridge
 GUESS = """

@@ -27,9 +27,9 @@ from insitu.cli import main
 from insitu.cli.options import EXPORT_FORMS
 from insitu.config import WARM_START
 from insitu.errors import InsituError, RecordError
+from insitu.plan.step import PlanConfig, plan_step
+from insitu.plan.stored import stored_groups
 from insitu.storage.run_dir import RunDir, read_store
-from insitu.training.plan.step import PlanConfig, plan_step
-from insitu.training.recovery import stored_groups
 
 FORMS = ("jsonl", "parquet", "hf")
 

@@ -23,9 +23,9 @@ from insitu.bridges.to_skyrl import to_skyrl
 from insitu.bridges.to_tinker import datums, to_tinker
 from insitu.bridges.to_verifiers import to_verifiers
 from insitu.bridges.to_verl import to_verl
+from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.config.training import LossConfig
-from insitu.suites.open_renderer import Splitter, open_renderer
-from insitu.training.plan.step import PlanConfig, plan_step
+from insitu.plan.step import PlanConfig, plan_step
 from insitu.types import Group, Ledger, Rollout, Status
 
 pytestmark = pytest.mark.bridge

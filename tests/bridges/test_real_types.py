@@ -25,8 +25,8 @@ from insitu.bridges.to_skyrl import to_skyrl
 from insitu.bridges.to_tinker import datums, to_tinker
 from insitu.bridges.to_verifiers import to_verifiers
 from insitu.bridges.to_verl import to_verl
-from insitu.suites.open_renderer import Splitter, open_renderer
-from insitu.training.plan.step import PlanConfig
+from insitu.chat.open_renderer import Splitter, open_renderer
+from insitu.plan.step import PlanConfig
 
 pytestmark = pytest.mark.bridge
 Groups = tuple[GroupRows, ...]

@@ -8,7 +8,7 @@ from row_lab import PLAN, groups, rollout
 
 from insitu.bridges.rows import REFUSALS, GroupRows, convert, rows_of, unscored
 from insitu.errors import TrainError
-from insitu.training.plan.step import plan_step
+from insitu.plan.step import plan_step
 from insitu.types import EXCLUSIONS, Group, Status
 
 

@@ -29,10 +29,10 @@ from insitu.bridges.to_skyrl import to_skyrl
 from insitu.bridges.to_tinker import to_tinker
 from insitu.bridges.to_verifiers import to_verifiers
 from insitu.bridges.to_verl import to_verl
+from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.cli import main
 from insitu.errors import RecordError
-from insitu.suites.open_renderer import Splitter, open_renderer
-from insitu.training.plan.step import PlanConfig, PlanRow
+from insitu.plan.step import PlanConfig, PlanRow
 from insitu.types import Group, Trajectory, Turn
 
 Groups = tuple[GroupRows, ...]

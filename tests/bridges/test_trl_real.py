@@ -33,9 +33,9 @@ from insitu.concurrency import run_all
 from insitu.config import WARM_START, dump_toml
 from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import load_model
+from insitu.plan.step import PlanConfig, plan_step
 from insitu.storage.run_dir import read_store
 from insitu.training.options import TrainConfig
-from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group, Rollout
 

@@ -17,6 +17,7 @@ from known_lab import renderer_of
 from render_families import HERMES, QWEN3_HEAD, QWEN3_REASONING, write_renderer
 from test_splice import EXAMPLES, TOOL, other_spelling
 
+from insitu.capture.exactness import training_faults
 from insitu.capture.forest import Forest
 from insitu.chat.model_files import read_folder
 from insitu.chat.renderer import dropping_roles
@@ -27,7 +28,6 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.host_tools import ToolBox
 from insitu.gateway.session_spec import SessionSpec
 from insitu.gateway.turn import Turns
-from insitu.suites.conformance.exactness import training_faults
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
 
 pytestmark = pytest.mark.slow

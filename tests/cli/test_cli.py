@@ -23,9 +23,9 @@ from insitu.cli.options import GROUPS, parse
 from insitu.config import Config, demo_preset, dump_toml, load_config
 from insitu.errors import ConfigError, EngineError, SandboxError
 from insitu.install_hints import install_extra
+from insitu.progress.base import View
 from insitu.storage.run_dir import RunDir
 from insitu.types import Ledger, Rollout, Status, Timings, Trajectory
-from insitu.view.base import View
 
 ROLLOUT = Rollout(
     id="train/00001/000/00",

@@ -11,7 +11,7 @@ import pytest
 
 from insitu.agents.base import PLAIN, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.agents.single_turn import SingleTurn
-from insitu.suites.open_renderer import open_renderer
+from insitu.chat.open_renderer import open_renderer
 from insitu.tasks.user_functions import UserFunction
 from insitu.testing import AgentContract
 from insitu.types import FileEntry, Setup, Task

@@ -24,8 +24,8 @@ from insitu.demo.rendered_demonstrations import Demonstration, render
 from insitu.demo.sft_data import Phase, Recorded, SftJob, read_job, read_recorded, write_job, write_recorded
 from insitu.demo.sft_job import GATE, gate
 from insitu.engines.embedded.model import load_model
+from insitu.progress.plain import PlainView
 from insitu.tasks.toy import ToyProblem, make_problem
-from insitu.view.plain import PlainView
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,14 @@ from insitu.config import load_config
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import TaskError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
-from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.runners.find import runner_for
+from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
 from insitu.sandbox.local import LocalBackend
 from insitu.storage.run_dir import read_store
 from insitu.tasks.factory import open_rows
 from insitu.types import FileEntry, IntArray, Limits, Message, Outcome, RequestKey, Rollout, task_hash
-from insitu.view.plain import PlainView
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

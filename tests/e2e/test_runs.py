@@ -233,9 +233,9 @@ def test_an_evaluation_that_a_kill_cut_short_is_finished_on_resume(
 TIMED = """
 import asyncio, json, sys, time
 from insitu.config import demo_preset, load_config
-from insitu.runtime.training import run_training
+from insitu.training.run import run_training
 from insitu.training.loop import TrainOptions
-from insitu.view.plain import PlainView
+from insitu.progress.plain import PlainView
 config = load_config(None, sys.argv[1:], demo_preset())
 options = TrainOptions(began=time.monotonic() - 100, extra={"warm_start_s": 1.5})
 print(json.dumps(dict(asyncio.run(run_training(config, PlainView(sys.stderr), options)))))

@@ -20,10 +20,10 @@ from insitu.demo.demonstrator import call, edit
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, SetupError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
+from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Limits, Message, RequestKey
-from insitu.view.plain import PlainView
 from tests.fakes.harbor import FakeEnvironment
 
 pytestmark = pytest.mark.slow

@@ -19,13 +19,13 @@ from insitu.demo.demonstrator import call, edit
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, EngineError, RecordError, SetupError, TaskError, TrainError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
+from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
-from insitu.runtime.training import run_training
 from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.training.loop import TrainOptions
+from insitu.training.run import run_training
 from insitu.types import IntArray, Limits, Message, RequestKey, Rollout
-from insitu.view.plain import PlainView
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from insitu.engines.base import EngineInfo, Receipt
 from insitu.errors import EngineError, TrainError
+from insitu.plan.step import StepPlan
 from insitu.training.options import StepResult
-from insitu.training.plan.step import StepPlan
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
 _START = "start"

@@ -20,8 +20,8 @@ from insitu import cli
 from insitu.capture.forest import Forest
 from insitu.engines.embedded.model import Qwen3, load_model
 from insitu.errors import TrainError
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.options import OptimConfig, TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Generation, Message, ModelRequest, Rollout

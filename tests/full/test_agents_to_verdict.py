@@ -15,6 +15,7 @@ from insitu.agents.install import Installed, cache_folder, find
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.agents.recipe import named_recipe, shipped_recipes
 from insitu.attempt import AttemptExecutor, AttemptSpec
+from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError
@@ -27,7 +28,6 @@ from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS, AgentTools
 from insitu.suites.conformance.run import make_harness
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, RIGHT, ScriptedPolicy
-from insitu.suites.open_renderer import Splitter, open_renderer
 from insitu.types import (
     Case,
     GradingPlan,

@@ -11,7 +11,7 @@ import pytest
 
 from insitu.config import load_config
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
-from insitu.view.plain import PlainView
+from insitu.progress.plain import PlainView
 from tests.evaluate.test_harbor_agents import CLOUD, free_port, solver
 
 pytestmark = pytest.mark.full

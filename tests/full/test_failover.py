@@ -19,11 +19,11 @@ from insitu.demo.demonstrator import call, edit
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import SetupError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
+from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
 from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToySource
 from insitu.types import IntArray, Limits, Message, RequestKey
-from insitu.view.plain import PlainView
 from tests.fakes.docker_daemon import docker_daemon
 
 pytestmark = pytest.mark.full

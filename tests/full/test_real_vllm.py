@@ -29,7 +29,7 @@ from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
-from insitu.training.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows
+from insitu.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows
 from insitu.training.trainer.batch import make_batch
 from insitu.training.trainer.scoring_server import ScoringServer
 from insitu.training.trainer.served_reference import ServedReference

@@ -17,6 +17,7 @@ from insitu.agents.base import ModelAccess
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.agents.recipe import named_recipe
 from insitu.attempt import AttemptExecutor, AttemptSpec
+from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.provider_backend import open_provider
 from insitu.gateway.provider_limits import ProviderOptions
@@ -28,7 +29,6 @@ from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.run import make_harness
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
-from insitu.suites.open_renderer import Splitter, open_renderer
 from insitu.types import Case, GradingPlan, Limits, Oracle, Status, Task, Tree, Verdict, task_hash
 
 pytestmark = pytest.mark.full

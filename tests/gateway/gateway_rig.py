@@ -10,13 +10,13 @@ from typing import Any, Self
 
 import aiohttp
 
+from insitu.capture.exactness import training_faults
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.backend import CallReport
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend, TokenCalls
-from insitu.suites.conformance.exactness import training_faults
 from insitu.types import IntArray, Limits, Message, RequestKey, ToolCall, Trajectory
 
 ASK = [{"role": "system", "content": "You fix code."}, {"role": "user", "content": "Fix f."}]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
+from insitu.capture.exactness import training_faults
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
-from insitu.suites.conformance.exactness import training_faults
 from insitu.types import Message, RequestKey, SamplingParams
 
 KEY = RequestKey(seed=0, rollout_id="r", turn=0)

@@ -23,7 +23,8 @@ from typing import Any
 import pytest
 
 from insitu.config import load_config
-from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.runners.find import runner_for
 from insitu.registry import BUILT_IN
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.tasks.validate import with_gold

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from insitu.errors import TaskError
-from insitu.grading.grader import RUNNERS, GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.runners.find import opened_runners, runner_for
 from insitu.grading.runners.stdio import same_output
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.user_functions import FAILURES, FunctionFailed
@@ -307,7 +308,8 @@ def checkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path = tmp_path_factory.mktemp("checkers") / "mine.py"
     path.write_text(CHECKERS)
     yield str(path)
-    RUNNERS["stdio"].close()
+    for runner in opened_runners():
+        runner.close()
 
 
 @pytest.mark.slow

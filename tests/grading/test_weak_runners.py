@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from insitu.errors import TaskError
-from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.runners.find import runner_for
 from insitu.grading.runners.harbor import read_reward
 from insitu.grading.runners.swebench_log import lays_tests
 from insitu.sandbox.local import LocalBackend

@@ -10,7 +10,8 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import TaskError
-from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.runners.find import runner_for
 from insitu.grading.trust import trust_of
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.base import Item

@@ -12,9 +12,9 @@ from insitu.config import load_config
 from insitu.engines.factory import ProbeRenderer, open_engine, open_server
 from insitu.errors import ConfigError, EngineError, SetupError
 from insitu.runtime.sandboxes import check_agents, make_backend, make_pool
-from insitu.runtime.training import check_trained
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
+from insitu.training.run import check_trained
 from insitu.types import RequestKey, SamplingParams
 
 SANDBOXES = """

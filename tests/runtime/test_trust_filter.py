@@ -12,8 +12,9 @@ import pytest
 from insitu.attempt import AttemptSpec
 from insitu.config import load_config
 from insitu.errors import TaskError
-from insitu.grading.grader import Grader, runner_for
+from insitu.grading.grader import Grader
 from insitu.grading.judge import TaskJudge
+from insitu.grading.runners.find import runner_for
 from insitu.runtime.agents import limits_of
 from insitu.runtime.preflight import filter_by_trust
 from insitu.sandbox.local import LocalBackend

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.runners.find import runner_for
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import format_of

@@ -8,7 +8,7 @@ import pytest
 
 from insitu.cli import main
 from insitu.config import load_config
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.tasks.factory import open_rows
 from insitu.tasks.toy import ToySource
 from insitu.types import Limits

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from insitu.config import Config, load_config
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.tasks import openenv, verifiers
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import open_rows

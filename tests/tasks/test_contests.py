@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from insitu.errors import TaskError
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.tasks import function_sets
 from insitu.tasks.base import Item
 from insitu.tasks.contests import megabytes_of, seconds_of

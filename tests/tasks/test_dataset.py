@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TaskError
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.tasks.allowlist import TaskFinding, read_allowlist, write_allowlist
 from insitu.tasks.base import Item, split_of
 from insitu.tasks.dataset import LoadOptions, RowSource

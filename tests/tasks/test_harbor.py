@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from insitu.errors import RecordError, TaskError
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.storage.image_builds import build_context, context_digest, register_build
 from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import format_of

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, SetupError, TaskError
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.runtime.preflight import open_mix
 from insitu.tasks.base import UNTESTED, TaskSource
 from insitu.tasks.factory import open_rows, open_source

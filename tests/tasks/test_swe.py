@@ -15,7 +15,7 @@ import yaml
 
 from insitu.config import load_config
 from insitu.errors import TaskError
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.grading.runners.log_parsers import PARSERS, read_log
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowSource

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from insitu.errors import TaskError
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.tasks.asserts import cases_of, plain_tests
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import Format, RowSource

@@ -16,7 +16,7 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, GradeError, TaskError
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import action_of, format_of, open_rows
 from insitu.tasks.user_functions import FAILURES, FunctionFailed, UserFunction, load_function

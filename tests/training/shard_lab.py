@@ -17,6 +17,7 @@ import torch
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
+from insitu.plan.step import StepPlan
 from insitu.training.model import shard as sharding
 from insitu.training.model.base import Policy
 from insitu.training.model.hf import HfPolicy, open_hf
@@ -24,7 +25,6 @@ from insitu.training.model.parity import logprobs
 from insitu.training.model.parts import PartFiles
 from insitu.training.model.shard import gathered, open_sharded
 from insitu.training.options import Lora, OptimConfig, TrainConfig
-from insitu.training.plan.step import StepPlan
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.distributed import Ranks, Sharded, join, leave
 from insitu.training.trainer.trainer import Trainer

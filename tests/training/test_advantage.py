@@ -8,7 +8,7 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TrainError
-from insitu.training.plan.advantage import advantages, overlong_penalty
+from insitu.plan.advantage import advantages, overlong_penalty
 from insitu.types import equal_rewards
 
 

@@ -14,13 +14,13 @@ from insitu.attempt import AttemptSpec
 from insitu.collect.breaker import Breaker
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, RecordError
+from insitu.plan.step import PlanConfig, plan_step, use_of
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tasks.toy import ToySource
 from insitu.training.alarms import InfraFailureRate
 from insitu.training.batch_source import Batches, StoreSink, collect_options, open_batches, resume_state
-from insitu.training.plan.step import PlanConfig, plan_step, use_of
 from insitu.training.recovery import check_steps
 from insitu.training.step_metrics import ahead_summary
 from insitu.types import Group, Limits, Status

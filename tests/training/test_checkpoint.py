@@ -15,8 +15,8 @@ from transformers import Qwen3ForCausalLM
 
 from insitu.engines.safetensors_file import read_folder
 from insitu.errors import TrainError
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.options import OptimConfig, TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.trainer import Trainer
 

@@ -11,9 +11,9 @@ from train_lab import segment
 
 from insitu.config.training import RowRules
 from insitu.errors import TrainError
+from insitu.plan.packing import MicroBatch
+from insitu.plan.step import PlanConfig
 from insitu.storage.store import Store
-from insitu.training.plan.packing import MicroBatch
-from insitu.training.plan.step import PlanConfig
 from insitu.training.sft.run import plan_examples, schedule
 from insitu.training.sft.selection import Selection, SelectionRules, choose, explain, stored_tokens
 from insitu.types import Rollout, Status

@@ -14,15 +14,16 @@ import pytest
 from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, SandboxError, TrainError
+from insitu.plan.step import PlanConfig, StepPlan
 from insitu.storage.metrics import read_metrics
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.score import Score
+from insitu.storage.wall_clock import WallClock
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tasks.toy import ToySource
 from insitu.training.learner.supervisor import LearnerSupervisor
-from insitu.training.loop import RunAgents, RunParts, TrainingLoop, WallClock
+from insitu.training.loop import RunAgents, RunParts, TrainingLoop
 from insitu.training.options import StepResult
-from insitu.training.plan.step import PlanConfig, StepPlan
 from insitu.training.recovery import committed
 from insitu.types import Limits, Rollout
 from tests.fakes.attempts import fake_rollout

@@ -23,6 +23,7 @@ from insitu.engines.base import Engine
 from insitu.engines.embedded.model import load_model, save_model
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import EngineError, RecordError, TrainError
+from insitu.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.storage.scores import read_row, score_file
 from insitu.storage.store import Store
 from insitu.training.learner.client import Learner
@@ -30,7 +31,6 @@ from insitu.training.learner.process import LearnerSpec
 from insitu.training.learner.serialization import decode_plan, encode_plan
 from insitu.training.loop import REFERENCE, START_MODEL, check_start_model, keep_start_model
 from insitu.training.options import OptimConfig, TrainConfig, dump_config, parse_config
-from insitu.training.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.training.weights.files import ExportRequest
 from insitu.types import Group, RequestKey, SamplingParams
 

@@ -16,11 +16,11 @@ from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, TrainError
 from insitu.gateway.deadlines import CallDeadline, SessionClock
 from insitu.gateway.session_spec import SessionStats
+from insitu.plan.step import StepPlan
 from insitu.storage.checkpoint_files import verify
 from insitu.storage.files import sha256_of
 from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine, Trained
 from insitu.training.options import StepResult
-from insitu.training.plan.step import StepPlan
 from insitu.training.recovery import Committed, CommittedStep, prune, written_steps
 from insitu.types import Ledger, RequestKey, SamplingParams
 from tests.fakes.learner import FakeLearner

@@ -29,6 +29,9 @@ from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import TrainError
+from insitu.plan.packing import MicroBatch
+from insitu.plan.prefix_tree import build_tree
+from insitu.plan.step import StepPlan
 from insitu.training.loss.fused_head import score
 from insitu.training.memory.meta_run import BatchShape
 from insitu.training.memory.peak import peak_bytes
@@ -37,9 +40,6 @@ from insitu.training.memory.predict import GIB, BuiltinMemory, MemoryModel
 from insitu.training.model.base import PLAIN, MemoryOptions
 from insitu.training.model.hf import HfPolicy
 from insitu.training.options import Lora, PolicyConfig
-from insitu.training.plan.packing import MicroBatch
-from insitu.training.plan.prefix_tree import build_tree
-from insitu.training.plan.step import StepPlan
 from insitu.training.trainer.batch import make_batch, states
 from insitu.training.trainer.reference import Reference
 from insitu.training.trainer.trainer import Trainer

@@ -11,11 +11,11 @@ from train_lab import sampled_groups, small_model
 
 from insitu.config import load_config
 from insitu.engines.embedded.model import save_model
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.model.hf import HfPolicy, open_hf
 from insitu.training.model.load import open_policy
 from insitu.training.model.lora import merged_weight
 from insitu.training.options import Lora, OptimConfig, PolicyConfig, TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]

@@ -14,13 +14,13 @@ from torch import Tensor
 from train_lab import group, rollout, segment
 from transformers import AutoModelForCausalLM
 
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.memory.plan import load_of
 from insitu.training.memory.predict import MemoryModel
 from insitu.training.model.base import PLAIN, MemoryOptions
 from insitu.training.model.hf import HfPolicy, open_hf
 from insitu.training.options import Lora, OptimConfig, TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.trainer import Trainer
 from insitu.training.weights.export import export
 from insitu.training.weights.files import ExportRequest

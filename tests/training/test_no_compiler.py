@@ -24,7 +24,7 @@ import sys
 from train_lab import sampled_groups, small_model
 import insitu.training.learner.main
 from insitu.training.options import TrainConfig
-from insitu.training.plan.step import PlanConfig, plan_step
+from insitu.plan.step import PlanConfig, plan_step
 from insitu.training.trainer.trainer import Trainer
 
 model = small_model()

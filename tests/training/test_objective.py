@@ -16,9 +16,9 @@ from train_lab import group, rollout, sampled_groups, segment, slow_logprobs, sm
 from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import ConfigError, TrainError
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.loss.inputs import StepInputs
 from insitu.training.options import TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.reference import Reference, read_reference
 from insitu.training.trainer.trainer import Trainer

@@ -16,10 +16,10 @@ from train_lab import group, rollout, sampled_groups, segment, small_model
 from insitu.config import load_config, model_folder
 from insitu.engines.embedded.model import ModelConfig, initialise, save_model
 from insitu.errors import ConfigError, TrainError
-from insitu.training.plan.digest import is_plan
-from insitu.training.plan.packing import PAIR_COST, pack, pair_cost
-from insitu.training.plan.prefix import common_prefix
-from insitu.training.plan.step import PlanConfig, plan_digest, plan_step
+from insitu.plan.digest import is_plan
+from insitu.plan.packing import PAIR_COST, pack, pair_cost
+from insitu.plan.prefix import common_prefix
+from insitu.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.types import Ledger, Rollout, Status
 
 pytestmark = pytest.mark.slow

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import TrainError
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.model.base import MemoryOptions, Policy
 from insitu.training.model.hf import HfPolicy, adopt, open_hf
 from insitu.training.options import Lora, OptimConfig, TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.trainer import Trainer
 

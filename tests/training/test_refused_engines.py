@@ -11,10 +11,10 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TaskError
-from insitu.runtime.training import run_training
+from insitu.progress.plain import PlainView
 from insitu.storage.run_dir import RunDir
 from insitu.training.loop import TrainOptions
-from insitu.view.plain import PlainView
+from insitu.training.run import run_training
 
 pytestmark = pytest.mark.slow
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from train_lab import group, rollout, segment
 
 from insitu.errors import ConfigError, TrainError
+from insitu.plan.prefix import sort_rows
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.learner.serialization import decode_plan, encode_plan
 from insitu.training.loss.losses import LossInputs, token_loss
 from insitu.training.model.base import PLAIN, MemoryOptions
@@ -21,8 +23,6 @@ from insitu.training.model.experts import routers
 from insitu.training.model.hf import HfPolicy, decoder_layers, open_hf
 from insitu.training.model.load import open_policy
 from insitu.training.options import PolicyConfig
-from insitu.training.plan.prefix import sort_rows
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import ExpertArray
 

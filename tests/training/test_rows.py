@@ -11,8 +11,8 @@ from train_lab import group, rollout, segment
 from insitu.config import load_config
 from insitu.config.training import RowRules
 from insitu.errors import ConfigError
-from insitu.training.plan.row_selection import choose_rows
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step, use_of
+from insitu.plan.row_selection import choose_rows
+from insitu.plan.step import PlanConfig, StepPlan, plan_step, use_of
 from insitu.types import Ledger, Rollout, Segment
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]

@@ -15,9 +15,9 @@ from insitu.config.tables import Config
 from insitu.config.training import LossConfig
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import RecordError
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.storage.scores import CLIPPED, MISMATCHED, prune_scores, read_row, score_file
 from insitu.training.options import TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.trainer import Trainer
 
 LOOSE = TrainConfig(max_logprob_gap=10.0, max_staleness=4)

@@ -21,12 +21,12 @@ from train_lab import sampled_groups, small_model
 from insitu.config import load_config
 from insitu.engines.embedded.model import save_model
 from insitu.errors import ConfigError, EngineError, TrainError
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.storage.scores import read_row
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine
 from insitu.training.options import LossConfig, OptimConfig, PolicyConfig, ServiceOptions, TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.service.main import Published, SamplingCommands, probe_ids
 from insitu.training.service.reduction import Reduction, find_reduction
 from insitu.training.service.session import Service, TrainingRun

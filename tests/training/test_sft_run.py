@@ -21,10 +21,10 @@ from insitu.config import Config
 from insitu.engines.embedded.model import load_model
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import ConfigError, RecordError, TrainError
+from insitu.plan.step import PlanConfig
 from insitu.storage.metrics import Metrics, read_metrics
 from insitu.storage.run_dir import read_store
 from insitu.training.loop import TrainOptions
-from insitu.training.plan.step import PlanConfig
 from insitu.training.replay import replay_run
 from insitu.training.sft.run import open_tokens, plan_examples, run_sft, schedule, train_config
 from insitu.training.sft.selection import SelectionRules, choose, explain, stored_tokens

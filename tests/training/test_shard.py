@@ -23,6 +23,7 @@ from insitu.config import load_config
 from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import save_model
 from insitu.errors import ConfigError, TrainError
+from insitu.plan.step import StepPlan
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.memory.plan import LADDER
@@ -30,7 +31,6 @@ from insitu.training.model.hf import HfPolicy, decoder_layers, empty_model
 from insitu.training.model.load import device_of
 from insitu.training.model.parts import enough, kinds
 from insitu.training.options import Lora, OptimConfig, PolicyConfig, TrainConfig
-from insitu.training.plan.step import StepPlan
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.distributed import Sharded
 from insitu.training.trainer.optimizer import Optimiser

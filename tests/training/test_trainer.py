@@ -16,8 +16,8 @@ from transformers import Qwen3ForCausalLM
 from insitu.config.training import LossConfig, LossName
 from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import BadStepError, TrainError
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.options import OptimConfig, TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group
 

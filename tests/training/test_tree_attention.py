@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from train_lab import VOCAB, small_model
 
+from insitu.plan.prefix_tree import Tree, build_tree
 from insitu.training.attention.flex import FlexAttend, block_mask
 from insitu.training.attention.tree import TreeAttend, pairs, tree_pieces, visible
-from insitu.training.plan.prefix_tree import Tree, build_tree
 from insitu.types import BoolArray, FloatArray, IntArray
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from insitu.errors import TrainError
-from insitu.training.plan.prefix import common_prefix, sort_rows
-from insitu.training.plan.prefix_tree import Tree, build_tree, tree_work
+from insitu.plan.prefix import common_prefix, sort_rows
+from insitu.plan.prefix_tree import Tree, build_tree, tree_work
 from insitu.types import BoolArray, FloatArray, IntArray
 
 

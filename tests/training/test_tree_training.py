@@ -14,9 +14,9 @@ from insitu.config import load_config
 from insitu.config.training import LossConfig
 from insitu.engines.embedded.model import Qwen3
 from insitu.errors import TrainError
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.memory.plan import load_of
 from insitu.training.options import TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.trainer.batch import make_batch
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group

@@ -17,13 +17,13 @@ from rich.console import Console
 from insitu.collect.options import Slot
 from insitu.config import Config, load_config
 from insitu.errors import RecordError
+from insitu.progress.base import Progress, View, duration
+from insitu.progress.live import LiveView
+from insitu.progress.plain import PlainView
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Score, Store
 from insitu.types import DriftNote, Ledger, Outcome, Rollout, Status, Timings, Trajectory, Verdict
-from insitu.view.base import Progress, View, duration
 from insitu.view.curve import Curve, CurvePoint, curve_of, curve_svg
-from insitu.view.live import LiveView
-from insitu.view.plain import PlainView
 from insitu.view.report import EvaluationReport, FinalReport, ShownRollout, ShownTurn, render_report
 from insitu.view.run_report import finish, show_run
 

@@ -21,6 +21,7 @@ import aiohttp
 import numpy as np
 import orjson
 
+from insitu.chat.open_renderer import Splitter
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.dialects.base import WireCall
@@ -28,7 +29,6 @@ from insitu.gateway.routes import parse_path
 from insitu.gateway.server import DIALECTS, Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.token_backend import TokenBackend
-from insitu.suites.open_renderer import Splitter
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
 
 FOLDER = Path(__file__).parent / "recordings"

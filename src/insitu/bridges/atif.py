@@ -17,10 +17,10 @@ import orjson
 
 from insitu.bridges.records import StoredRollout
 from insitu.capture.export import by_index, chain_ends, chain_of
+from insitu.chat.words import Words
 from insitu.config import Config
 from insitu.grading.reward import main_line
 from insitu.types import Turn
-from insitu.view.web.words import Words
 
 VERSION = "ATIF-v1.7"
 _WHOLE = 1 << 40

@@ -29,18 +29,18 @@ from insitu.bridges.records import SCHEMA, Record, StoredRollout, rollout_record
 from insitu.bridges.rows import Conversion, GroupRows, convert
 from insitu.bridges.stored import READ_S, RolloutFilter, RunPart, run_parts, stored_rollouts
 from insitu.bridges.targets import REMOVED, TARGETS, check_payload, read_payload, write_payload
+from insitu.chat.words import Words, WordsCache
 from insitu.config import Config, dump_toml
 from insitu.errors import ConfigError, RecordError
+from insitu.plan.digest import is_plan
+from insitu.plan.step import PlanConfig, plan_step
+from insitu.plan.stored import stored_groups
 from insitu.storage.files import sha256_of, write_text
 from insitu.storage.queries import RunReader
 from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import TOKENIZER, TOKENIZER_FILES, read_config, tokenizer_folder
 from insitu.storage.store import add_ledgers
-from insitu.training.plan.digest import is_plan
-from insitu.training.plan.step import PlanConfig, plan_step
-from insitu.training.recovery import stored_groups
 from insitu.types import Ledger
-from insitu.view.web.words import Words, WordsCache
 
 FILES = ("jsonl", "parquet", "hf")
 """Forms that `insitu import` reads."""

@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 
 from insitu.bridges.records import StoredRollout
+from insitu.chat.words import Words
 from insitu.config import Config
 from insitu.errors import SetupError
 from insitu.types import Rollout, Turn
-from insitu.view.web.words import Words
 
 SEND_S = 10.0
 _WHOLE = 1 << 40

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from insitu.config import Config, dump_toml, load_config
+from insitu.engines.child import Child
 from insitu.engines.rpc import Frame, Meta, RpcClient
 from insitu.errors import ConfigError, EngineError
 from insitu.runtime.preflight import open_mix
@@ -27,7 +28,6 @@ from insitu.storage.files import write_text
 from insitu.storage.run_dir import name_run, read_store
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.tasks.base import Split
-from insitu.training.learner.process import Child
 from insitu.types import Group, Rollout
 
 END_S = 60.0

@@ -20,7 +20,7 @@ from insitu.bridges.rows import RolloutRows
 from insitu.capture.export import by_index, chain_ends, chain_of
 from insitu.config.training import RowRules
 from insitu.errors import RecordError, TrainError
-from insitu.training.plan.row_selection import choose_rows
+from insitu.plan.row_selection import choose_rows
 from insitu.types import (
     CallTimes,
     DriftNote,

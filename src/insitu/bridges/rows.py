@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeVar, get_args
 import numpy as np
 
 from insitu.errors import TrainError
-from insitu.training.plan.step import PlanConfig, PlannedRollout, PlanRow, plan_rollouts, row_of
+from insitu.plan.step import PlanConfig, PlannedRollout, PlanRow, plan_rollouts, row_of
 from insitu.types import EXCLUSIONS, Group, Ledger, Rollout, Segment, Status
 
 T = TypeVar("T")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from insitu.bridges.source import RolloutSource, open_rollout_source
 from insitu.config import Config, load_config
+from insitu.engines.parent_watch import main_of_child
 from insitu.engines.rpc import NOTHING, Frame, Handler, RpcPeer, serve_peer
 from insitu.errors import InsituError
 from insitu.storage.run_dir import name_run
-from insitu.training.learner.parent_watch import main_of_child
 
 NO_CLIENT_S = 60.0
 """The process ends when no client connects for so long."""

@@ -44,7 +44,7 @@ from insitu.bridges.to_verifiers import Text, no_text
 from insitu.chat.load import load_renderer
 from insitu.config import Config, model_folder
 from insitu.errors import ConfigError
-from insitu.training.plan.step import PlanConfig
+from insitu.plan.step import PlanConfig
 from insitu.types import Rollout, Segment, Status
 
 STATUS = {Status.OK: "completed", Status.TRUNCATED: "truncated", Status.AGENT_FAILED: "failed"}

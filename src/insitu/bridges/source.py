@@ -32,11 +32,12 @@ from insitu.engines.factory import open_server
 from insitu.engines.replicas import EngineSet
 from insitu.engines.server_command import SERVERS
 from insitu.errors import ConfigError
+from insitu.plan.step import PlanConfig, plan_step
 from insitu.runtime.engine import Sampler, open_sampler
-from insitu.runtime.fleet.controller import Fleet
 from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import prepare
-from insitu.runtime.run import Runtime, open_agents, open_backend
+from insitu.runtime.run import open_agents, open_backend
+from insitu.runtime.running import RunningAgents
 from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir
@@ -49,7 +50,6 @@ from insitu.training.alarms import InfraFailureRate
 from insitu.training.batch_source import Batches, StoreSink, collect_options, open_batches
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
-from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.training.weights.files import SupportsPublish
 from insitu.types import Group, Ledger, Rollout, Status
 
@@ -118,7 +118,7 @@ class RolloutSource:
         run: RunDir,
         store: Store,
         source: TaskMix,
-        runtime: Runtime | Fleet,
+        runtime: RunningAgents,
         publisher: SupportsPublish | None,
         check: Check,
     ) -> None:

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from insitu.bridges.records import StoredRollout
 from insitu.bridges.rows import GroupRows, RolloutRows, rows_of
+from insitu.chat.words import Words
 from insitu.config import Config
 from insitu.errors import RecordError
 from insitu.grading.reward import main_line
+from insitu.plan.step import PlanConfig
+from insitu.plan.stored import stored_groups
 from insitu.storage.lifecycle import SERVE
 from insitu.storage.queries import ATTEMPTS, ONE_ROW, STATE, UNCOUNTED, RunReader, read_attempt
 from insitu.storage.run_dir import read_config
-from insitu.training.plan.step import PlanConfig
-from insitu.training.recovery import stored_groups
 from insitu.types import Group, Rollout, Turn
-from insitu.view.web.words import Words
 
 PLACE = {
     "rowid": "row",

@@ -15,7 +15,7 @@ import numpy as np
 
 from insitu.bridges.rows import Conversion, GroupRows, convert, step_tokens
 from insitu.bridges.target_rows import TargetRow, first_trained, replayed_experts, target_row, unscaled
-from insitu.training.plan.step import PlanRow
+from insitu.plan.step import PlanRow
 from insitu.types import BoolArray
 
 

@@ -14,7 +14,7 @@ from insitu.bridges.rows import Conversion, GroupRows, convert
 from insitu.bridges.target_rows import TargetRow, first_trained, target_row
 from insitu.errors import SetupError
 from insitu.install_hints import install_extra
-from insitu.training.plan.step import PlanRow
+from insitu.plan.step import PlanRow
 
 
 def to_tinker(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:

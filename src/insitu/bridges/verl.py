@@ -29,7 +29,7 @@ from insitu.bridges.to_verl import output_of
 from insitu.bridges.versions import check_version
 from insitu.config import Config
 from insitu.errors import ConfigError, EngineError, user_code
-from insitu.training.plan.step import PlanConfig
+from insitu.plan.step import PlanConfig
 
 KEY = "INSITU_VERL_KEY"
 """Variable with the secret of the connection, made here."""

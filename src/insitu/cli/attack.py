@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from insitu.config import load_config
+from insitu.progress.open import open_view
 from insitu.shutdown import run_interruptible
 from insitu.suites.attacks.matrix import ATTACKS, RESIDUAL, as_markdown, required, runners
 from insitu.suites.attacks.model import Attack
 from insitu.suites.attacks.run import AttackReport
 from insitu.suites.attacks.runner import Cell
 from insitu.tools import AttackOptions, attack_with
-from insitu.view.open import open_view
 
 WIDTH = 150
 """Width of the table outside of a terminal."""

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from insitu.agents.recipe import Recipe, parse_agent, resolve_agent
 from insitu.config import HarnessTable
+from insitu.progress.open import open_view
 from insitu.shutdown import run_interruptible
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.checks import ConformanceResult
 from insitu.tools import conformance_with
-from insitu.view.open import open_view
 
 LOG_TAIL = 2000
 WIDTH = 130

@@ -117,8 +117,8 @@ def track_verb(options: argparse.Namespace) -> int:
 
 def top_verb(options: argparse.Namespace) -> int:
     """Show a run until it ends, or how it ended; Ctrl-C is a success."""
+    from insitu.progress.open import open_view
     from insitu.storage.run_dir import run_state
-    from insitu.view.open import open_view
     from insitu.view.watch import ended_text, watch
 
     if run_state(options.run) != "running":

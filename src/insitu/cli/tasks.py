@@ -10,9 +10,9 @@ from pathlib import Path
 from insitu.api import check_at_hand
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, boundary
+from insitu.progress.open import open_view
 from insitu.shutdown import run_interruptible
 from insitu.tools import ValidateOptions, export_tasks, list_tasks, show_task, validate_with
-from insitu.view.open import open_view
 
 
 def run(options: argparse.Namespace) -> int:

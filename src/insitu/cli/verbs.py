@@ -15,7 +15,7 @@ from insitu.errors import ConfigError
 
 if TYPE_CHECKING:
     from insitu.config import Config
-    from insitu.view.base import View
+    from insitu.progress.base import View
 
 
 SCRIPT_DEMO = ["run.steps=24"]
@@ -195,7 +195,7 @@ def _run(
 
 def _view(config: Config, options: argparse.Namespace) -> View:
     """Return the view of a run; on stderr with --json."""
-    from insitu.view.open import open_view
+    from insitu.progress.open import open_view
 
     stream = sys.stderr if options.json else sys.stdout
     return open_view(stream, plain=options.plain or config.run.plain, run_dir=options.run_dir)
@@ -302,9 +302,9 @@ def conformance_verb(options: argparse.Namespace) -> int:
 
 
 def install_verb(options: argparse.Namespace) -> int:
+    from insitu.progress.open import open_view
     from insitu.shutdown import run_interruptible
     from insitu.tools import install_with
-    from insitu.view.open import open_view
 
     view = open_view(sys.stderr)
     try:
@@ -330,9 +330,9 @@ def tasks_verb(options: argparse.Namespace) -> int:
 
 
 def grade_verb(options: argparse.Namespace) -> int:
+    from insitu.progress.open import open_view
     from insitu.shutdown import run_interruptible
     from insitu.tools import grade_report, grade_with
-    from insitu.view.open import open_view
 
     view = open_view(sys.stderr)
     try:

@@ -34,6 +34,8 @@ from insitu.demo.vocabulary import CONTROL, build_tokenizer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import TrainError
 from insitu.gateway.token_backend import TokenBackend
+from insitu.progress.base import View
+from insitu.progress.plain import PlainView
 from insitu.runtime.agents import limits_of
 from insitu.runtime.run import open_runtime
 from insitu.shutdown import run_interruptible
@@ -47,8 +49,6 @@ from insitu.storage.temp_dirs import (
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.training.learner.process import computing
 from insitu.types import IntArray, Message, RequestKey, Segment, Task
-from insitu.view.base import View
-from insitu.view.plain import PlainView
 
 RECORDED = 320
 """Number of demonstrations recorded through Pi, half of them with each phase's habits."""

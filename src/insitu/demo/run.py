@@ -15,13 +15,13 @@ from typing import Any
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
-from insitu.runtime.training import run_training
+from insitu.progress.base import View
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
 from insitu.training.learner.process import require_learner
 from insitu.training.loop import TrainOptions
+from insitu.training.run import run_training
 from insitu.types import IntArray, Rollout
-from insitu.view.base import View
 from insitu.view.report import ShownRollout, ShownTurn
 from insitu.view.run_report import finish
 

@@ -21,9 +21,9 @@ from insitu.chat.renderer import ChatRenderer
 from insitu.demo.demonstrator import call
 from insitu.demo.sft_data import batches, edit_turn, padded, read_job, read_recorded
 from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, save_model
+from insitu.engines.parent_watch import follow_parent, main_of_child
 from insitu.errors import TrainError
 from insitu.tasks.toy import ToySource
-from insitu.training.learner.parent_watch import follow_parent, main_of_child
 from insitu.training.options import OptimConfig
 from insitu.training.sft.trainer import Sft, SftConfig
 from insitu.types import IntArray, Limits

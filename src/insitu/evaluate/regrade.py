@@ -17,6 +17,7 @@ from pathlib import Path
 from insitu.config import Config
 from insitu.errors import GradeError, TaskError
 from insitu.grading.judge import TaskJudge
+from insitu.progress.base import View
 from insitu.runtime.agents import find_pools
 from insitu.runtime.preflight import open_mix
 from insitu.runtime.run import make_judges
@@ -26,7 +27,6 @@ from insitu.storage.store import Store
 from insitu.tasks.base import Split
 from insitu.tasks.mix import TaskSet
 from insitu.types import Outcome, Rollout, Task, Verdict
-from insitu.view.base import View
 
 CHUNK = 64
 MAX_SEARCHED = 100_000

@@ -10,8 +10,8 @@ from insitu.collect.options import Phase, Slot
 from insitu.errors import RecordError
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
+from insitu.storage.wall_clock import WALL_S, WallClock
 from insitu.tasks.base import same_task
-from insitu.training.loop import WALL_S, WallClock
 from insitu.types import Rollout, Status, Task
 
 PHASE: Phase = "rollout"

@@ -23,20 +23,21 @@ from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
 from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, count_missing
 from insitu.evaluate.summary import count_per_task, render, summarise, write_results
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
+from insitu.progress.base import View
 from insitu.runtime.engine import open_sampler
-from insitu.runtime.fleet.controller import Fleet
-from insitu.runtime.preflight import Prepared, check_learner, prepare, prepare_tasks
-from insitu.runtime.run import OpenSampler, Runtime, open_agents, open_backend
+from insitu.runtime.preflight import Prepared, check_local_engine, prepare, prepare_tasks
+from insitu.runtime.run import OpenSampler, open_agents, open_backend
+from insitu.runtime.running import RunningAgents
 from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir
 from insitu.storage.store import Score, Store
 from insitu.storage.temp_dirs import remove_stale_scratch
+from insitu.storage.wall_clock import WALL_S, WallClock
 from insitu.tasks.base import REWARD_ONLY, Split, TaskSource
 from insitu.tasks.mix import TaskMix
 from insitu.tracking.start import start_trackers
-from insitu.training.loop import WALL_S, TrainingObserver, WallClock
 from insitu.types import Task
 
 ROLLOUT = "rollout"
@@ -63,7 +64,7 @@ def prepare_rollouts(config: Config, say: Callable[[str], None]) -> Prepared:
 
     Raises InsituError.
     """
-    return prepare(config, say, chosen_tasks, (check_learner,) if config.engine.in_learner else ())
+    return prepare(config, say, chosen_tasks, (check_local_engine,))
 
 
 def chosen_tasks(config: Config, source: TaskMix) -> Sequence[Task]:
@@ -105,9 +106,7 @@ def _check_kind(store: Store, resumed: bool, path: Path) -> None:
     store.set_meta(KIND, ROLLOUT)
 
 
-async def collect_rollouts(
-    config: Config, view: TrainingObserver, options: RolloutOptions
-) -> Mapping[str, Any]:
+async def collect_rollouts(config: Config, view: View, options: RolloutOptions) -> Mapping[str, Any]:
     """Run or continue rollouts to the end; return what summary.json holds. Raises InsituError."""
     view.begin(f"{config.agent_names}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
@@ -145,7 +144,7 @@ async def _fill(
     run: RunDir,
     store: Store,
     prepared: Prepared,
-    view: TrainingObserver,
+    view: View,
     clock: WallClock,
     options: RolloutOptions,
 ) -> None:
@@ -168,10 +167,10 @@ async def _fill(
 async def _collect(
     run: RunDir,
     store: Store,
-    runtime: Runtime | Fleet,
+    runtime: RunningAgents,
     check: Callable[[], Awaitable[None]],
     prepared: Prepared,
-    view: TrainingObserver,
+    view: View,
     clock: WallClock,
 ) -> None:
     c, source, tasks = run.config, prepared.source, prepared.tasks

@@ -13,6 +13,7 @@ import orjson
 from insitu.config import Config
 from insitu.evaluate.results import PHASE, STEP
 from insitu.gateway.text_log import spent_in
+from insitu.progress.base import duration
 from insitu.storage.files import write_text
 from insitu.storage.pass_at_k import PassAtK, TaskCounts, covered, estimate, reported_ks
 from insitu.storage.run_dir import RunDir
@@ -20,7 +21,6 @@ from insitu.storage.score import Score
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
 from insitu.types import Outcome, Status, Task, part_label
-from insitu.view.base import duration
 
 RESULTS = "results.jsonl"
 

@@ -19,7 +19,6 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from insitu.backoff import backoff_s
@@ -30,13 +29,10 @@ from insitu.grading.oracles import oracle_digest, solution, total_of
 from insitu.grading.pressure import pressure_s
 from insitu.grading.protected_files import policy_of
 from insitu.grading.runners.base import CpuMeter, GradingRunner, RunLimits, RunReport
-from insitu.grading.runners.command import CommandRunner
-from insitu.grading.runners.harbor import HarborRunner
-from insitu.grading.runners.json_io import JsonForms, JsonIoRunner, without_forms
+from insitu.grading.runners.find import opened_runners, runner_for, runner_named
+from insitu.grading.runners.json_io import JsonForms, without_forms
 from insitu.grading.runners.pytest import PytestRunner
 from insitu.grading.runners.pytest_collect import PytestCollect, whole_files
-from insitu.grading.runners.stdio import StdioRunner
-from insitu.grading.runners.swebench_log import SwebenchLogRunner
 from insitu.grading.verdict import NOTHING_CHANGED, make_verdict
 from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
@@ -46,13 +42,8 @@ from insitu.types import Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
 
-_KINDS: tuple[type[GradingRunner], ...] = (
-    *(JsonIoRunner, StdioRunner, PytestRunner),
-    *(CommandRunner, SwebenchLogRunner, HarborRunner),
-)
 AS_IT_IS = PytestRunner(as_it_is=True)
 """Judges a file whose tests disturb each other."""
-RUNNERS: Mapping[str, GradingRunner] = {runner.name: runner for runner in (kind() for kind in _KINDS)}
 NEEDED: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
 WALL_PER_CPU = 3.0
 """Wall time limit of a first run, in CPU limits: a process that computes hits the CPU limit first."""
@@ -153,7 +144,7 @@ class Grader:
 
     async def prepare(self, task: Task) -> None:
         """Find the base and boot a spare sandbox, while the agent works. Raises SandboxError."""
-        runner = RUNNERS.get(task.grading.runner)
+        runner = runner_named(task.grading.runner)
         if runner is None or is_plain(task.setup):
             return
         await self.bases.of(task)
@@ -166,7 +157,7 @@ class Grader:
 
     async def close(self) -> None:
         """Close the spare sandboxes and the idle processes of checkers."""
-        for runner in RUNNERS.values():
+        for runner in opened_runners():
             runner.close()
         while self._spares:
             await self._spares.pop()[1].close()
@@ -421,20 +412,6 @@ class Grader:
                     return await runner.run(sandbox, task, oracle, candidate, limits), limits.meter
         finally:
             await sandbox.close()
-
-
-def runner_for(task: Task, oracle: Oracle) -> GradingRunner:
-    """Return the runner of a task. Raises TaskError for a task that it cannot judge."""
-    runner = RUNNERS.get(task.grading.runner)
-    if runner is None:
-        known = ", ".join(sorted(RUNNERS))
-        raise TaskError(f"task {task.id}: no runner {task.grading.runner!r} (known: {known})")
-    if oracle.task_id != task.id:
-        raise TaskError(f"task {task.id} has the oracle of {oracle.task_id}")
-    if not task.content_hash:
-        raise TaskError(f"task {task.id} has no content_hash")
-    runner.check(task, oracle)
-    return runner
 
 
 def _raise_infra(task: Task, report: RunReport) -> None:

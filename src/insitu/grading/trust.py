@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from insitu.errors import TaskError
 from insitu.grading.canaries import text_of
 from insitu.grading.candidate import Candidate
-from insitu.grading.grader import RUNNERS
+from insitu.grading.runners.find import runner_named
 from insitu.grading.runners.json_io import without_forms
 from insitu.grading.runners.pytest_mutants import draw
 from insitu.tasks.base import REWARD_ONLY
@@ -33,7 +33,7 @@ def trust_of(task: Task, oracle: Oracle) -> tuple[Trust, str]:
     """
     if trust := REWARD_ONLY.get(task.grading.runner):
         return trust, "the reward function decides"
-    runner = RUNNERS.get(task.grading.runner)
+    runner = runner_named(task.grading.runner)
     if runner is None:
         raise TaskError(f"task {task.id}: no runner {task.grading.runner!r}")
     if runner.name == "pytest":

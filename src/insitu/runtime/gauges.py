@@ -12,15 +12,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from insitu.errors import RecordError
-from insitu.gateway.session import Session
-from insitu.runtime.fleet.controller import RemoteSession
+from insitu.runtime.running import OpenSession
 from insitu.storage.store import Store
 from insitu.storage.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
-Sessions = Callable[[], Sequence[Session | RemoteSession]]
+Sessions = Callable[[], Sequence[OpenSession]]
 
 
 @asynccontextmanager
@@ -58,7 +57,7 @@ async def write_gauges(
         await asyncio.wait([watching])
 
 
-def _agent(sessions: Sequence[Session | RemoteSession]) -> dict[str, str]:
+def _agent(sessions: Sequence[OpenSession]) -> dict[str, str]:
     """Return what the agent under way for the longest time does: its rollout, and its newest reply."""
     session = next((session for session in sessions if session.stats.doing), None)
     return {} if session is None else {"rollout": session.rollout_id, "doing": session.stats.doing}

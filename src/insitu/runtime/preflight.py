@@ -7,7 +7,6 @@ The run then uses the objects found here.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,24 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from tokenizers import Tokenizer
-
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer, check_tools
 from insitu.config import Config, TaskSetTable, model_folder
-from insitu.config.base import is_url
 from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
 from insitu.engines.safetensors_file import check_complete
 from insitu.engines.server_command import SERVERS, interpreter, place, present_gpus
-from insitu.errors import ConfigError, EngineError, InsituError, TaskError, boundary
+from insitu.errors import ConfigError, EngineError, InsituError, TaskError
 from insitu.gateway.listeners import check_port
-from insitu.grading.grader import runner_for
 from insitu.grading.reward import reward_function
+from insitu.grading.runners.find import runner_for
 from insitu.grading.trust import below, trust_of
 from insitu.registry import Kind, find
 from insitu.runtime.agents import AgentSetup, check_listener, find_pools, limits_of, make_setups
+from insitu.runtime.engine import local_engine
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit, foreign_words
 from insitu.runtime.sandboxes import check_agents, check_programs, check_tasks
@@ -45,8 +42,6 @@ from insitu.tasks.factory import action_of, open_source
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tracking.names import GROUPS
 from insitu.tracking.start import check_trackers
-from insitu.training.learner.process import require_learner
-from insitu.training.trainer.scoring_server import ScoringServer
 from insitu.types import OF_AGENT, OF_EVAL, Oracle, Task, part_label
 
 log = logging.getLogger(__name__)
@@ -310,48 +305,21 @@ def check_names(config: Config) -> None:
             raise ConfigError(f"tasks.agents: metrics of a run have the name {min(taken)}; name the task set")
 
 
-def check_learner(config: Config) -> None:
-    """Raise ConfigError if a learner lacks packages or weights; the weights of a service are its own."""
-    require_learner(config)
+def check_local_engine(config: Config) -> None:
+    """Raise ConfigError if the engine that the run starts lacks packages or weights."""
+    if config.engine.in_learner:
+        local_engine(config).check(config)
+        check_weights(config)
+
+
+def check_weights(config: Config) -> None:
+    """Raise ConfigError if the model has no weights here; those of a service are its own."""
     if "tinker" not in (config.policy.kind, config.engine.kind):
-        _check_model(model_folder(config), "model.path")
+        check_model(model_folder(config), "model.path")
 
 
-def check_reference(config: Config) -> None:
-    """Raise ConfigError if the folder of a reference policy has no weights, or a server cannot score."""
-    named = {"train.reference": config.train.reference}
-    named |= {".".join(filter(None, ["tasks", t.name, "reference"])): t.reference for t in config.tasks}
-    for key, name in named.items():
-        if is_url(name):
-            if config.engine.temperature != 1.0:
-                raise ConfigError(f"{key}: a server scores at engine.temperature = 1 only")
-            ScoringServer(name, key, model_folder(config), config.train.step_timeout_s, attempts=1)
-        elif name:
-            _check_model(Path(name), key)
-            _check_vocabulary(Path(name), model_folder(config), key)
-
-
-def _check_vocabulary(folder: Path, model: Path, key: str) -> None:
-    """Raise ConfigError if two folders do not name the same tokens, or `folder` cannot score one of them."""
-    if not (folder / "tokenizer.json").exists():
-        raise ConfigError(f"{key}: {folder} has no tokenizer.json to compare with that of model.path")
-    theirs, ours = (Tokenizer.from_file(str(one / "tokenizer.json")).get_vocab() for one in (folder, model))
-    if theirs != ours:
-        raise ConfigError(f"{key}: {folder} has another vocabulary than model.path")
-    with boundary(ConfigError, f"{key}: {folder}"):
-        # a tokenizer may name tokens for which no model of its family has a row, e.g. Gemma 3's image token
-        rows, needed = _rows(folder), min(1 + max(ours.values()), _rows(model))
-    if rows < needed:
-        raise ConfigError(f"{key}: {folder} has {rows:,} rows for {needed:,} tokens (vocab_size)")
-
-
-def _rows(folder: Path) -> int:
-    """Return the rows of a model's embedding by its config.json."""
-    described = json.loads((folder / "config.json").read_bytes())
-    return int(described.get("text_config", described)["vocab_size"])
-
-
-def _check_model(folder: Path, key: str) -> None:
+def check_model(folder: Path, key: str) -> None:
+    """Raise ConfigError if a folder holds no complete model; `key` names it in errors."""
     if not (folder / "config.json").exists():
         raise ConfigError(f"{key}: {folder} is not a model folder: it has no config.json")
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:

@@ -39,11 +39,12 @@ from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.judge import TaskJudge
 from insitu.grading.reward import reward_function
+from insitu.registry import find
 from insitu.runtime.agents import AgentSetup, agents_of, find_setups
 from insitu.runtime.engine import Sampler, open_sampler
-from insitu.runtime.fleet.controller import Fleet, open_fleet
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.public_url import open_public_url
+from insitu.runtime.running import RunningAgents
 from insitu.runtime.sandboxes import agents_call_by_url
 from insitu.runtime.transcripts import transcript_reader
 from insitu.runtime.upstream import open_upstream
@@ -255,7 +256,7 @@ async def open_agents(
     source: TaskSource,
     setups: Mapping[str, AgentSetup],
     say: Callable[[str], None] = log.warning,
-) -> AsyncIterator[Runtime | Fleet]:
+) -> AsyncIterator[RunningAgents]:
     """Run what makes rollouts inside the context: here, or on the nodes of [fleet], which call `engine`."""
     if config.fleet.kind == "none":
         async with open_runtime(config, backend, source, setups, say) as runtime:
@@ -263,6 +264,7 @@ async def open_agents(
     elif engine is None:
         raise ConfigError("fleet.kind needs an engine: a provider's calls cannot go through the controller")
     else:
+        open_fleet = find("fleets", config.fleet.kind)
         async with open_fleet(config, engine, source, agents_of(setups), say) as fleet:
             yield fleet
 

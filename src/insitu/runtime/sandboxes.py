@@ -12,18 +12,16 @@ import functools
 import logging
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import cast
 
 from insitu import registry
 from insitu.config import Config
 from insitu.errors import ConfigError, SetupError, user_code
-from insitu.grading.grader import RUNNERS
+from insitu.grading.runners.find import runner_named
 from insitu.runtime.public_url import check_public_url
 from insitu.sandbox.base import Capability, SandboxBackend
 from insitu.sandbox.circuit_breaker import CircuitOptions
 from insitu.sandbox.docker import DockerBackend
-from insitu.sandbox.harbor import HarborBackend
-from insitu.sandbox.harbor_sdk import Factory
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import DEFAULT_MAX_SANDBOXES, Pool, PoolOptions
 from insitu.sandbox.rootfs import search_path
@@ -107,12 +105,6 @@ def local_backend(config: Config, work_bytes: int) -> LocalBackend:
     return local
 
 
-def harbor_backend(config: Config, work_bytes: int) -> HarborBackend:
-    """Return sandboxes of one of Harbor's environments; raise SetupError."""
-    table = config.sandbox
-    return HarborBackend(table.environment, image=table.image, make=_factory(table.environment))
-
-
 def docker_backend(config: Config, work_bytes: int) -> DockerBackend:
     """Return sandboxes in containers; raise SetupError."""
     table = config.sandbox
@@ -127,12 +119,6 @@ def docker_backend(config: Config, work_bytes: int) -> DockerBackend:
         pull_timeout_s=table.pull_timeout_s,
         work_bytes=work_bytes,
     )
-
-
-def _factory(environment: str) -> Factory | None:
-    """Return the user's function that creates environments; None for one of Harbor's own."""
-    found: Any = registry.load(environment) if ":" in environment else None
-    return cast("Factory | None", found)
 
 
 def agents_call_by_url(parts: Mapping[str, Config]) -> bool:
@@ -162,7 +148,7 @@ def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
     """Raise ConfigError for a task that could not run in the sandboxes of every backend."""
     lacks = {kind: UNSUPPORTED.get(kind, {}) for kind in config.sandbox.kinds}
     for task in tasks:
-        runner = RUNNERS.get(task.grading.runner)
+        runner = runner_named(task.grading.runner)
         for kind, words in lacks.items():
             if task.setup.image and "images" in words:
                 what, why = f"its image is {task.setup.image}", words["images"]

@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Any, Self, cast
 
+from insitu import registry
 from insitu.backoff import retry
+from insitu.config import Config
 from insitu.errors import PolicyUnsupported, SandboxError, SandboxLost, SandboxStartError, SetupError
 from insitu.sandbox import harbor_scripts as scripts
 from insitu.sandbox.base import Bind, Capability, ExecResult, Owner, Process, SandboxSpec
@@ -403,3 +405,15 @@ def _read(result: Result, timed_out: bool, most: int, duration_s: float) -> Exec
         truncated=max(len(out), len(err)) > most,
         duration_s=duration_s,
     )
+
+
+def harbor_backend(config: Config, work_bytes: int) -> HarborBackend:
+    """Return sandboxes of one of Harbor's environments; raise SetupError."""
+    table = config.sandbox
+    return HarborBackend(table.environment, image=table.image, make=_factory(table.environment))
+
+
+def _factory(environment: str) -> Factory | None:
+    """Return the user's function that creates environments; None for one of Harbor's own."""
+    found: Any = registry.load(environment) if ":" in environment else None
+    return cast("Factory | None", found)

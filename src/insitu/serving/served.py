@@ -25,6 +25,7 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.text_log import spent_in
 from insitu.runtime.agents import limits_of
+from insitu.runtime.engine import local_engine
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.prompt_sizes import PromptFit
 from insitu.runtime.public_url import open_public_url
@@ -38,7 +39,6 @@ from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir
 from insitu.storage.session_log import recover
 from insitu.storage.store import Store
-from insitu.training.learner.process import require_learner
 from insitu.types import Rollout, Status, Timings, Trajectory
 
 REPORT = "report.txt"
@@ -207,7 +207,7 @@ async def open_served(config: Config, console: Console) -> AsyncIterator[Served]
     Raises InsituError when the start fails.
     """
     if config.engine.in_learner:
-        require_learner(config)
+        local_engine(config).check(config)
     async with AsyncExitStack() as stack:
         run = stack.enter_context(RunDir.create(config))
         stack.push(run.drop_unused)

@@ -128,3 +128,11 @@ def cut_torn_line(path: Path) -> None:
                 break
         if keep < end:
             file.truncate(keep)
+
+
+def new_lines(batches: Any) -> list[dict[str, Any]]:
+    """Return the new lines of a file; none where it cannot be read."""
+    with contextlib.suppress(RecordError, StopIteration):
+        lines: list[dict[str, Any]] = next(batches)
+        return lines
+    return []

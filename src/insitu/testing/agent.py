@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from insitu.agents.base import AgentResult, Harness, ModelAccess
+from insitu.capture.exactness import training_faults
+from insitu.chat.open_renderer import open_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
 from insitu.storage.temp_dirs import scratch_folder
-from insitu.suites.conformance.exactness import training_faults
-from insitu.suites.open_renderer import open_renderer
 from insitu.types import FileEntry, IntArray, Limits, Message, RequestKey, Task, Trajectory
 
 SEAL_S = 10.0

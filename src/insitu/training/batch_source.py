@@ -17,13 +17,13 @@ from insitu.collect.options import AttemptRunner, Check, CollectOptions, Phase, 
 from insitu.collect.pending_group import ResumedGroup, ResumeState
 from insitu.collect.starvation import Activity
 from insitu.config import Config
+from insitu.plan.step import PlanConfig, use_of
 from insitu.storage.attempts import CANCELLED
 from insitu.storage.lifecycle import Reason, RolloutState
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.tasks.samplers import GroupOutcome, TaskDraws
 from insitu.training.alarms import InfraFailureRate
-from insitu.training.plan.step import PlanConfig, use_of
 from insitu.types import Group, Rollout, Status, Task
 
 

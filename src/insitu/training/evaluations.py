@@ -15,16 +15,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.groups import open_groups
-from insitu.collect.options import AttemptRunner, RolloutObserver
+from insitu.collect.options import AttemptRunner
 from insitu.collect.starvation import Activity
 from insitu.config import Config, EvalTable
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
+from insitu.progress.base import View
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.paired import mean_change
 from insitu.storage.pass_at_k import PassAtK, TaskCounts, covered, estimate, reported_ks, title
@@ -51,16 +52,6 @@ _SCORES: Mapping[When, str] = {
 }
 HELDOUT = "held-out"
 """How the first evaluation is called in a view."""
-
-
-class EvalObserver(RolloutObserver, Protocol):
-    """The view of evaluations."""
-
-    def stage(self, name: str, total: int = 0) -> None: ...
-
-    def eval_done(self, name: str, score: Score) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +154,7 @@ class Evaluations:
         run: RunDir,
         store: Store,
         metrics: MetricsFile,
-        view: EvalObserver,
+        view: View,
         breaker: Breaker,
         activity: Activity,
         parts: EvalParts | None,

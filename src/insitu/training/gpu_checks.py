@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 
 from insitu.errors import InsituError, TrainError
+from insitu.plan.packing import MicroBatch
+from insitu.plan.prefix_tree import build_tree
+from insitu.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows, plan_digest
 from insitu.training.attention.rows import Causal, Shared, flash_works
 from insitu.training.attention.tree import TreeAttend, visible
 from insitu.training.loss.chunked_logits import Kernels, triton_works
@@ -36,9 +39,6 @@ from insitu.training.memory.predict import GIB, MemoryModel
 from insitu.training.model.base import Attend, MemoryOptions
 from insitu.training.model.hf import HfPolicy, adopt
 from insitu.training.options import Lora, OptimConfig, PolicyConfig, TrainConfig
-from insitu.training.plan.packing import MicroBatch
-from insitu.training.plan.prefix_tree import build_tree
-from insitu.training.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows, plan_digest
 from insitu.training.trainer import checkpoint
 from insitu.training.trainer.trainer import Trainer
 from insitu.types import Ledger

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from insitu import failpoint
 from insitu.capture.ledger import reassign
@@ -27,16 +27,18 @@ from insitu.collect.options import AttemptRunner
 from insitu.collect.starvation import Activity
 from insitu.engines.base import Engine
 from insitu.errors import RecordError, TrainError
-from insitu.storage.metrics import Metrics, MetricsFile
+from insitu.plan.step import PlanConfig, StepPlan, plan_step
+from insitu.progress.base import SHOWN, View
+from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import KIND, RunDir, read_store, read_summary
 from insitu.storage.scores import prune_scores, score_file
 from insitu.storage.store import Store
+from insitu.storage.wall_clock import WallClock
 from insitu.tasks.mix import TaskMix
 from insitu.training.alarms import IN_A_ROW, CollapseAlarm, InfraFailureRate, StepAlarms, why_untrained
 from insitu.training.batch_source import Batches, StoreSink, open_batches
 from insitu.training.checkpoints import Checkpoints
 from insitu.training.evaluations import (
-    EvalObserver,
     EvalParts,
     EvalResult,
     Evaluations,
@@ -47,11 +49,9 @@ from insitu.training.evaluations import (
 from insitu.training.learner.client import Learner
 from insitu.training.learner.supervisor import LearnerSupervisor, Trained
 from insitu.training.options import StepResult, gaps
-from insitu.training.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.training.recovery import best_step, heldout_scores
 from insitu.training.served_batches import ServedBatches
 from insitu.training.step_metrics import (
-    SHOWN,
     ahead_summary,
     evaluation_waits,
     mismatch_text,
@@ -83,18 +83,8 @@ class RunParts:
     plan_config: PlanConfig
 
 
-class TrainingObserver(EvalObserver, Protocol):
-    """The view of a training run; methods return at once and never raise."""
-
-    def begin(self, title: str, rollouts: int) -> None: ...
-
-    def advance(self, done: int) -> None: ...
-
-    def step_done(self, step: int, steps: int, metrics: Metrics) -> None: ...
-
-
-WALL_S, EXTRA = "wall_s", "summary_extra"
-"""Metadata keys of a run."""
+EXTRA = "summary_extra"
+"""Metadata key of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,24 +108,6 @@ def _eval_parts(parts: RunParts) -> EvalParts | None:
     )
 
 
-class WallClock:
-    """Wall time of a run over all its processes.
-
-    Stored with every committed step; a killed process loses the time since its last step.
-    """
-
-    def __init__(self, store: Store, began: float) -> None:
-        self._earlier = float(store.meta().get(WALL_S, "0"))
-        self._began = began
-
-    def seconds(self) -> float:
-        return self._earlier + time.monotonic() - self._began
-
-    def meta(self) -> Mapping[str, str]:
-        """Return it as metadata of the run."""
-        return {WALL_S: f"{self.seconds():.3f}"}
-
-
 def _account(plan: StepPlan, result: StepResult) -> tuple[Ledger, Mapping[str, str]]:
     """Return the ledger of a step, and rollout id -> why it is not trained, or empty."""
     reasons = plan.exclusion_reasons
@@ -154,7 +126,7 @@ class TrainingLoop:
         store: Store,
         metrics: MetricsFile,
         parts: RunParts,
-        view: TrainingObserver,
+        view: View,
         clock: WallClock,
     ) -> None:
         self._run, self._store, self._metrics, self._parts, self._view = run, store, metrics, parts, view

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from insitu.config import Config, model_folder
 from insitu.engines.embedded.model_files import StoredModel, model_files, write_summed
+from insitu.engines.parent_watch import main_of_child
 from insitu.engines.safetensors_file import model_assets
 from insitu.errors import RecordError, TrainError
 from insitu.storage.checkpoint_files import verify
 from insitu.storage.run_dir import read_config
-from insitu.training.learner.parent_watch import main_of_child
 from insitu.training.model.load import open_policy, start_dtype
 from insitu.training.model.lora import CONFIG, WEIGHTS
 from insitu.training.options import PolicyConfig

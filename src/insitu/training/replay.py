@@ -13,17 +13,18 @@ from typing import Any
 
 from insitu.config import model_folder
 from insitu.errors import RecordError
+from insitu.plan.digest import is_plan
+from insitu.plan.step import PlanConfig, plan_step
+from insitu.plan.stored import stored_groups
+from insitu.progress.base import View
 from insitu.storage.run_dir import KIND, read_config, read_store
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec, require_learner
-from insitu.training.loop import TrainingObserver, check_start_model
-from insitu.training.plan.digest import is_plan
-from insitu.training.plan.step import PlanConfig, plan_step
-from insitu.training.recovery import stored_groups
+from insitu.training.loop import check_start_model
 
 
-async def replay_run(run_dir: Path, view: TrainingObserver) -> Mapping[str, Any]:
+async def replay_run(run_dir: Path, view: View) -> Mapping[str, Any]:
     """Repeat the training of a stored run. Raises InsituError."""
     config = read_config(run_dir)
     async with AsyncExitStack() as stack:

@@ -20,11 +20,11 @@ from insitu.collect.options import RolloutObserver, Slot
 from insitu.config import Config, model_folder
 from insitu.engines.base import Receipt
 from insitu.errors import ConfigError, TrainError
+from insitu.plan.step import PlanConfig, use_of
 from insitu.storage.lifecycle import SERVE
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
 from insitu.training.batch_source import StoreSink
-from insitu.training.plan.step import PlanConfig, use_of
 from insitu.types import Group
 
 

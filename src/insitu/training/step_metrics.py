@@ -16,21 +16,6 @@ from insitu.training.options import StepResult
 from insitu.training.unparsed import unparsed_counts
 from insitu.types import OF_AGENT, PARTS_LEFT_OUT, Group, Ledger, Rollout, part_label
 
-SHOWN = (
-    "reward_mean",
-    "effective_groups",
-    "calls_mean",
-    "entropy",
-    "max_logprob_gap",
-    "tokens_trained",
-    "step_s",
-    "staleness_max",
-    "waited_s",
-    "wasted",
-    "evaluate_s",
-)
-"""Metrics of a step for the view, where present; metrics.jsonl has all."""
-
 COUNTS = frozenset(
     {
         "optimizer_steps",

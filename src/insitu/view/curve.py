@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from insitu.progress.base import rounded
 from insitu.storage.phases import is_heldout
 from insitu.storage.score import Score
 from insitu.storage.store import Store
-from insitu.view.base import rounded
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 56

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from insitu.progress.base import change_text, duration, rounded
 from insitu.storage.pass_at_k import covered, title
 from insitu.storage.store import Score
 from insitu.types import Ledger
-from insitu.view.base import change_text, duration, rounded
 
 _TOOL_LINES = 6
 """Maximum lines shown of one tool result."""

@@ -6,15 +6,14 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from insitu.chat.words import WordsCache
 from insitu.errors import RecordError
+from insitu.progress.base import duration, printable
 from insitu.storage.queries import IDS, PAGE, STATE
-from insitu.view.base import duration
-from insitu.view.terminal import printable
 from insitu.view.web.credit import Credits
 from insitu.view.web.rollout_page import MAX_TURNS, diff_page, rollout_page, transcript
 from insitu.view.web.runs import RunHandle
 from insitu.view.web.token_page import MAX_TOKENS, decode, token_page
-from insitu.view.web.words import WordsCache
 
 _CHARS = 4000
 """Characters shown of one message."""

@@ -10,13 +10,13 @@ from typing import Any
 from insitu.capture.drift_log import drift_totals
 from insitu.config import Config
 from insitu.errors import RecordError
+from insitu.progress.base import rate_text
 from insitu.storage.files import write_text
 from insitu.storage.phases import When, eval_name, eval_phase
 from insitu.storage.run_dir import KIND, read_config, read_store, read_summary
 from insitu.storage.score import Score, describe_rewards
 from insitu.storage.store import ScoresBy, Store
 from insitu.types import Ledger, part_label
-from insitu.view.base import rate_text
 from insitu.view.curve import curve_of, curve_svg
 from insitu.view.report import (
     EvaluationReport,

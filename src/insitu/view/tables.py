@@ -13,10 +13,10 @@ import numpy as np
 
 from insitu.errors import ConfigError
 from insitu.install_hints import install_package
+from insitu.progress.base import printable
 from insitu.storage.queries import PAGE, PHASES, RunReader
 from insitu.storage.store import StepRecord, Store
 from insitu.types import Rollout
-from insitu.view.terminal import printable
 
 SHOWN_ROWS = 20
 FRAMES = ("pandas", "polars")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from insitu.progress.base import change_text, duration, printable, rounded
 from insitu.storage.phases import is_heldout
-from insitu.view.base import change_text, duration, rounded
 from insitu.view.web.findings import compare_runs, compare_tasks
 from insitu.view.web.runs import RunHandle, Runs, run_info
 
@@ -25,11 +25,6 @@ _CELL_NAMES = (
     },
 )  # fmt: skip
 """Names of the cells of a pair of evaluations of one run, and of two."""
-
-
-def printable(text: object) -> str:
-    """Return one line of text; characters that could change the terminal become question marks."""
-    return "".join(c if c.isprintable() else "?" for c in str(text))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:

@@ -4,47 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from insitu.config import Config
 from insitu.errors import RecordError
-from insitu.storage.metrics import tail_metrics
+from insitu.progress.base import SHOWN, View, printable
+from insitu.progress.plain import eval_text, step_text
+from insitu.storage.metrics import new_lines, tail_metrics
 from insitu.storage.phases import eval_name
 from insitu.storage.queries import NEW_ROLLOUTS, RUNNING, RunReader
 from insitu.storage.run_dir import check_store, read_config, run_state
 from insitu.storage.score import Score
 from insitu.storage.timeline import TIMELINE
-from insitu.training.step_metrics import SHOWN
-from insitu.view.base import View
-from insitu.view.plain import eval_text, step_text
-from insitu.view.terminal import printable
 
 POLL_S = 1.0
-OLD_S = 15.0
-"""Age at which what an agent does is no longer shown."""
 _STAGES = {
     "collect": "rollouts of step {step} of {steps}",
     "train": "training step {step} of {steps}",
     "publish": "publishing the weights of step {step} of {steps}",
     "evaluate": "held-out tasks after step {step}",
 }
-
-
-def agent_line(path: Path) -> Callable[[], str]:
-    """Return a function that returns what one agent of a run does now, in one line."""
-    batches, newest, at_s = tail_metrics(path / TIMELINE), "", 0.0
-
-    def look() -> str:
-        nonlocal newest, at_s
-        for line in _next(batches):
-            if line.get("event") == "agent":
-                newest = printable(f"{line['rollout']}  {line['doing']}") if "doing" in line else ""
-                at_s = line["time_s"]
-        return newest if time.time() - at_s < OLD_S else ""
-
-    return look
 
 
 def watch(path: Path, view: View, poll_s: float = POLL_S) -> None:
@@ -75,10 +56,10 @@ class _Watcher:
         view.stage("starting")
 
     def look(self) -> None:
-        phases = [line for line in _next(self._timeline) if line.get("event") == "begin"]
+        phases = [line for line in new_lines(self._timeline) if line.get("event") == "begin"]
         if phases:
             self._begin(phases[-1])
-        for line in _next(self._metrics):
+        for line in new_lines(self._metrics):
             self._line(line)
         # No store yet, or it is being made: the next look sees it.
         with contextlib.suppress(RecordError), RunReader(self._path) as reader:
@@ -130,7 +111,7 @@ def ended_text(path: Path) -> Iterator[str]:
     config = read_config(path)
     check_store(path)
     yield _title(path, config)
-    lines = _next(tail_metrics(path / "metrics.jsonl"))
+    lines = new_lines(tail_metrics(path / "metrics.jsonl"))
     for line in [line for line in lines if line.get("event") == "step"][-1:]:
         yield step_text(line["step"], config.run.steps, _shown(line))
     for line in [line for line in lines if line.get("event", "").startswith("eval")][-1:]:
@@ -154,11 +135,3 @@ def _score(line: Mapping[str, Any]) -> Score:
     solved, total = line["solved"], line["total"]
     rate = line.get("solve_rate", solved / total if total else 0.0)
     return Score(solved=solved, total=total, rate=rate, reward_mean=line["reward_mean"] or 0.0)
-
-
-def _next(batches: Any) -> list[dict[str, Any]]:
-    """Return the new lines of a file; none where it cannot be read."""
-    with contextlib.suppress(RecordError, StopIteration):
-        lines: list[dict[str, Any]] = next(batches)
-        return lines
-    return []

@@ -12,6 +12,7 @@ import pytest
 
 from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.recipe import named_recipe
+from insitu.chat.open_renderer import Splitter
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
@@ -22,7 +23,6 @@ from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.run import make_harness
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
-from insitu.suites.open_renderer import Splitter
 from insitu.types import Limits, Task
 
 pytestmark = pytest.mark.slow

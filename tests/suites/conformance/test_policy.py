@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from insitu.agents.recipe import shipped_recipes
+from insitu.chat.open_renderer import Splitter
 from insitu.chat.renderer import ParsedReply
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.conformance import checks
@@ -20,7 +21,6 @@ from insitu.suites.conformance.scripted_policy import (
     ScriptedPolicy,
     read_prompt,
 )
-from insitu.suites.open_renderer import Splitter
 from insitu.types import IntArray, Message, RequestKey, ToolSpec
 
 TEXTS = ("def area(w, h):\n    return w + h\n", "café 日本 🙂", "<|im_end|> <tool_call>", "")

@@ -14,11 +14,11 @@ import numpy as np
 
 from insitu.chat.load import load_renderer
 from insitu.config import WARM_START, load_config
+from insitu.plan.step import PlanConfig, plan_step
 from insitu.storage.artifacts import AgentArtifacts
 from insitu.storage.logs import AgentLogs
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
-from insitu.training.plan.step import PlanConfig, plan_step
 from insitu.types import (
     CallTimes,
     DriftNote,

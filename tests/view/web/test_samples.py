@@ -9,8 +9,8 @@ import pytest
 from samples_lab import AFTER, BEFORE, STEP, UNGRADED, Rewards, put, stored
 
 from insitu.cli import main
+from insitu.progress.base import rounded
 from insitu.storage.run_dir import RunDir, read_store
-from insitu.view.base import rounded
 from insitu.view.curve import curve_of
 from insitu.view.web.findings import compare_tasks
 from insitu.view.web.pages import heldout

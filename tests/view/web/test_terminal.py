@@ -17,7 +17,7 @@ from run_lab import make_run
 import insitu
 from insitu.cli import main
 from insitu.errors import RecordError
-from insitu.view.base import rounded
+from insitu.progress.base import rounded
 
 Capture = pytest.CaptureFixture[str]
 MANY = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n"

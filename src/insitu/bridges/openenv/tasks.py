@@ -8,7 +8,7 @@ from typing import Any
 
 from insitu.config import Config
 from insitu.errors import ConfigError, TaskError
-from insitu.grading.grader import runner_for
+from insitu.grading.runners.find import runner_for
 from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks
 from insitu.tasks.base import ENDLESS_TASKS, Split, TasksById, TaskSource

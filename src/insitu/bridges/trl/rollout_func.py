@@ -15,7 +15,7 @@ from insitu.bridges.trl.weights import SourceOwner, check_temperature, publish
 from insitu.concurrency import run_all
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
-from insitu.training.plan.step import PlanConfig
+from insitu.plan.step import PlanConfig
 from insitu.types import Group, Rollout, Segment
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from insitu.bridges.trl.rollout_func import task_id
 from insitu.bridges.trl.weights import SourceOwner
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
-from insitu.training.plan.step import PlanConfig
+from insitu.plan.step import PlanConfig
 
 
 class HarnessSession:

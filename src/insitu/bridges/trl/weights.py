@@ -20,7 +20,7 @@ from insitu.engines.safetensors_file import (
     write_tensors,
 )
 from insitu.errors import ConfigError, TrainError, boundary
-from insitu.training.plan.step import PlanConfig
+from insitu.plan.step import PlanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

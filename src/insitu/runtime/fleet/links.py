@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Protocol
 
 import insitu
+from insitu.engines.child import Child
 from insitu.engines.rpc import Handler, RpcClient, RpcPeer
 from insitu.errors import EngineError
 from insitu.storage.temp_dirs import scratch_folder
-from insitu.training.learner.process import Child
 
 NODE = "insitu.runtime.fleet.node"
 

@@ -30,6 +30,7 @@ from insitu.agents.base import Clock, loop_time
 from insitu.attempt import AttemptSpec
 from insitu.chat.load import load_renderer
 from insitu.config import Config, load_config
+from insitu.engines.parent_watch import main_of_child
 from insitu.engines.rpc import NOTHING, Frame, RpcPeer, serve_peer
 from insitu.errors import InsituError, SetupError, TaskError
 from insitu.gateway.token_backend import TokenBackend
@@ -41,7 +42,6 @@ from insitu.runtime.run import Runtime, open_runtime
 from insitu.shutdown import hard_exit
 from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
 from insitu.tasks.base import Split
-from insitu.training.learner.parent_watch import main_of_child
 from insitu.types import Oracle, Rollout, Task
 
 log = logging.getLogger(__name__)

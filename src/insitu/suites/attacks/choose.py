@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from insitu.config import Config
 from insitu.errors import ConfigError
+from insitu.progress.base import View
 from insitu.runtime.sandboxes import check_tasks, make_backend
 from insitu.sandbox.base import SandboxBackend
 from insitu.suites.attacks.matrix import ATTACKS, runners
@@ -16,7 +17,6 @@ from insitu.suites.attacks.run import AttackReport, run_matrix
 from insitu.suites.attacks.runner import NAIVE_WORK_BYTES, Cell
 from insitu.suites.attacks.target import target_for
 from insitu.suites.attacks.user_tasks import run_user_tasks, user_targets
-from insitu.view.base import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

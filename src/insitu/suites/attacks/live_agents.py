@@ -18,6 +18,7 @@ from pathlib import Path
 from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.recipe import Recipe
+from insitu.chat.open_renderer import open_renderer
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
@@ -25,7 +26,6 @@ from insitu.gateway.session import Session
 from insitu.gateway.session_spec import SessionStats
 from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.base import SandboxBackend
-from insitu.suites.open_renderer import open_renderer
 from insitu.types import Limits, Message, Task, Trajectory
 
 SEAL_S = 5.0

@@ -63,9 +63,9 @@ _WORDS = {
 
 def runners() -> tuple[str, ...]:
     """Return the runners of the matrix."""
-    from insitu.grading.grader import RUNNERS as KNOWN
+    from insitu import registry
 
-    return tuple(name for name in RUNNERS if name in KNOWN and name in RESIDUAL)
+    return tuple(name for name in RUNNERS if name in registry.names("runners") and name in RESIDUAL)
 
 
 def required(attack: Attack, runner: str) -> str:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from insitu.config import Config
 from insitu.errors import GradeError, SandboxError, TaskError
 from insitu.grading.diff import changes, is_protected
-from insitu.grading.grader import runner_for
 from insitu.grading.oracles import solution
+from insitu.grading.runners.find import runner_for
 from insitu.runtime.agents import limits_of
 from insitu.sandbox.base import SandboxBackend
 from insitu.suites.attacks.matrix import RESIDUAL

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from insitu.agents.base import AgentResult
+from insitu.capture.exactness import training_faults
 from insitu.engines.scripted import ScriptedEngine, SentRequest
 from insitu.gateway.request import GatewayCounters
 from insitu.gateway.session import Session
 from insitu.suites.conformance.agent_tools import AgentTools
-from insitu.suites.conformance.exactness import training_faults
 from insitu.suites.conformance.scripted_policy import PARTS, RIGHT, ScriptedPolicy
 from insitu.types import EXCLUSIONS, IntArray, Ledger, Trajectory, Tree, Turn
 

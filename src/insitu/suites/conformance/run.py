@@ -19,20 +19,20 @@ from pathlib import Path
 from insitu.agents.base import AgentResult, Harness, ModelAccess
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.recipe import Recipe
+from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import InsituError
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.token_backend import TokenBackend
+from insitu.progress.base import View
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS, OWN_AGENT, AgentTools
 from insitu.suites.conformance.checks import ConformanceResult, judge, traffic_failures
 from insitu.suites.conformance.recorder import WireRecorder
 from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
-from insitu.suites.open_renderer import Splitter, open_renderer
 from insitu.types import Limits, Task, Trajectory
-from insitu.view.base import View
 
 SEED = 1
 MAX_CALL_TOKENS = 2048

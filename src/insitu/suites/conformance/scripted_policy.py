@@ -16,9 +16,9 @@ from typing import Any, Literal
 import numpy as np
 
 from insitu.chat.codec import Codec
+from insitu.chat.open_renderer import Splitter
 from insitu.chat.template import TemplateRenderer
 from insitu.suites.conformance.agent_tools import OWN_AGENT, AgentTools, Call, tools_from_schemas
-from insitu.suites.open_renderer import Splitter
 from insitu.types import FileEntry, IntArray, RequestKey, Tree
 
 MAIN = "[[main task]]"

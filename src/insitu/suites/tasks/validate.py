@@ -21,8 +21,10 @@ from typing import Any
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, TaskError
 from insitu.grading.diff import changes
-from insitu.grading.grader import GradeConfig, Grader, runner_for
+from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.runners.find import runner_for
 from insitu.grading.trust import trust_of
+from insitu.progress.base import View
 from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks, make_pool
 from insitu.sandbox.base import SandboxBackend, SandboxSpec
@@ -32,7 +34,6 @@ from insitu.tasks.base import Item
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import open_source
 from insitu.types import Oracle, Task
-from insitu.view.base import View
 
 COUNTS = ("tasks", "passed", "failed", "no_gold", "infra", "refused_rows")
 GENERATED_TASKS = 64

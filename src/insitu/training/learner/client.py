@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from insitu.engines.base import Engine, EngineWrapper, PauseMode, Receipt
+from insitu.engines.child import Child
 from insitu.engines.embedded.engine import EmbeddedEngine
 from insitu.engines.rpc import Frame, Meta, RpcClient
 from insitu.errors import EngineError, TrainError
+from insitu.plan.step import StepPlan
 from insitu.storage.temp_dirs import scratch_folder
-from insitu.training.learner.process import Child, LearnerSpec, absolute
+from insitu.training.learner.process import LearnerSpec, absolute, spawn_learner
 from insitu.training.learner.serialization import decode_result, encode_plan
 from insitu.training.options import StepResult
-from insitu.training.plan.step import StepPlan
 from insitu.training.weights.files import ExportRequest, ExportResult
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 
@@ -126,7 +127,7 @@ class Learner:
         for remaining in reversed(range(self._spec.restarts + 1)):
             log = self._spec.log or self._folder / "learner.log"
             self._lives += 1
-            self._child = await Child.spawn(self._spec, self._folder / f"learner{self._lives}", log)
+            self._child = await spawn_learner(self._spec, self._folder / f"learner{self._lives}", log)
             try:
                 self._channel = await self._child.connect(self._spec.start_deadline_s)
                 await self._attach()

@@ -26,11 +26,11 @@ from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
 from insitu.engines.embedded.model import Qwen3
 from insitu.engines.embedded.service import EngineService
 from insitu.engines.embedded.weights import checksum_of
+from insitu.engines.parent_watch import follow_parent, main_of_child
 from insitu.engines.rpc import Meta
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import TrainError
 from insitu.training.learner import ranks as peers
-from insitu.training.learner.parent_watch import follow_parent, main_of_child
 from insitu.training.learner.probe import probe_engine
 from insitu.training.learner.ranks import RankProcesses
 from insitu.training.learner.serialization import decode_plan

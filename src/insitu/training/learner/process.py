@@ -1,4 +1,4 @@
-"""The learner's child process: its GPUs and environment, start, connect, explain its death, end.
+"""The learner's child process: what it needs, its GPUs, environment and arguments.
 
 `torch.set_num_threads` sets OpenMP, and MKL only for the calling thread. Inside a parallel kernel (the
 backward pass of attention) OpenMP's own threads call MKL too; they use OpenMP's number unless a variable
@@ -10,25 +10,21 @@ has no torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import math
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from insitu.config import Config, dump_toml
-from insitu.engines.rpc import Handler, RpcClient
+from insitu.engines.child import Child, python_path
 from insitu.engines.server_command import VISIBLE, place, present_gpus
-from insitu.errors import ConfigError, EngineError, boundary
+from insitu.errors import ConfigError
 from insitu.install_hints import install_extra
-from insitu.training.learner.parent_watch import DUMP
 from insitu.training.options import ServiceOptions, TrainConfig, dump_config
 
 log = logging.getLogger(__name__)
@@ -102,10 +98,6 @@ def computing(environment: Mapping[str, str], *, shares_tensors: bool = False) -
     return {"OMP_WAIT_POLICY": "PASSIVE", **growing, **kept}
 
 
-_DUMP_EVERY_S = 60.0
-"""Many calls are late at once."""
-_TAIL = 600
-"""Characters of the child's standard error in an error message."""
 _GENERATION_S = 300.0
 
 
@@ -184,142 +176,20 @@ def _program(spec: LearnerSpec) -> tuple[str, list[str]]:
     return "insitu.training.learner.main", ["--engine", json.dumps(engine) if spec.samples else ""]
 
 
-def _python_path() -> str:
-    """Return where a child finds insitu, whatever its working directory is."""
-    path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.pathsep.join(path)
-
-
-class Child:
-    """A child process that answers on a socket, a learner if not said otherwise, and its standard error."""
-
-    def __init__(
-        self, process: asyncio.subprocess.Process, socket: Path, log: Path, name: str = "learner"
-    ) -> None:
-        self.process, self._socket, self._log, self._name = process, socket, log, name
-        self.connected: Callable[[], bool] = lambda: False
-        self.max_wait_s = 5.0
-        """Time for a clean exit."""
-        self._started = log.stat().st_size
-        self._dumped, self._dumped_s = "", -math.inf
-        """What to add to an error after the stacks were written."""
-
-    @classmethod
-    async def spawn(cls, spec: LearnerSpec, socket: Path, log: Path) -> Child:
-        program, own_arguments = _program(spec)
-        arguments = [
-            *("--socket", str(socket), "--model", absolute(spec.model), "--parent", str(os.getpid())),
-            *("--train", dump_config(spec.train), *own_arguments),
-        ]
-        environment = computing(os.environ, shares_tensors=spec.shares_tensors)
-        if spec.placed is not None:
-            gpus = place(spec.placed, await asyncio.to_thread(present_gpus)).learner
-            environment |= {VISIBLE: ",".join(gpus)} if gpus else {}
-        elif spec.beside_server:
-            environment |= await asyncio.to_thread(least_used, environment)
-        return await cls.start(program, arguments, environment, socket, log)
-
-    @classmethod
-    async def start(
-        cls,
-        module: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        socket: Path,
-        log: Path,
-        name: str = "learner",
-    ) -> Child:
-        """Run a module of insitu, which listens at `socket`; `name` stands in error messages."""
-        with boundary(EngineError, f"start the {name}"):
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as output:
-                process = await asyncio.create_subprocess_exec(
-                    # -P: do not import from the working directory
-                    *(sys.executable, "-P", "-m", module, *arguments),
-                    env={**environment, "PYTHONPATH": _python_path()},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
-            return cls(process, socket, log, name)
-
-    @property
-    def killed(self) -> bool:
-        """Whether it ended by a signal."""
-        return (self.process.returncode or 0) < 0
-
-    async def connect(self, deadline_s: float, handlers: Mapping[str, Handler] | None = None) -> RpcClient:
-        """Return the channel, which answers the child's calls by `handlers`.
-
-        Raises EngineError as soon as the child has died.
-        """
-        dead = asyncio.ensure_future(self.process.wait())
-        opened = asyncio.ensure_future(
-            RpcClient.connect(self._socket, deadline_s=deadline_s, peer=self._name, handlers=handlers)
-        )
-        try:
-            await asyncio.wait({dead, opened}, return_when=asyncio.FIRST_COMPLETED)
-            if not opened.done():
-                raise await self.explain(EngineError(f"the {self._name} did not start"))
-            if late := opened.exception():
-                raise EngineError(f"{late} (train.start_timeout_s)") from late
-            channel = opened.result()
-            self.connected = lambda: channel.alive
-            channel.overdue = self._dump
-            return channel
-        finally:
-            dead.cancel()
-            opened.cancel()
-            await asyncio.gather(dead, opened, return_exceptions=True)
-
-    async def explain(self, error: EngineError) -> EngineError:
-        """Return the error itself, or, if the child is dead, its exit and last output."""
-        if not self.connected():
-            # the socket closes shortly before the process can be reaped
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), 2.0)
-        code = self.process.returncode
-        if code is None:
-            return EngineError(f"{error}{self._dumped}") if self._dumped else error
-        words = self._last_output()
-        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        return EngineError(f"the {self._name} died ({how}){': ' + words if words else ''}")
-
-    def _dump(self, op: str, silent_s: float) -> None:
-        """Let it write where its threads are into its log, and say so."""
-        if self.process.returncode is None and time.monotonic() - self._dumped_s > _DUMP_EVERY_S:
-            self._dumped_s = time.monotonic()
-            self._dumped = f"; the stacks of its threads are in {self._log}"
-            self.process.send_signal(DUMP)
-            line = "the %s has not answered %s and was last heard %.0f s ago%s"
-            log.warning(line, self._name, op, silent_s, self._dumped)
-
-    def _last_output(self) -> str:
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(self._started, self._log.stat().st_size - _TAIL))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return " | ".join(line.strip() for line in lines[-6:])
-
-    def kill_if_cancelled(self) -> None:
-        """Kill it when the current task is cancelled: do not wait for its step or start."""
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            self.kill()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-
-    async def end(self) -> None:
-        """Wait for the exit, then kill."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), self.max_wait_s)
-            return
-        self.kill()
-        await self.process.wait()
+async def spawn_learner(spec: LearnerSpec, socket: Path, log: Path) -> Child:
+    """Start a learner, which listens at `socket`."""
+    program, own_arguments = _program(spec)
+    arguments = [
+        *("--socket", str(socket), "--model", absolute(spec.model), "--parent", str(os.getpid())),
+        *("--train", dump_config(spec.train), *own_arguments),
+    ]
+    environment = computing(os.environ, shares_tensors=spec.shares_tensors)
+    if spec.placed is not None:
+        gpus = place(spec.placed, await asyncio.to_thread(present_gpus)).learner
+        environment |= {VISIBLE: ",".join(gpus)} if gpus else {}
+    elif spec.beside_server:
+        environment |= await asyncio.to_thread(least_used, environment)
+    return await Child.start(program, arguments, environment, socket, log)
 
 
 def describe_memory(config: Config) -> list[str]:
@@ -335,7 +205,7 @@ def describe_memory(config: Config) -> list[str]:
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, "PYTHONPATH": _python_path()},
+            env={**os.environ, "PYTHONPATH": python_path()},
             input=dump_toml(config, comments=False),
             capture_output=True,
             text=True,

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from insitu.errors import TrainError, boundary
+from insitu.plan.packing import MicroBatch
+from insitu.plan.step import PlanRow, StepPlan, plan_digest
 from insitu.training.options import StepResult
-from insitu.training.plan.packing import MicroBatch
-from insitu.training.plan.step import PlanRow, StepPlan, plan_digest
 from insitu.types import Ledger
 
 Array = npt.NDArray[Any]

@@ -21,10 +21,10 @@ from pathlib import Path
 from insitu.engines.base import Engine, EngineWrapper
 from insitu.engines.downtime import engine_down
 from insitu.errors import EngineError, TrainError
+from insitu.plan.step import StepPlan
 from insitu.storage.checkpoint_files import set_aside
 from insitu.training.learner.client import Learner
 from insitu.training.options import StepResult
-from insitu.training.plan.step import StepPlan
 from insitu.training.recovery import Committed, CommittedStep
 from insitu.training.weights.files import Publisher
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams

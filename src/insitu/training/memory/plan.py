@@ -17,15 +17,15 @@ import torch
 
 from insitu.engines.embedded.model import Qwen3
 from insitu.errors import TrainError
+from insitu.plan.packing import MicroBatch
+from insitu.plan.prefix_tree import build_tree
+from insitu.plan.step import StepPlan
 from insitu.training.attention.tree import by_pieces, tree_pieces
 from insitu.training.memory.meta_run import AttentionShape, BatchShape
 from insitu.training.memory.predict import GIB, BuiltinMemory, Kernels, MemoryModel, MemoryPredictor, at_most
 from insitu.training.model.base import PLAIN, MemoryOptions
 from insitu.training.model.hf import HfPolicy
 from insitu.training.options import Lora
-from insitu.training.plan.packing import MicroBatch
-from insitu.training.plan.prefix_tree import build_tree
-from insitu.training.plan.step import StepPlan
 
 KEPT_FREE = 0.06
 """Share of a device's memory that is left to fragmentation and libraries where no limit is configured."""

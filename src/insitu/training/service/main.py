@@ -26,11 +26,11 @@ import numpy as np
 from insitu import failpoint
 from insitu.engines.embedded.engine import request_of
 from insitu.engines.http import stream_seed
+from insitu.engines.parent_watch import follow_parent, main_of_child
 from insitu.engines.response_checks import RawReply, checked
 from insitu.engines.rpc import Meta
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import EngineError, InsituError, TrainError, boundary
-from insitu.training.learner.parent_watch import follow_parent, main_of_child
 from insitu.training.learner.serialization import decode_plan
 from insitu.training.options import ServiceOptions, TrainConfig, parse_config
 from insitu.training.service.checkpoint import ServiceCheckpoint, read_checkpoint, write_checkpoint

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from insitu.errors import BadStepError, EngineError, TrainError
+from insitu.plan.step import PlanRow, StepPlan
 from insitu.training.loss.fused_head import Scores
 from insitu.training.loss.inputs import StepInputs
 from insitu.training.loss.losses import token_loss
 from insitu.training.loss.metrics import LossSums, result_of
 from insitu.training.options import StepResult, TrainConfig, rate
-from insitu.training.plan.step import PlanRow, StepPlan
 from insitu.training.service.reduction import Reduction
 from insitu.training.service.session import TrainingRun
 from insitu.training.trainer.batch import make_batch

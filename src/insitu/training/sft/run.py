@@ -23,24 +23,24 @@ from insitu.chat.renderer import ChatRenderer, forgotten_before
 from insitu.config import Config, model_folder
 from insitu.config.training import LossConfig, RowRules
 from insitu.errors import RecordError, TrainError
+from insitu.plan.step import PlanConfig, StepPlan, cut_row, pack_rows, plan_digest
+from insitu.progress.base import View
 from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import KIND, SESSIONS, RunDir, read_config, read_store, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
+from insitu.storage.wall_clock import WallClock
 from insitu.tracking.start import check_trackers, start_trackers
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec, require_learner
 from insitu.training.loop import (
-    TrainingObserver,
     TrainOptions,
-    WallClock,
     finished_run,
     keep_start_model,
 )
 from insitu.training.options import StepResult, TrainConfig
-from insitu.training.plan.step import PlanConfig, StepPlan, cut_row, pack_rows, plan_digest
 from insitu.training.recovery import prune
 from insitu.training.served_batches import check_tokens
 from insitu.training.sft.selection import (
@@ -212,9 +212,7 @@ def _course(config: Config, run_store: Store, renderer: ChatRenderer) -> _Course
 class _Steps:
     """The steps of one run, from the store's state to the last."""
 
-    def __init__(
-        self, run: RunDir, store: Store, metrics: MetricsFile, learner: Learner, view: TrainingObserver
-    ) -> None:
+    def __init__(self, run: RunDir, store: Store, metrics: MetricsFile, learner: Learner, view: View) -> None:
         self._run, self._store, self._metrics, self._learner = run, store, metrics, learner
         self._view = view
 
@@ -260,7 +258,7 @@ def _metrics(result: StepResult, step: int, lessons: Sequence[SftExample]) -> di
     }
 
 
-async def run_sft(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
+async def run_sft(config: Config, view: View, options: TrainOptions) -> Mapping[str, Any]:
     """Run or continue to the end; return the content of summary.json. Raises InsituError."""
     resume = options.resume
     if resume is not None and (summary := finished_run(resume, view.note, SFT)) is not None:

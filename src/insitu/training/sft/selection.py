@@ -18,9 +18,9 @@ from insitu.config import Config
 from insitu.config.training import RowRules, SelectionKeys
 from insitu.errors import RenderError
 from insitu.gateway.text_log import last_record
+from insitu.plan.row_selection import cut_rows
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
-from insitu.training.plan.row_selection import cut_rows
 from insitu.training.sft.distill import distill_session
 from insitu.types import Segment, Status
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from insitu.errors import TrainError
+from insitu.plan.packing import MicroBatch
+from insitu.plan.prefix_tree import Tree, build_tree
+from insitu.plan.step import PlanRow, StepPlan
 from insitu.training.attention.tree import TreeAttend, by_pieces, tree_pieces
 from insitu.training.loss.fused_head import chosen
 from insitu.training.model.base import Attend, Policy
 from insitu.training.model.experts import replayed
 from insitu.training.model.hf import HfPolicy
-from insitu.training.plan.packing import MicroBatch
-from insitu.training.plan.prefix_tree import Tree, build_tree
-from insitu.training.plan.step import PlanRow, StepPlan
 from insitu.types import IntArray
 
 

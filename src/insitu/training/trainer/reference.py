@@ -19,12 +19,12 @@ from torch import Tensor
 from insitu.config.base import is_url
 from insitu.engines.embedded.weights import checksum
 from insitu.errors import ConfigError, TrainError
+from insitu.plan.step import PlanRow
 from insitu.training.loss.fused_head import score
 from insitu.training.model.base import PLAIN, MemoryOptions, Policy
 from insitu.training.model.hf import HfPolicy
 from insitu.training.model.load import open_policy
 from insitu.training.options import TrainConfig
-from insitu.training.plan.step import PlanRow
 from insitu.training.trainer.batch import TensorBatch, states
 from insitu.training.trainer.scoring_server import ScoringServer
 from insitu.training.trainer.served_reference import ServedReference

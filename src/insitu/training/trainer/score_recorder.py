@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from insitu.plan.packing import MicroBatch
+from insitu.plan.step import StepPlan
 from insitu.storage.scores import BOUNDED, CLIPPED, MISMATCHED, RowScores, write_scores
 from insitu.training.loss.fused_head import Scores
 from insitu.training.loss.losses import TokenLoss
-from insitu.training.plan.packing import MicroBatch
-from insitu.training.plan.step import StepPlan
 from insitu.training.trainer.batch import TensorBatch
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from insitu.errors import TrainError
+from insitu.plan.step import PlanRow
 from insitu.training.model.base import PLAIN, MemoryOptions, Policy
-from insitu.training.plan.step import PlanRow
 from insitu.training.trainer.batch import TensorBatch
 from insitu.training.trainer.scoring_server import ScoringServer
 

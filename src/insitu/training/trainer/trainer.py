@@ -22,6 +22,8 @@ from torch import Tensor
 
 from insitu.engines.embedded.model import Qwen3
 from insitu.errors import BadStepError, ConfigError, TrainError
+from insitu.plan.packing import MicroBatch, pack
+from insitu.plan.step import StepPlan
 from insitu.training.loss.fused_head import FusedLoss, Objective, Scores, kept_gradient, objective, score
 from insitu.training.loss.inputs import StepInputs
 from insitu.training.loss.losses import LossInputs, token_loss
@@ -31,8 +33,6 @@ from insitu.training.model.base import PLAIN, MemoryOptions, Policy
 from insitu.training.model.hf import HfPolicy
 from insitu.training.model.shard import gathered
 from insitu.training.options import StepResult, TrainConfig
-from insitu.training.plan.packing import MicroBatch, pack
-from insitu.training.plan.step import StepPlan
 from insitu.training.trainer.batch import TensorBatch, make_batch, states
 from insitu.training.trainer.distributed import Ranks
 from insitu.training.trainer.mismatch import Mismatch, refused

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from insitu.chat.words import Words, WordsCache
 from insitu.view.web.credit import Credits
 from insitu.view.web.runs import RunHandle, Runs
-from insitu.view.web.words import Words, WordsCache
 
 T = TypeVar("T")
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from insitu.chat.words import Words, message_spans, prompt_of
 from insitu.config import tables_of
 from insitu.errors import RecordError
 from insitu.storage import evidence
@@ -22,7 +23,6 @@ from insitu.types.keys import description
 from insitu.view.web.credit import Credits, StepCredit
 from insitu.view.web.runs import RunHandle, evaluation_scores, run_info, summary_of
 from insitu.view.web.token_page import head_turns
-from insitu.view.web.words import Words, message_spans, prompt_of
 
 ALARMS = "_alarm"
 MAX_TELLING = 12

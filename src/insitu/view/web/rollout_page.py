@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 
 from insitu.chat.message_text import MAX_CHARS, clamped
+from insitu.chat.words import Words, message_spans
 from insitu.errors import RecordError
 from insitu.storage import queries as sql
 from insitu.storage.logs import MAX_LOG_BYTES
@@ -18,7 +19,6 @@ from insitu.storage.run_dir import KIND
 from insitu.view.web.credit import Credits
 from insitu.view.web.runs import RunHandle, open_inside
 from insitu.view.web.token_page import row_spans
-from insitu.view.web.words import Words, message_spans
 
 TIMES = ("began_s", "first_s", "ended_s", "cached")
 MAX_TURNS = 100

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from insitu.chat.words import Words
 from insitu.storage import queries as sql
 from insitu.view.web.runs import RunHandle
-from insitu.view.web.words import Words
 
 SEARCH_S = 1.0
 """CPU time after which a part of a search ends."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from insitu.training.plan.prefix import Sorted, sort_rows
+from insitu.plan.prefix import Sorted, sort_rows
 from insitu.types import FloatArray
 
 if TYPE_CHECKING:
-    from insitu.training.plan.step import PlanRow, StepPlan
+    from insitu.plan.step import PlanRow, StepPlan
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -9,7 +9,7 @@ import numpy as np
 
 from insitu.config.training import RowRules
 from insitu.errors import TrainError
-from insitu.training.plan.prefix import common_prefix
+from insitu.plan.prefix import common_prefix
 from insitu.types import Ledger, Rollout, Segment
 
 

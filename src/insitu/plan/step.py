@@ -20,11 +20,11 @@ from insitu.capture.ledger import reassign
 from insitu.config import Config, model_folder
 from insitu.config.training import PlanKeys
 from insitu.errors import TrainError
-from insitu.training.plan.advantage import advantages, overlong_penalty
-from insitu.training.plan.digest import map_threaded, plan_digest
-from insitu.training.plan.packing import PAIR_COST, MicroBatch, pack, pair_cost
-from insitu.training.plan.prefix import Sorted, sort_rows
-from insitu.training.plan.row_selection import Chosen, choose_rows
+from insitu.plan.advantage import advantages, overlong_penalty
+from insitu.plan.digest import map_threaded, plan_digest
+from insitu.plan.packing import PAIR_COST, MicroBatch, pack, pair_cost
+from insitu.plan.prefix import Sorted, sort_rows
+from insitu.plan.row_selection import Chosen, choose_rows
 from insitu.types import (
     BoolArray,
     ExpertArray,

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from insitu.progress.base import Progress, duration, rounded
 from insitu.storage.metrics import Metrics
 from insitu.storage.store import Score
-from insitu.view.base import Progress, duration, rounded
 
 _EVERY_S = 10.0
 

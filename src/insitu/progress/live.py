@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -15,10 +16,13 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from insitu.storage.metrics import Metrics
+from insitu.progress.base import Progress, duration, printable, rate_text
+from insitu.storage.metrics import Metrics, new_lines, tail_metrics
 from insitu.storage.store import Score
-from insitu.view.base import Progress, duration, rate_text
+from insitu.storage.timeline import TIMELINE
 
+OLD_S = 15.0
+"""Age at which what an agent does is no longer shown."""
 _NOTES = 4
 _REFRESH_HZ = 4
 _LABEL = len("  last step")
@@ -158,3 +162,18 @@ def sparkline(values: Sequence[float]) -> str:
     edges = [len(values) * i // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     return "".join(_BARS[min(len(_BARS) - 1, int(max(0.0, mean) * len(_BARS)))] for mean in means)
+
+
+def agent_line(path: Path) -> Callable[[], str]:
+    """Return a function that returns what one agent of a run does now, in one line."""
+    batches, newest, at_s = tail_metrics(path / TIMELINE), "", 0.0
+
+    def look() -> str:
+        nonlocal newest, at_s
+        for line in new_lines(batches):
+            if line.get("event") == "agent":
+                newest = printable(f"{line['rollout']}  {line['doing']}") if "doing" in line else ""
+                at_s = line["time_s"]
+        return newest if time.time() - at_s < OLD_S else ""
+
+    return look

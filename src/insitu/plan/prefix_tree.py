@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from insitu.errors import TrainError
-from insitu.training.plan.prefix import Sorted, sort_rows
-from insitu.training.plan.step import PlanRow
+from insitu.plan.prefix import Sorted, sort_rows
+from insitu.plan.step import PlanRow
 from insitu.types import FloatArray, IntArray
 
 S = TypeVar("S", bound=np.generic)

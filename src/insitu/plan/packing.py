@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from insitu.errors import ConfigError, boundary
-from insitu.training.plan.prefix import Sorted, sort_rows
+from insitu.plan.prefix import Sorted, sort_rows
 from insitu.types import IntArray
 
 Layout = Literal["prefix", "tree", "rows"]

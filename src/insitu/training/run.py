@@ -14,36 +14,35 @@ from insitu.config import Config, model_folder
 from insitu.engines.base import Engine
 from insitu.engines.factory import open_server
 from insitu.engines.replicas import EngineSet
-from insitu.errors import ConfigError, RecordError
+from insitu.errors import RecordError
 from insitu.gateway.token_backend import TokenBackend
-from insitu.registry import BUILT_IN
+from insitu.plan.step import PlanConfig
+from insitu.progress.base import View
 from insitu.runtime.gauges import write_gauges
-from insitu.runtime.preflight import Checks, Prepared, check_learner, check_names, check_reference, prepare
+from insitu.runtime.preflight import Checks, Prepared, check_names, prepare
 from insitu.runtime.run import open_agents
 from insitu.storage.logs import log_to
 from insitu.storage.run_dir import KIND, RunDir, read_config, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
+from insitu.storage.wall_clock import WALL_S, WallClock
 from insitu.tasks.mix import TaskMix
 from insitu.tasks.samplers import check_draws
 from insitu.tracking.start import check_trackers, start_trackers
+from insitu.training.checks import check_learner, check_reference, check_service, check_trained
 from insitu.training.evaluations import check_evaluations
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec
 from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine
 from insitu.training.loop import (
     EXTRA,
-    WALL_S,
     RunAgents,
     RunParts,
     TrainingLoop,
-    TrainingObserver,
     TrainOptions,
-    WallClock,
     finished_run,
     keep_start_model,
 )
-from insitu.training.plan.step import PlanConfig
 from insitu.training.recovery import check_steps, committed
 from insitu.training.served_batches import NoEngine, fit_to_sessions
 from insitu.training.weights.files import (
@@ -58,8 +57,6 @@ from insitu.types import Task
 log = logging.getLogger(__name__)
 
 
-TRAINED = ("embedded", "vllm", "sglang", "tinker")
-"""Kinds of engines that take new weights from the trainer."""
 WEIGHTS = "weights"
 """Folder of a run directory with published weights."""
 
@@ -77,34 +74,9 @@ def _publisher(run: RunDir, learner: Learner, engines: EngineSet) -> Publisher:
     return DiskPublisher(learner, engines, options)
 
 
-def check_trained(config: Config) -> None:
-    """Raise ConfigError for an engine that takes no weights."""
-    if config.engine.kind not in TRAINED and config.engine.kind in BUILT_IN["engines"]:
-        raise ConfigError(
-            f"engine.kind {config.engine.kind}: a training run samples with {', '.join(TRAINED)}, which take"
-            " its weights and give a log-probability for every sampled token, as losses and corrections need"
-        )
-
-
-def _check_service(config: Config) -> None:
-    """Raise ConfigError for settings that a training service cannot follow."""
-    if config.policy.kind != "tinker":
-        if config.engine.kind == "tinker":
-            raise ConfigError("engine.kind tinker: a training run needs policy.kind = 'tinker' too")
-        return
-    if config.train.kl != "none":
-        raise ConfigError("policy.kind tinker: train.kl needs a reference policy, which the service lacks")
-    if config.engine.temperature != 1.0:
-        raise ConfigError("policy.kind tinker: the service trains at engine.temperature = 1 only")
-    if config.train.ranks > 1:
-        raise ConfigError("policy.kind tinker: train.ranks has no effect, the service places the model")
-    if config.engine.model.startswith("tinker://"):
-        raise ConfigError(f"policy.kind tinker: engine.model {config.engine.model} is not a base model")
-
-
 def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
     """Check a training run before anything of it is started or written. Raises InsituError."""
-    own = (check_trained, _check_service, check_names, check_learner, check_reference)
+    own = (check_trained, check_service, check_names, check_learner, check_reference)
     return prepare(config, say, _examples, own)
 
 
@@ -201,7 +173,7 @@ def _length(config: Config) -> tuple[int, int]:
     return config.run.steps, config.run.stop_after_evals
 
 
-async def run_training(config: Config, view: TrainingObserver, options: TrainOptions) -> Mapping[str, Any]:
+async def run_training(config: Config, view: View, options: TrainOptions) -> Mapping[str, Any]:
     """Run or continue a training run to its end; return what summary.json holds. Raises InsituError."""
     resume = options.resume
     longer = resume is not None and _length(config) != _length(read_config(resume))

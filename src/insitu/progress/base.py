@@ -23,6 +23,21 @@ RATE_WINDOW_S = 30.0
 PACE_WINDOW = 256
 """Window of the pace behind `seconds_left`, in finished rollouts."""
 
+SHOWN = (
+    "reward_mean",
+    "effective_groups",
+    "calls_mean",
+    "entropy",
+    "max_logprob_gap",
+    "tokens_trained",
+    "step_s",
+    "staleness_max",
+    "waited_s",
+    "wasted",
+    "evaluate_s",
+)
+"""Metrics of a step for the view, where present; metrics.jsonl has all."""
+
 
 class View(Protocol):
     """Observer of one run."""
@@ -135,6 +150,11 @@ class Progress:
             return None
         seconds = self.clock() - self._pace[0]
         return max(0, remaining) * seconds / (len(self._pace) - 1)
+
+
+def printable(text: object) -> str:
+    """Return one line of text; characters that could change the terminal become question marks."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))
 
 
 def rounded(rate: float) -> str:

@@ -1,0 +1,39 @@
+"""The grading runner of a task, by its name in the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from insitu import registry
+from insitu.errors import TaskError
+from insitu.grading.runners.base import GradingRunner
+from insitu.types import Oracle, Task
+
+_opened: dict[str, GradingRunner] = {}
+"""One of each kind for the whole process: they hold idle processes of checkers."""
+
+
+def runner_named(name: str) -> GradingRunner | None:
+    """Return the runner of a name; None if there is none."""
+    if name not in _opened and name in registry.names("runners"):
+        _opened[name] = registry.find("runners", name)()
+    return _opened.get(name)
+
+
+def opened_runners() -> Sequence[GradingRunner]:
+    """Return the runners that were used so far."""
+    return tuple(_opened.values())
+
+
+def runner_for(task: Task, oracle: Oracle) -> GradingRunner:
+    """Return the runner of a task. Raises TaskError for a task that it cannot judge."""
+    runner = runner_named(task.grading.runner)
+    if runner is None:
+        known = ", ".join(sorted(registry.names("runners")))
+        raise TaskError(f"task {task.id}: no runner {task.grading.runner!r} (known: {known})")
+    if oracle.task_id != task.id:
+        raise TaskError(f"task {task.id} has the oracle of {oracle.task_id}")
+    if not task.content_hash:
+        raise TaskError(f"task {task.id} has no content_hash")
+    runner.check(task, oracle)
+    return runner

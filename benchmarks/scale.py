@@ -32,7 +32,7 @@ from insitu.collect.collector import Collector
 from insitu.collect.options import CollectOptions
 from insitu.config import load_config
 from insitu.engines.base import EngineInfo, Receipt
-from insitu.engines.embedded.engine import params_meta
+from insitu.engines.remote import params_meta
 from insitu.engines.rpc import Frame, Handler, RpcPeer, encode
 from insitu.errors import EngineError
 from insitu.runtime.fleet.controller import Fleet

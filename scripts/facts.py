@@ -55,11 +55,33 @@ def sources(package: Path) -> list[Source]:
     return found
 
 
-def lines_per_package(modules: list[Source]) -> dict[str, int]:
+def package_of(name: str, packages: dict[str, Any]) -> str:
+    """Return the package of a module: the one whose longest prefix it has; `core` if none."""
+    held = {prefix: package for package, table in packages.items() for prefix in table.get("holds", ())}
+    while name and name not in held:
+        name = name.rpartition(".")[0]
+    return held.get(name, "core")
+
+
+def lines_per_package(modules: list[Source], packages: dict[str, Any]) -> dict[str, int]:
     lines: Counter[str] = Counter()
     for module in modules:
-        lines[module.package] += module.text.count("\n")
+        lines[package_of(module.name, packages)] += module.text.count("\n")
     return dict(sorted(lines.items()))
+
+
+def arrows(modules: list[Source], package: str, packages: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Return which package imports which, and by which imports."""
+    found: dict[str, dict[str, list[str]]] = {name: {} for name in packages}
+    names = {module.name for module in modules}
+    for module in modules:
+        mine = package_of(module.name, packages)
+        for other in set(imports(module, package)):
+            target = other if other in names else other.rpartition(".")[0]
+            theirs = package_of(target, packages)
+            if theirs != mine:
+                found[mine].setdefault(theirs, []).append(f"{module.name} -> {target}")
+    return found
 
 
 def longest_function(modules: list[Source]) -> tuple[int, str]:
@@ -189,7 +211,7 @@ def python_examples() -> int:
     return sum(not match[1] for page in pages for match in block.finditer(page.read_text(encoding="utf-8")))
 
 
-def facts(package: Path) -> dict[str, Any]:
+def facts(package: Path, packages: dict[str, Any]) -> dict[str, Any]:
     modules = sources(package)
     keys = config_keys(package)
     length, where = longest_function(modules)
@@ -199,9 +221,19 @@ def facts(package: Path) -> dict[str, Any]:
         *(ROOT / "docs").rglob("*.md"),
         *(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")),
     ]
-    lines = lines_per_package(modules)
+    lines = lines_per_package(modules, packages)
+    found = arrows(modules, package.name, packages)
+    upward = [
+        line
+        for name, others in found.items()
+        for other, lines_of in others.items()
+        for line in sorted(lines_of)
+        if other not in packages[name].get("imports", ())
+    ]
     return {
         "lines": lines,
+        "arrows": {name: sorted(others) for name, others in found.items()},
+        "upward": upward,
         "lines_in_all": sum(lines.values()),
         "files": len(modules),
         "longest_function": {"lines": length, "name": where},
@@ -220,15 +252,13 @@ def facts(package: Path) -> dict[str, Any]:
 
 def over_budget(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     """Return one line for each fact that exceeds its budget, the table `tool.insitu` of pyproject.toml."""
-    lines = budget["lines"]
     problems = [
-        f"{package}: {count} lines, at most {lines.get(package, 0)} (tool.insitu.lines in pyproject.toml)"
+        f"{package}: {count} lines, at most {budget['packages'][package]['lines']}"
+        " (tool.insitu.packages in pyproject.toml)"
         for package, count in found["lines"].items()
-        if count > lines.get(package, 0)
+        if count > budget["packages"][package]["lines"]
     ]
-    problems += [
-        f"tool.insitu.lines: there is no package {name}" for name in lines.keys() - found["lines"].keys()
-    ]
+    problems += [f"no import of this package: {line}" for line in found["upward"]]
     for name, places in found["classes_used_twice"].items():
         problems.append(f"class {name} is defined in {', '.join(places)}")
     for word, places in found["banned_words"].items():
@@ -247,7 +277,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a budget is exceeded")
     arguments = parser.parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    found = facts(ROOT / "src" / project["project"]["name"])
+    found = facts(ROOT / "src" / project["project"]["name"], project["tool"]["insitu"]["packages"])
     if arguments.check:
         problems = over_budget(found, project["tool"]["insitu"])
         print("\n".join(problems))

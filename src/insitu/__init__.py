@@ -19,38 +19,27 @@ if TYPE_CHECKING:
         rollout,
         rollout_async,
         serve,
-        sft,
-        sft_async,
-        train,
-        train_async,
     )
+    from insitu.bridges.api import export_model, export_run, import_run, push
     from insitu.config import Config, load_config
     from insitu.errors import InsituError
     from insitu.storage.store import StepRecord
+    from insitu.suites.api import attack, attack_async, conformance, conformance_async
     from insitu.tools import (
-        attack,
-        attack_async,
         check_machine,
-        conformance,
-        conformance_async,
-        export_model,
-        export_run,
         export_tasks,
         grade,
         grade_async,
-        import_run,
         install,
         install_async,
         list_tasks,
-        push,
         recover,
-        replay,
-        replay_async,
         show_task,
         track,
         validate,
         validate_async,
     )
+    from insitu.training.api import replay, replay_async, sft, sft_async, train, train_async
     from insitu.types import (
         Case,
         FileEntry,
@@ -72,7 +61,7 @@ if TYPE_CHECKING:
         Verdict,
     )
 
-__version__ = "0.1.0"
+from insitu._version import __version__ as __version__
 
 __all__ = [
     "Case",
@@ -136,18 +125,17 @@ __all__ = [
 
 _NAMES = {
     "insitu.agents.recipe": "Recipe",
-    "insitu.api": (
-        "Run RunEvent ServedSession Server open_run rollout rollout_async serve sft sft_async train"
-        " train_async"
-    ),
+    "insitu.api": "Run RunEvent ServedSession Server open_run rollout rollout_async serve",
+    "insitu.bridges.api": "export_model export_run import_run push",
     "insitu.config": "Config load_config",
     "insitu.errors": "InsituError",
     "insitu.storage.store": "StepRecord",
+    "insitu.suites.api": "attack attack_async conformance conformance_async",
     "insitu.tools": (
-        "attack attack_async check_machine conformance conformance_async export_run export_tasks grade"
-        " export_model grade_async import_run install install_async list_tasks push recover replay"
-        " replay_async show_task track validate validate_async"
+        "check_machine export_tasks grade grade_async install install_async list_tasks recover show_task"
+        " track validate validate_async"
     ),
+    "insitu.training.api": "replay replay_async sft sft_async train train_async",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

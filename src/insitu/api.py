@@ -9,49 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
-from insitu.bridges.hub_runs import check_hub, fetch_run, pushing_checkpoints, repo_of
 from insitu.config import Config, load_config
-from insitu.demo.run import DemoOptions as DemoOptions
-from insitu.demo.run import run_demo as demo_with
-from insitu.engines.server_command import describe_servers as describe_servers
-from insitu.errors import ConfigError, RecordError
-from insitu.evaluate.resume import CHANGEABLE
-from insitu.evaluate.resume import TRAINING as TRAINING
-from insitu.evaluate.resume import resumed_config as resumed_config
-from insitu.evaluate.run import REPORT, collect_rollouts
-from insitu.evaluate.run import RolloutOptions as RolloutOptions
+from insitu.errors import ConfigError
+from insitu.evaluate.resume import CHANGEABLE, resumed_config
+from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.progress.base import View
 from insitu.progress.open import open_view
-from insitu.runtime.gateway import read_tools as read_tools
-from insitu.runtime.preflight import check_at_hand as check_at_hand
+from insitu.results.run import Run as Run
 from insitu.serving.run import BASE as SERVE_BASE
-from insitu.serving.run import ServeOptions as ServeOptions
-from insitu.serving.run import serve as serve_with
 from insitu.serving.server import ServedSession as ServedSession
 from insitu.serving.server import Server as Server
-from insitu.storage.run_dir import name_run as name_run
-from insitu.storage.run_dir import read_config as read_config
-from insitu.storage.run_dir import read_summary as read_summary
-from insitu.storage.run_dir import read_tables
+from insitu.storage.run_dir import name_run, read_config, read_tables
 from insitu.storage.score import Score
-from insitu.training.learner.process import describe_memory as describe_memory
-from insitu.training.loop import TrainOptions as TrainOptions
-from insitu.training.run import run_training
-from insitu.training.sft.run import run_sft
 from insitu.types.values import Value
-from insitu.view.run import Run as Run
-from insitu.view.run_report import finish
 
-__all__ = ["SERVE_BASE", "demo_with", "serve_with"]
-
+P = ParamSpec("P")
 T = TypeVar("T")
 ConfigSource = Config | Path | str | Mapping[str, Mapping[str, Any]] | None
 """A resolved Config, the path of a TOML file, or tables as nested mappings; None for the defaults."""
@@ -91,7 +72,7 @@ class RunEvent(Value):
     """Metrics of a committed step."""
 
 
-Progress = Callable[[RunEvent], None] | bool | None
+Progress = Callable[[RunEvent], None] | View | bool | None
 """Gets every event; True = the progress of the command line, on stdout."""
 
 
@@ -138,6 +119,9 @@ def viewing(progress: Progress, config: Config | None = None) -> Iterator[View]:
         view = open_view(sys.stdout, plain=config is not None and config.run.plain, run_dir=run_dir)
     elif not progress:
         view = CallbackView(lambda event: None)
+    elif not callable(progress) and hasattr(progress, "rollout_finished"):
+        yield progress  # a view, which its owner closes
+        return
     elif callable(progress) and not inspect.iscoroutinefunction(progress):
         view = CallbackView(progress)
     else:
@@ -151,90 +135,7 @@ def open_run(path: Path | str) -> Run:
     return Run(path)
 
 
-async def train_with(config: Config, view: View, options: TrainOptions) -> str:
-    """Train with a view of the progress, write the report of the run and return it. Raises InsituError."""
-    check_hub(config)
-    async with pushing_checkpoints(config, view.note):
-        summary = await run_training(config, view, options)
-        return finish(Path(config.run.dir), summary)
-
-
-async def rollout_with(config: Config, view: View, options: RolloutOptions) -> str:
-    """Run and grade rollouts with a view of the progress and return the report. Raises InsituError."""
-    await collect_rollouts(config, view, options)
-    return (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
-
-
-async def sft_with(config: Config, view: View, options: TrainOptions) -> str:
-    """Imitate stored rollouts with a view of the progress and return the report. Raises InsituError."""
-    await run_sft(config, view, options)
-    return (Path(config.run.dir) / REPORT).read_text(encoding="utf-8")
-
-
-async def train_async(
-    config: ConfigSource = None,
-    *,
-    overrides: Overrides = (),
-    resume: Path | str | None = None,
-    progress: Progress = None,
-    **tables: Any,
-) -> Run:
-    """Train and return the finished run; the coroutine form of `train`."""
-    if str(resume or "").startswith("hub:"):
-        resolved, found = await asyncio.to_thread(from_hub, str(resume), config, overrides, tables)
-        resume = resolved.run.dir if found else None
-    else:
-        resolved = resolve(config, overrides, resume, tables, changeable=TRAINING)
-    with viewing(progress, resolved) as view:
-        await train_with(resolved, view, TrainOptions(resume=_path(resume)))
-    return Run(resolved.run.dir)
-
-
-def train(
-    config: ConfigSource = None,
-    *,
-    overrides: Overrides = (),
-    resume: Path | str | None = None,
-    progress: Progress = None,
-    **tables: Any,
-) -> Run:
-    """Train the configured model on the configured tasks and return the finished run.
-
-    `config` is a Config, a TOML file, a mapping of tables, or a run directory of `serve` whose rewarded
-    sessions are trained on instead of rollouts of an agent; keywords and then `overrides`
-    (`{"run.steps": 8}`) win over it. A keyword is a table (`run={"steps": 8}`) or one of these:
-    `agent` (name, path, command as a list, or Recipe), `model` (folder, or URL of a provider),
-    `tasks` (list of Task, name or path of a source), `reward` (function or its path). `resume` continues a
-    run directory, a finished one with `overrides={"run.steps": 16}`, and takes no other configuration.
-    `progress` gets every RunEvent on the run's event loop and must return at once; True prints the progress
-    that the command line shows. Raises InsituError.
-    """
-    return blocking(
-        lambda: train_async(config, overrides=overrides, resume=resume, progress=progress, **tables)
-    )
-
-
 async def rollout_async(
-    config: ConfigSource = None,
-    *,
-    n: int | None = None,
-    overrides: Overrides = (),
-    resume: Path | str | None = None,
-    progress: Progress = None,
-    **tables: Any,
-) -> Run:
-    """Run and grade rollouts without training; the coroutine form of `rollout`."""
-    if n is not None:
-        tables["rollout"] = {**tables.get("rollout", {}), "samples": n}
-    if "tasks" in tables and not (isinstance(tables["tasks"], str | Path) or _is_table(tables["tasks"])):
-        tables["tasks"] = {"source": tables["tasks"], "eval_share": 1.0}  # no task is held back
-    resolved = resolve(config, overrides, resume, tables, changeable=CHANGEABLE)
-    with viewing(progress, resolved) as view:
-        await rollout_with(resolved, view, RolloutOptions(resume=_path(resume)))
-    return Run(resolved.run.dir)
-
-
-def rollout(
     config: ConfigSource = None,
     *,
     n: int | None = None,
@@ -247,43 +148,14 @@ def rollout(
 
     The other arguments are those of `train`. Raises InsituError.
     """
-    return blocking(
-        lambda: rollout_async(config, n=n, overrides=overrides, resume=resume, progress=progress, **tables)
-    )
-
-
-async def sft_async(
-    run: Path | str | None = None,
-    *,
-    overrides: Overrides = (),
-    resume: Path | str | None = None,
-    progress: Progress = None,
-    **tables: Any,
-) -> Run:
-    """Imitate the best stored rollouts of a run; the coroutine form of `sft`."""
-    if run is None and resume is None:
-        raise ConfigError("give the run directory with the rollouts to imitate, or resume")
-    source = None if run is None else config_from_run(Path(run), "sft")
-    resolved = resolve(source, overrides, resume, tables)
+    if n is not None:
+        tables["rollout"] = {**tables.get("rollout", {}), "samples": n}
+    if "tasks" in tables and not (isinstance(tables["tasks"], str | Path) or _is_table(tables["tasks"])):
+        tables["tasks"] = {"source": tables["tasks"], "eval_share": 1.0}  # no task is held back
+    resolved = name_run(resolve(config, overrides, resume, tables, changeable=CHANGEABLE))
     with viewing(progress, resolved) as view:
-        await sft_with(resolved, view, TrainOptions(resume=_path(resume)))
+        await collect_rollouts(resolved, view, RolloutOptions(resume=path_of(resume)))
     return Run(resolved.run.dir)
-
-
-def sft(
-    run: Path | str | None = None,
-    *,
-    overrides: Overrides = (),
-    resume: Path | str | None = None,
-    progress: Progress = None,
-    **tables: Any,
-) -> Run:
-    """Imitate the best stored rollouts of a run (supervised fine-tuning) and return the new run.
-
-    `run` is the directory of any run with rewarded rollouts, whose configuration is used; `sft={...}` says
-    which are imitated. The other arguments are those of `train`. Raises InsituError.
-    """
-    return blocking(lambda: sft_async(run, overrides=overrides, resume=resume, progress=progress, **tables))
 
 
 def serve(config: ConfigSource = None, *, overrides: Overrides = (), **tables: Any) -> Server:
@@ -291,7 +163,7 @@ def serve(config: ConfigSource = None, *, overrides: Overrides = (), **tables: A
 
     Arguments are those of `train`; the limits of a session are wide. Raises InsituError.
     """
-    return Server(resolve(config, overrides, None, tables, SERVE_BASE))
+    return Server(name_run(resolve(config, overrides, None, tables, SERVE_BASE)))
 
 
 def resolve(
@@ -302,7 +174,7 @@ def resolve(
     base: Mapping[str, Any] | None = None,
     changeable: Sequence[str] = (),
 ) -> Config:
-    """Return the configuration of a new run with its directory named, or the stored one of `resume`.
+    """Return the configuration of a new run, or the stored one of `resume`.
 
     `changeable`: keys that overrides of a resumed run may have.
     """
@@ -314,36 +186,15 @@ def resolve(
         return resumed_config(Path(resume), overrides, changeable)
     given = _expanded(tables)
     if isinstance(config, Config):
-        return name_run(load_config(None, overrides, config.model_dump(), given))
+        return load_config(None, overrides, config.model_dump(), given)
     if isinstance(config, str | Path) and Path(config).is_dir():
-        return name_run(load_config(None, overrides, config_from_run(Path(config), "collect"), given))
+        return load_config(None, overrides, config_from_run(Path(config), "collect"), given)
     if isinstance(config, str | Path):
-        return name_run(load_config(Path(config), overrides, base, given))
+        return load_config(Path(config), overrides, base, given)
     if not isinstance(config, Mapping | None):
         raise ConfigError(f"config must be a Config, a TOML file or a mapping of tables, got {config!a}")
     layers = [dict(base or {}), config or {}]
-    return name_run(load_config(None, overrides, _merged(layers), given))
-
-
-def from_hub(
-    where: str,
-    config: ConfigSource = None,
-    overrides: Overrides = (),
-    tables: Mapping[str, Any] | None = None,
-) -> tuple[Config, bool]:
-    """Fetch the run at hub:ORG/NAME and return its configuration and True.
-
-    With a configuration, its `run.dir` is where the run is put, and where there is no run yet it is returned
-    with False. Raises ConfigError, RecordError, SetupError.
-    """
-    given = None if config is None else resolve(config, overrides, None, tables or {})
-    run = Path("runs", repo_of(where).rpartition("/")[2]) if given is None else Path(given.run.dir)
-    if fetch_run(where, run):
-        # With a configuration they are for a new run too: a job that is submitted again repeats them.
-        return resumed_config(run, overrides, TRAINING, ignore_others=given is not None), True
-    if given is None:
-        raise RecordError(f"{where} has no checkpoint of a run")
-    return given, False
+    return load_config(None, overrides, _merged(layers), given)
 
 
 def config_from_run(source: Path, table: Literal["collect", "sft"]) -> dict[str, Any]:
@@ -404,8 +255,20 @@ def _is_table(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def _path(path: Path | str | None) -> Path | None:
+def path_of(path: Path | str | None) -> Path | None:
+    """Return a path that was given as text."""
     return None if path is None else Path(path)
+
+
+def blocking_form(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Return the form of a coroutine function that waits for its result; see the top of this module."""
+
+    @functools.wraps(function)
+    def waits(*args: P.args, **kwargs: P.kwargs) -> T:
+        return blocking(lambda: function(*args, **kwargs))
+
+    waits.__name__ = waits.__qualname__ = function.__name__.removesuffix("_async")
+    return waits
 
 
 def blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -445,3 +308,6 @@ def _in_thread(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
                     loop.call_soon_threadsafe(task.cancel)
             raise
         return future.result()
+
+
+rollout = blocking_form(rollout_async)

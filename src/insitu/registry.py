@@ -35,6 +35,8 @@ Kind = Literal[
     "trackers",
     "runners",
     "fleets",
+    "views",
+    "commands",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -109,7 +111,7 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "docker": "insitu.runtime.sandboxes:docker_backend",
         "harbor": "insitu.sandbox.harbor:harbor_backend",
     },
-    "fleets": {kind: "insitu.runtime.fleet.controller:open_fleet" for kind in ("processes", "ray")},
+    "fleets": {kind: "insitu.runtime.fleet.kind:NodeFleet" for kind in ("processes", "ray")},
     "engines": {
         "embedded": "insitu.training.sampler:InLearner",
         "vllm": "insitu.engines.vllm:open_vllm",
@@ -117,6 +119,19 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "external": "insitu.engines.external:ExternalEngine",
         "tinker": "insitu.training.sampler:InLearner",
         "upstream": "insitu.runtime.upstream:open_upstream",
+    },
+    "views": {
+        "facts": "insitu.view.web.runs:facts_of",
+        "transcript": "insitu.view.rollout_text:transcript_of",
+        "diff": "insitu.view.rollout_text:diff_of",
+    },
+    "commands": {
+        "train": "insitu.training.commands:COMMANDS",
+        "core": "insitu.cli.commands:COMMANDS",
+        "view": "insitu.view.commands:COMMANDS",
+        "bridges": "insitu.bridges.commands:COMMANDS",
+        "fleet": "insitu.deploy.commands:COMMANDS",
+        "lab": "insitu.suites.commands:COMMANDS",
     },
     "trackers": {
         "wandb": "insitu.tracking.wandb:Wandb",

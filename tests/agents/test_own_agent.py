@@ -13,13 +13,13 @@ from scripted_server import ScriptedServer, play
 from insitu.agents.base import ModelAccess
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.recipe import Recipe, Start, named_recipe, parse_agent, resolve_agent
-from insitu.cli.conformance import choose, print_report
 from insitu.config import dump_toml, load_config
 from insitu.doctor import examine
 from insitu.errors import ConfigError
 from insitu.runtime.agents import make_harness
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.run import conform
+from insitu.suites.conformance.verb import choose, print_report
 from insitu.types import Task
 
 ROOT = Path(__file__).parents[2]

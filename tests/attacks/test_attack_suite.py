@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from insitu.cli import main
-from insitu.cli.attack import print_report
 from insitu.errors import ConfigError, TaskError
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.attacks.choose import chosen_attacks, chosen_runners
@@ -23,6 +22,7 @@ from insitu.suites.attacks.run import AttackReport, run_matrix
 from insitu.suites.attacks.runner import NAIVE_WORK_BYTES, AttackRunner, Cell, Failure, try_play, try_variants
 from insitu.suites.attacks.target import FAULTY, target_for, text
 from insitu.suites.attacks.user_tasks import as_target, run_user_tasks
+from insitu.suites.attacks.verb import print_report
 from insitu.types import (
     Check,
     Exchange,

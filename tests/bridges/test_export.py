@@ -23,8 +23,8 @@ from insitu.bridges.imports import read_export
 from insitu.bridges.jsonl import read_jsonl
 from insitu.bridges.parquet import read_parquet
 from insitu.bridges.records import ROWS, read_rollout
+from insitu.bridges.verbs import EXPORT_FORMS
 from insitu.cli import main
-from insitu.cli.options import EXPORT_FORMS
 from insitu.config import WARM_START
 from insitu.errors import InsituError, RecordError
 from insitu.plan.step import PlanConfig, plan_step

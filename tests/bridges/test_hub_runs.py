@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import insitu
-from insitu.api import from_hub
-from insitu.bridges import hub_runs, push
 from insitu.cli import main
 from insitu.config import load_config
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.run_dir import read_store
+from insitu.training import hub_runs, hub_upload
+from insitu.training.api import from_hub
 from tests.fakes.hub import FakeHub, fake_hub
 
 # The hub's own client passes `data=` to its HTTP library.
@@ -42,7 +42,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(push, "FIRST_S", 0.01)
+    monkeypatch.setattr(hub_upload, "FIRST_S", 0.01)
     with fake_hub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", TOKEN)

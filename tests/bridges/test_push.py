@@ -21,6 +21,7 @@ import insitu
 from insitu.bridges import push
 from insitu.config import WARM_START
 from insitu.errors import ConfigError, RecordError, SetupError
+from insitu.training import hub_upload
 from tests.fakes.hub import FakeHub, fake_hub
 
 # The hub's own client passes `data=` to its HTTP library.
@@ -33,7 +34,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(push, "FIRST_S", 0.01)
+    monkeypatch.setattr(hub_upload, "FIRST_S", 0.01)
     with fake_hub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -77,7 +78,7 @@ def test_retries_end(hub: FakeHub, run: Path) -> None:
     with pytest.raises(SetupError, match="cannot push to me/model: .*503") as raised:
         insitu.push(run / "checkpoints" / "step-00003", "hub:me/model")
     assert "\n" not in str(raised.value)
-    assert len(hub.fail) == 20 - push.ATTEMPTS
+    assert len(hub.fail) == 20 - hub_upload.ATTEMPTS
     hub.fail = [403] * 9
     with pytest.raises(SetupError, match="403"):
         insitu.push(run / "checkpoints" / "step-00003", "hub:me/model")

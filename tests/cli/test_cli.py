@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from insitu import cli
-from insitu.cli import report, verbs
+from insitu.cli import console, report
 from insitu.cli.init import ENGINES
-from insitu.cli.options import GROUPS, parse
+from insitu.cli.options import commands, parse
 from insitu.config import Config, demo_preset, dump_toml, load_config
 from insitu.errors import ConfigError, EngineError, SandboxError
 from insitu.install_hints import install_extra
@@ -150,8 +150,8 @@ def test_options_that_are_paths_may_begin_at_home(
 ) -> None:
     """bash expands neither `--resume=~/x` nor `run.dir=~/x`."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert parse(["train", "--resume=~/x"]).resume == tmp_path / "x"
-    assert parse(["show", "~/x"]).run == tmp_path / "x"
+    assert parse(["train", "--resume=~/x"])[1].resume == tmp_path / "x"
+    assert parse(["show", "~/x"])[1].run == tmp_path / "x"
     with pytest.raises(SystemExit):
         parse(["show", "~no-such-user/x"])
     assert only_line(capsys.readouterr().err).startswith(
@@ -208,7 +208,7 @@ def test_help_names_each_command_once(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    for name in (name for names in GROUPS.values() for name in names):
+    for name in commands():
         assert text.count(f"\n  {name} ") == 1, name
 
 
@@ -265,14 +265,14 @@ def test_init_with_own_tasks_says_that_the_demos_model_does_not_know_them(tmp_pa
     assert "set this" not in toy.read_text()
 
 
-@pytest.mark.parametrize("name", [name for group in GROUPS.values() for name in group])
+@pytest.mark.parametrize("name", list(commands()))
 def test_help_of_a_command_ends_with_an_example_that_parses(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main([name, "--help"])
     example = " ".join(capsys.readouterr().out.partition("example: ")[2].split())
-    assert parse(shlex.split(example)[1:]).command == name
+    assert parse(shlex.split(example)[1:])[0].name == name
 
 
 @pytest.mark.parametrize(
@@ -334,14 +334,17 @@ def test_failures_inside_a_run_are_one_line(
 
 
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = parse(["train", "a.toml"])
-    options.run_dir = tmp_path / "r"
-    assert report.how_to_resume(options) == ""
+    def hint() -> str:
+        with pytest.raises(KeyboardInterrupt) as stopped, report.resumable("train", tmp_path / "r"):
+            raise KeyboardInterrupt
+        return report.how_to_resume(stopped.value)
+
+    assert hint() == ""
     with RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"])) as run, run.store() as store:
-        assert report.how_to_resume(options) == "", "nothing is stored: it is started again, not resumed"
+        assert hint() == "", "nothing is stored: it is started again, not resumed"
         store.put_attempt(ROLLOUT)
         store.put_rollout("train", 1, 0, 0, ROLLOUT)
-    assert report.report_failure(KeyboardInterrupt(), report.how_to_resume(options)) == 130
+    assert report.report_failure(KeyboardInterrupt(), hint()) == 130
     line = only_line(capsys.readouterr().err)
     assert line == f"insitu: stopped; continue with: insitu train --resume {tmp_path / 'r'}"
 
@@ -465,63 +468,67 @@ def test_the_start_of_the_process_is_known() -> None:
     assert 0.4 <= float(done.stdout) <= time.monotonic() - began + 0.05
 
 
-async def finished(config: Config, view: View) -> str:
+async def finished(config: Config, view: View) -> None:
     """A run that ends at once."""
     view.stage("training", 4)
     view.note(f"in {config.run.dir}")
-    return "the report\n"
+    write_report(Path(config.run.dir))
+
+
+def write_report(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.txt").write_text("the report\n")
 
 
 def test_the_summary_is_the_last_line_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = parse(["demo", "--json"])
     config = load_config(None, [f"run.dir={tmp_path}", "run.seed=3"])
     (tmp_path / "summary.json").write_text('{"seed": 3}')
-    assert verbs._run(options, config, finished) == 0
+    assert console.run_to_end("demo", config, finished, plain=False, json=True) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"seed": 3}
     assert captured.err.endswith("the report\n")
     assert f"in {tmp_path}" in captured.err
 
 
-def test_without_json_the_report_is_the_end_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verbs._run(parse(["demo"]), Config(), finished) == 0
+def test_without_json_the_report_is_the_end_of_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert console.run_to_end("demo", Config(), finished, plain=False, json=False) == 0
     captured = capsys.readouterr()
     assert captured.out.endswith("the report\n")
     assert "\x1b" not in captured.out
     assert captured.err == ""
-
-
-def test_an_unnamed_run_has_its_name_before_it_starts() -> None:
-    options = parse(["demo", "--json"])
-    verbs._run(options, Config(), finished)
-    assert options.run_dir.parent == Path("runs").absolute()
-    assert not options.run_dir.exists()
+    (run,) = (tmp_path / "runs").iterdir()
+    assert f"in {run}" in captured.out, "an unnamed run has its name before it starts"
 
 
 VIEWED = (
     "import sys; from pathlib import Path\n"
-    "from insitu.cli import verbs; from insitu.cli.options import parse\n"
+    "from insitu.cli import console; from insitu.cli.options import parse\n"
     "from insitu.config import load_config\n"
     "async def run(config, view):\n"
     "    view.stage('training', 4)\n"
     "    view.note('a note')\n"
-    "    return 'the report'\n"
-    "options = parse(['demo', *sys.argv[1:]])\n"
-    "verbs._run(options, load_config(None, options.overrides), run)\n"
+    "    Path(config.run.dir).mkdir(parents=True, exist_ok=True)\n"
+    "    (Path(config.run.dir) / 'report.txt').write_text('the report')\n"
+    "_, options = parse(['demo', *sys.argv[2:]])\n"
+    "config = load_config(None, [f'run.dir={sys.argv[1]}/r', *options.overrides])\n"
+    "console.run_to_end('demo', config, run, plain=options.plain, json=False)\n"
 )
 
 
 @pytest.mark.slow
-def test_on_a_terminal_the_view_is_live() -> None:
+def test_on_a_terminal_the_view_is_live(tmp_path: Path) -> None:
     """A pseudo-terminal; --plain and run.plain switch the colours off."""
-    assert "\x1b[" in on_a_terminal(VIEWED)
-    assert "\x1b[" not in on_a_terminal(VIEWED, "--plain")
-    assert "\x1b[" not in on_a_terminal(VIEWED, "run.plain=true")
+    assert "\x1b[" in on_a_terminal(tmp_path, VIEWED)
+    assert "\x1b[" not in on_a_terminal(tmp_path, VIEWED, "--plain")
+    assert "\x1b[" not in on_a_terminal(tmp_path, VIEWED, "run.plain=true")
 
 
 @pytest.mark.slow
-def test_on_a_dumb_terminal_every_event_is_a_line() -> None:
-    said = on_a_terminal(VIEWED, TERM="dumb")
+def test_on_a_dumb_terminal_every_event_is_a_line(tmp_path: Path) -> None:
+    said = on_a_terminal(tmp_path, VIEWED, TERM="dumb")
     assert "\x1b[" not in said
     assert "s] training (4)\r\n" in said
     assert "s] a note\r\n" in said
@@ -529,16 +536,16 @@ def test_on_a_dumb_terminal_every_event_is_a_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
-def test_on_a_terminal_without_unicode_every_event_is_a_line(encoding: str) -> None:
-    said = on_a_terminal(VIEWED, PYTHONIOENCODING=encoding)
+def test_on_a_terminal_without_unicode_every_event_is_a_line(encoding: str, tmp_path: Path) -> None:
+    said = on_a_terminal(tmp_path, VIEWED, PYTHONIOENCODING=encoding)
     assert "\x1b[" not in said
     assert "s] training (4)\r\n" in said
 
 
-def on_a_terminal(code: str, *argv: str, **env: str) -> str:
+def on_a_terminal(folder: Path, code: str, *argv: str, **env: str) -> str:
     ours, theirs = pty.openpty()
     source = {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "TERM": "xterm-256color"}
-    command = [sys.executable, "-c", code, *argv]
+    command = [sys.executable, "-c", code, str(folder), *argv]
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | source | env
     ) as program:

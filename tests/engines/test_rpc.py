@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
-from insitu.engines.embedded.engine import EmbeddedEngine
 from insitu.engines.embedded.model import ModelConfig, initialise, save_model
 from insitu.engines.embedded.service import EngineService
+from insitu.engines.remote import ChildEngine
 from insitu.engines.rpc import Decoder, Frame, RpcClient, RpcPeer, encode
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import EngineError, TrainError
@@ -218,7 +218,7 @@ async def test_no_server_is_one_clear_line(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def engine_on(path: Path, core: EmbeddedCore) -> AsyncIterator[EmbeddedEngine]:
+async def engine_on(path: Path, core: EmbeddedCore) -> AsyncIterator[ChildEngine]:
     service = EngineService(core)
 
     def work() -> bool:
@@ -226,7 +226,7 @@ async def engine_on(path: Path, core: EmbeddedCore) -> AsyncIterator[EmbeddedEng
         return service.busy
 
     with hosted(path, dict(service.handlers), work):
-        engine = await EmbeddedEngine.attach(await RpcClient.connect(path, deadline_s=5), call_deadline_s=20)
+        engine = await ChildEngine.attach(await RpcClient.connect(path, deadline_s=5), call_deadline_s=20)
         try:
             yield engine
         finally:
@@ -389,7 +389,7 @@ async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path)
     ]
     process = await asyncio.create_subprocess_exec(*argv)
     try:
-        engine = await EmbeddedEngine.attach(await RpcClient.connect(tmp_path / "s", deadline_s=60))
+        engine = await ChildEngine.attach(await RpcClient.connect(tmp_path / "s", deadline_s=60))
         params = SamplingParams(max_tokens=4000)
         waiters = [
             asyncio.ensure_future(engine.generate(np.arange(9, dtype=np.int32), params, key(f"k{i}")))
@@ -411,6 +411,6 @@ async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_controllers_side_never_imports_torch() -> None:
-    modules = "insitu.engines.embedded.engine, insitu.engines.rpc_server"
+    modules = "insitu.engines.remote, insitu.engines.rpc_server"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,8 +13,8 @@ from gateway_rig import ASK, TOOLS, Rig, call, said
 from test_server_engines import lab
 
 from insitu.chat.template import TemplateRenderer
-from insitu.engines.embedded.engine import params_meta, request_of
 from insitu.engines.http import HttpOptions
+from insitu.engines.remote import params_meta, request_of
 from insitu.engines.scripted import ScriptedEngine
 from insitu.engines.vllm import open_vllm
 from insitu.errors import CaptureError, EngineError

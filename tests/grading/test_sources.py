@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 
 from insitu.config import load_config
+from insitu.evaluate.validate import with_gold
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.runners.find import runner_for
 from insitu.registry import BUILT_IN
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.tasks.validate import with_gold
 from insitu.tasks import function_sets
 from insitu.tasks.base import Item
 from insitu.tasks.factory import open_rows

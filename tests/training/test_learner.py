@@ -61,7 +61,7 @@ async def learner(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lea
 async def test_a_learner_that_does_not_answer_writes_where_its_threads_are(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("insitu.engines.embedded.engine.QUIET_S", 0.2)
+    monkeypatch.setattr("insitu.engines.remote.QUIET_S", 0.2)
     file = tmp_path / "learner.log"
     async with Learner.start(spec_of(model_folder, log=file)) as learner, asyncio.timeout(60):
         await learner.engine.pause()

@@ -23,9 +23,9 @@ from insitu.config import load_config
 from insitu.engines.embedded.model import Qwen3, initialise, save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.plan.step import PlanConfig, plan_digest, plan_step, use_of
-from insitu.runtime.preflight import check_reference
 from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import name_run
+from insitu.training.checks import check_reference
 from insitu.training.learner.serialization import decode_plan, encode_plan
 from insitu.training.loss.losses import LossConfig
 from insitu.training.options import TrainConfig

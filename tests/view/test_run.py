@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent / "web"))
 from run_lab import GROUPS, SLOTS, STEPS, make_run
 
 import insitu
+from insitu.results import tables
 from insitu.storage.store import Store
-from insitu.view import tables
 
 ROOT = Path(__file__).parents[2]
 

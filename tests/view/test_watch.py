@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent / "web"))
 from run_lab import Flavour, make_rollout, make_run
 
 from insitu.config import load_config
-from insitu.progress.live import LiveView, sparkline
+from insitu.progress.live import LiveView, agent_line, sparkline
 from insitu.progress.plain import PlainView
 from insitu.storage.run_dir import RunDir
 from insitu.storage.timeline import Timeline
-from insitu.view.watch import agent_line, watch
+from insitu.view.watch import watch
 
 DEADLINE_S = 60
 

@@ -7,8 +7,6 @@ the configuration and the card are redacted. One commit holds all files: an inte
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,17 +18,15 @@ from typing import Any, Literal
 
 import orjson
 
-from insitu.backoff import retry
 from insitu.bridges.card import model_card
 from insitu.bridges.export import RolloutExport, write_export
 from insitu.bridges.imports import MANIFEST
-from insitu.errors import ConfigError, RecordError, SetupError
+from insitu.errors import ConfigError, RecordError
 from insitu.install_hints import install_extra
 from insitu.storage.files import write_text
 from insitu.storage.redaction import Redaction
+from insitu.training.hub_upload import HUB, upload
 
-HUB = re.compile(r"hub:([\w.-]+/[\w.-]+)")
-ATTEMPTS, FIRST_S = 4, 1.0
 NOT_PUSHED = ("trainer", "*.part")
 """Files of a checkpoint that stay: the optimizer's state."""
 
@@ -79,7 +75,7 @@ async def push(options: PushOptions) -> Mapping[str, Any]:
             "url": "",
         }
         if not options.dry_run:
-            report["url"] = await upload(folder, found[1], kind, options, redaction)
+            report["url"] = await upload(folder, found[1], kind, redaction, public=options.public)
     return report
 
 
@@ -148,59 +144,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
-
-
-async def upload(
-    folder: Path,
-    repo: str,
-    kind: Literal["model", "dataset"],
-    options: PushOptions,
-    redaction: Redaction,
-    message: str = "Upload by insitu push",
-    *,
-    mirror: bool = False,
-) -> str:
-    """Make the repository, upload in one commit and return the address; retry while the Hub is busy.
-
-    `mirror`: the commit also deletes what the folder does not have. Raises ConfigError, SetupError.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()
-    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-
-    def busy(error: Exception) -> bool:
-        if isinstance(error, HfHubHTTPError):
-            return error.response.status_code == 429 or error.response.status_code >= 500
-        # RuntimeError: of the upload of one large file.
-        return isinstance(error, OSError | RuntimeError)
-
-    async def create() -> str:
-        made = await asyncio.to_thread(
-            api.create_repo, repo, repo_type=kind, private=not options.public, exist_ok=True
-        )
-        # One that exists keeps its visibility.
-        info = await asyncio.to_thread(api.repo_info, repo, repo_type=kind)
-        if not options.public and info.private is False:
-            raise ConfigError(f"{repo} exists and is public: --public uploads there")
-        return str(made)
-
-    async def commit() -> None:
-        await asyncio.to_thread(
-            api.upload_folder,
-            repo_id=repo,
-            folder_path=folder,
-            repo_type=kind,
-            commit_message=message,
-            delete_patterns="*" if mirror else None,
-        )
-
-    try:
-        url = await retry(create, busy, attempts=ATTEMPTS, first_s=FIRST_S, name="create")
-        await retry(commit, busy, attempts=ATTEMPTS, first_s=FIRST_S, name="upload")
-    except (HfHubHTTPError, OSError, RuntimeError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise SetupError(f"cannot push to {repo}: {redaction.text(first)}") from error
-    return url

@@ -40,7 +40,7 @@ from insitu.runtime.run import open_agents, open_backend
 from insitu.runtime.running import RunningAgents
 from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, RunDir
+from insitu.storage.run_dir import KIND, REPORT, RunDir
 from insitu.storage.score import Score
 from insitu.storage.store import Store, add_ledgers
 from insitu.storage.temp_dirs import remove_stale_scratch
@@ -55,7 +55,6 @@ from insitu.types import Group, Ledger, Rollout, Status
 
 log = logging.getLogger(__name__)
 
-REPORT = "report.txt"
 BRIDGE = "bridge"
 """Value of KIND in the run directories of bridges."""
 ENDLESS = 10**9

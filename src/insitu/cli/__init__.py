@@ -39,16 +39,16 @@ def _main(argv: Sequence[str] | None, signals: _Signals) -> int:
     from insitu.errors import InsituError
 
     escape_unencodable_output()
-    options = parse(argv)
+    command, options = parse(argv)
     try:
-        code: int = options.verb(options)
+        code = command(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader closed the pipe, as in `insitu show RUN | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (KeyboardInterrupt, InsituError, OSError, BaseExceptionGroup) as error:
-        return report_failure(KeyboardInterrupt() if signals.received else error, how_to_resume(options))
+        return report_failure(KeyboardInterrupt() if signals.received else error, how_to_resume(error))
     return code
 
 

@@ -1,12 +1,15 @@
-"""Shell completion: commands, options, their values and configuration keys.
+"""Completion in bash: commands, options, their values and configuration keys.
 
-Scripts call `INSITU_COMPLETE=1 insitu WORDS`, which prints the candidates after these words, one per line.
+The script calls `INSITU_COMPLETE=1 insitu WORDS`, which prints what may follow these words, one per line.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
+
+from insitu.command import Arg
 
 SCRIPTS = {
     "bash": """_insitu() {
@@ -15,13 +18,6 @@ SCRIPTS = {
 }
 complete -o default -F _insitu insitu
 """,
-    "zsh": """_insitu() {
-  compadd -- ${(f)"$(INSITU_COMPLETE=1 insitu ${words[2,CURRENT-1]})"}
-  _files
-}
-compdef _insitu insitu
-""",
-    "fish": "complete -c insitu -a '(INSITU_COMPLETE=1 insitu (commandline -opc)[2..])'\n",
 }
 
 
@@ -42,3 +38,12 @@ def candidates(words: Sequence[str], commands: Mapping[str, argparse.ArgumentPar
 
             found += [f"{key}=" for key in dotted_keys()]
     return found
+
+
+def completion(
+    shell: Annotated[
+        str, Arg(positional=True, choices=tuple(SCRIPTS), help='bash: eval "$(insitu completion bash)"')
+    ],
+) -> int:
+    print(SCRIPTS[shell], end="")
+    return 0

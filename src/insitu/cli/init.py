@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Annotated
 
+from insitu.command import Arg
 from insitu.errors import ConfigError, boundary
 
 ENGINES = {
@@ -72,3 +74,15 @@ def write_config(path: Path, text: str, tasks: str) -> list[str]:
     own = [f"insitu tasks validate {name}", f"insitu rollout {name} rollout.split=train rollout.count=1"]
     first = own if tasks else [f"insitu rollout {name} rollout.count=4"]
     return ["insitu doctor", *first, f"insitu train {name} --dry-run"]
+
+
+def init(
+    file: Annotated[Path, Arg(positional=True, metavar="FILE")] = Path("insitu.toml"),
+    agent: Annotated[str, Arg(help="the agent (default: pi)")] = "pi",
+    model: Annotated[str, Arg(help="model folder (default: the small model of the demo)")] = "",
+    engine: Annotated[str, Arg(choices=tuple(ENGINES), help="the sampler")] = "embedded",
+    tasks: Annotated[str, Arg(help="JSONL file with tasks (default: generated tasks)")] = "",
+) -> int:
+    text = first_config(agent, model, engine, tasks)
+    print("\n  ".join([f"wrote {file}; next:", *write_config(file, text, tasks)]))
+    return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import contextlib
 import errno
@@ -11,12 +10,14 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from insitu.errors import ConfigError, InsituError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 130
+RESUME = "; continue with: "
 
 
 def report_failure(error: BaseException, resume: str = "") -> int:
@@ -39,18 +40,26 @@ def report_failure(error: BaseException, resume: str = "") -> int:
     raise error
 
 
-def how_to_resume(options: argparse.Namespace) -> str:
-    """Return the hint on how to resume the run; empty when nothing was stored."""
-    run_dir: Path | None = options.run_dir
-    if run_dir is None:
-        return ""
-    from insitu.storage.run_dir import has_rollouts
+@contextlib.contextmanager
+def resumable(command: str, run_dir: Path) -> Iterator[None]:
+    """Note on what ends a run how to resume it, unless nothing was stored."""
+    try:
+        yield
+    except BaseException as error:
+        from insitu.storage.run_dir import has_rollouts
 
-    # A store that cannot be read, for example because of a full disk, is not empty.
-    with contextlib.suppress(InsituError):
-        if not has_rollouts(run_dir):
-            return ""
-    return f"; continue with: insitu {options.command} --resume {run_dir}"
+        stored = True
+        # A store that cannot be read, for example because of a full disk, is not empty.
+        with contextlib.suppress(InsituError):
+            stored = has_rollouts(run_dir)
+        if stored:
+            error.add_note(f"{RESUME}insitu {command} --resume {run_dir}")
+        raise
+
+
+def how_to_resume(error: BaseException) -> str:
+    """Return the note of `resumable`; empty if there is none."""
+    return next((note for note in getattr(error, "__notes__", ()) if note.startswith(RESUME)), "")
 
 
 def _leaves(error: BaseException) -> Any:

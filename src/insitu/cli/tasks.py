@@ -2,54 +2,89 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
-from insitu.api import check_at_hand
+from insitu.cli.console import positional, shown_progress
+from insitu.command import Arg, Overrides
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, boundary
-from insitu.progress.open import open_view
+from insitu.runtime.preflight import check_at_hand
 from insitu.shutdown import run_interruptible
-from insitu.tools import ValidateOptions, export_tasks, list_tasks, show_task, validate_with
+from insitu.tools import export_tasks, list_tasks, show_task, validate_async
+
+What = Literal["list", "show", "validate", "export"]
 
 
-def run(options: argparse.Namespace) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """Arguments of the verb but for what it does and with which configuration."""
+
+    ids: Sequence[str]
+    limit: int
+    repeats: int
+    out: Path | None
+    json: bool
+    tests: bool
+
+
+def tasks(
+    what: Annotated[str, Arg(positional=True, choices=get_args(What), help="what to do")],
+    config: Annotated[
+        str | None, Arg(positional=True, metavar="CONFIG", help="TOML file (default: overrides only)")
+    ] = None,
+    ids: Annotated[Sequence[str], Arg(flag="--id", metavar="ID", help="only this task (repeatable)")] = (),
+    name: Annotated[
+        str, Arg(flag="--set", metavar="NAME", help="only this of [[tasks]] (default: all)")
+    ] = "",
+    limit: Annotated[int, Arg(metavar="N", help="the first N tasks of each set only")] = 0,
+    repeats: Annotated[int, Arg(metavar="N", help="validate: runs of each task")] = 3,
+    out: Annotated[
+        Path | None, Arg(metavar="FILE", help="validate: its result; export: JSONL file (default: stdout)")
+    ] = None,
+    json: Annotated[bool, Arg(help="print JSON, last on stdout")] = False,
+    tests: Annotated[bool, Arg(help="show: also print the tests")] = False,
+    overrides: Overrides = (),
+) -> int:
     """Exit code: 0, or 1 when a task did not pass its validation; `list` raises what a run is refused for."""
-    overrides, path = list(options.overrides), options.config
-    if path is not None and "=" in path and not Path(path).exists():
-        overrides.insert(0, path)
-        path = None
-    config = load_config(Path(path) if path else None, overrides)
-    if options.set:
-        if options.set not in (names := [table.name for table in config.tasks]):
-            raise ConfigError(f"no task set {options.set!r}; there are: {', '.join(filter(None, names))}")
-        config = config.of_set(config.tasks[names.index(options.set)])
-    if options.repeats < 1 or options.limit < 0:
+    path, changes = positional(config, overrides)
+    loaded = load_config(Path(path) if path else None, changes)
+    if name:
+        if name not in (names := [table.name for table in loaded.tasks]):
+            raise ConfigError(f"no task set {name!r}; there are: {', '.join(filter(None, names))}")
+        loaded = loaded.of_set(loaded.tasks[names.index(name)])
+    if repeats < 1 or limit < 0:
         raise ConfigError("--repeats and --limit take positive numbers")
-    if options.what == "validate":
-        return _validate(config, options)
-    if options.what == "show":
-        for name in options.id or [_first(config)]:
-            _show(config, name, options.json, tests=options.tests)
+    options = _Options(ids=ids, limit=limit, repeats=repeats, out=out, json=json, tests=tests)
+    if what == "validate":
+        return _validate(loaded, options)
+    if what == "show":
+        for task in ids or [_first(loaded)]:
+            _show(loaded, task, json, tests=tests)
         return 0
-    if options.what == "export":
-        return _export(config, options)
-    _list(config, options)
-    check_at_hand(config, trains=False)
+    if what == "export":
+        return _export(loaded, options)
+    _list(loaded, options)
+    check_at_hand(loaded, trains=False)
     return 0
 
 
-def _validate(config: Config, options: argparse.Namespace) -> int:
-    chosen = ValidateOptions(
-        repeats=options.repeats, allowlist=options.out, limit=options.limit, ids=options.id
-    )
-    view = open_view(sys.stderr)
-    try:
-        summary = run_interruptible(validate_with(config, chosen, view))
-    finally:
-        view.close()
+def _validate(config: Config, options: _Options) -> int:
+    with shown_progress() as view:
+        summary = run_interruptible(
+            validate_async(
+                config,
+                repeats=options.repeats,
+                limit=options.limit,
+                ids=options.ids,
+                allowlist=options.out,
+                progress=view,
+            )
+        )
     if options.json:
         print(json.dumps(summary))
     else:
@@ -63,11 +98,11 @@ def _validate(config: Config, options: argparse.Namespace) -> int:
     return 0 if summary["passed"] == summary["tasks"] else 1
 
 
-def _export(config: Config, options: argparse.Namespace) -> int:
+def _export(config: Config, options: _Options) -> int:
     """Write the tasks as JSONL to --out, else to stdout."""
     if config.set_names:
         raise ConfigError(f"export writes one task set: choose one of {', '.join(config.set_names)} by --set")
-    lines = list(export_tasks(config, limit=options.limit, ids=options.id))
+    lines = list(export_tasks(config, limit=options.limit, ids=options.ids))
     if options.out is None:
         sys.stdout.buffer.writelines(lines)
     else:
@@ -97,7 +132,7 @@ def _show(config: Config, task_id: str, as_json: bool, *, tests: bool) -> None:
     print(f"\n{shown['prompt']}")
 
 
-def _list(config: Config, options: argparse.Namespace) -> None:
+def _list(config: Config, options: _Options) -> None:
     rows, total = list_tasks(config, limit=options.limit)
     if options.json:
         print(json.dumps({**total, "rows": rows}))

@@ -31,7 +31,7 @@ from insitu.runtime.run import OpenSampler, open_agents, open_backend
 from insitu.runtime.running import RunningAgents
 from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, SESSIONS, RunDir
+from insitu.storage.run_dir import KIND, REPORT, SESSIONS, RunDir
 from insitu.storage.store import Score, Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WALL_S, WallClock
@@ -42,7 +42,6 @@ from insitu.types import Task
 
 ROLLOUT = "rollout"
 """Value of KIND in these run directories."""
-REPORT = "report.txt"
 AGENT, AGENT_VERSION = "agent", "agent_version"
 """Keys of stored facts."""
 

@@ -22,7 +22,7 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from insitu import __version__
+from insitu._version import __version__
 from insitu.capture.message_history import History
 from insitu.errors import ConfigError
 from insitu.gateway.dialects.base import WireError, json_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from insitu import __version__
+from insitu._version import __version__
 from insitu.grading.diff import PROTECTED_FOLDERS, Diff
 from insitu.grading.runners.base import RunReport
 from insitu.types import Outcome, RewardKind, Trust, Verdict

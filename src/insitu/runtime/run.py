@@ -264,8 +264,8 @@ async def open_agents(
     elif engine is None:
         raise ConfigError("fleet.kind needs an engine: a provider's calls cannot go through the controller")
     else:
-        open_fleet = find("fleets", config.fleet.kind)
-        async with open_fleet(config, engine, source, agents_of(setups), say) as fleet:
+        nodes = find("fleets", config.fleet.kind)
+        async with nodes.open(config, engine, source, agents_of(setups), say) as fleet:
             yield fleet
 
 

@@ -36,12 +36,11 @@ from insitu.storage.files import write_text
 from insitu.storage.host_calls import HostCallLog
 from insitu.storage.lifecycle import SERVE
 from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, SESSIONS, RunDir
+from insitu.storage.run_dir import KIND, REPORT, SESSIONS, RunDir
 from insitu.storage.session_log import recover
 from insitu.storage.store import Store
 from insitu.types import Rollout, Status, Timings, Trajectory
 
-REPORT = "report.txt"
 SEAL_S = 10.0
 """Time that running calls get to finish when their session is sealed."""
 CLOSE_S = 1.0

@@ -36,6 +36,7 @@ from insitu.storage.ulid import new_ulid
 
 log = logging.getLogger(__name__)
 
+REPORT = "report.txt"
 SESSIONS = "sessions"
 """Folder of a run directory with the logs and exports of sessions, and the text of provider calls."""
 KIND = "kind"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from insitu.chat.words import WordsCache
@@ -12,7 +13,7 @@ from insitu.progress.base import duration, printable
 from insitu.storage.queries import IDS, PAGE, STATE
 from insitu.view.web.credit import Credits
 from insitu.view.web.rollout_page import MAX_TURNS, diff_page, rollout_page, transcript
-from insitu.view.web.runs import RunHandle
+from insitu.view.web.runs import RunHandle, one_run
 from insitu.view.web.token_page import MAX_TOKENS, decode, token_page
 
 _CHARS = 4000
@@ -199,3 +200,13 @@ def token_lines(tokens: Iterator[Mapping[str, Any]]) -> Iterator[str]:
             f"{token['segment']:>3} {token['position']:>8} {token['turn']:>4} {token['id']:>6} {logprob:>8}"
             f" {version:>7}  {token['fate']:<20} {text}"
         )
+
+
+def transcript_of(path: Path, rollout_id: str) -> Iterator[str]:
+    """Yield a rollout as text by turn, its verdict first. Raises RecordError for an unknown id."""
+    return rollout_text(rollout_found(one_run(path), rollout_id))
+
+
+def diff_of(path: Path, rollout_id: str) -> Iterator[str]:
+    """Yield the judged changes of a rollout. Raises RecordError for an unknown id."""
+    return diff_text(rollout_found(one_run(path), rollout_id))

@@ -13,7 +13,7 @@ from insitu.errors import RecordError
 from insitu.progress.base import rate_text
 from insitu.storage.files import write_text
 from insitu.storage.phases import When, eval_name, eval_phase
-from insitu.storage.run_dir import KIND, read_config, read_store, read_summary
+from insitu.storage.run_dir import KIND, REPORT, read_config, read_store, read_summary
 from insitu.storage.score import Score, describe_rewards
 from insitu.storage.store import ScoresBy, Store
 from insitu.types import Ledger, part_label
@@ -29,7 +29,6 @@ from insitu.view.report import (
 )
 
 CURVE = "curve.svg"
-REPORT = "report.txt"
 _ENDS: tuple[When, When] = ("before", "after")
 _NONE = Score.of(())
 NAMED_VERDICTS = 3

@@ -35,13 +35,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
 
 
-def one_run(path: Path) -> RunHandle:
-    """Return the run at a path. Raises RecordError when it is not a run directory."""
-    run = RunHandle(path.resolve().name, path)
-    run.config()
-    return run
-
-
 def runs_found(folder: Path) -> list[Mapping[str, Any]]:
     """Return what the viewer shows of each run below a folder, the last written first."""
     return [run_info(run) for run in Runs([folder]).all()]

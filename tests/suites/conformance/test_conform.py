@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from insitu.agents.recipe import Recipe, named_recipe
-from insitu.cli.conformance import choose
 from insitu.errors import ConfigError, SetupError
 from insitu.gateway.request import GatewayCounters
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance import checks, run
 from insitu.suites.conformance.agent_tools import AgentTools
 from insitu.suites.conformance.checks import ConformanceResult
+from insitu.suites.conformance.verb import choose
 from insitu.types import Ledger, Trajectory
 
 

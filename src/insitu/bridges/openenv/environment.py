@@ -26,7 +26,7 @@ from openenv.core.env_server.types import (
     State,
 )
 
-from insitu import __version__
+from insitu._version import __version__
 from insitu.bridges.openenv.episodes import Episode, Episodes, Graded
 from insitu.bridges.openenv.settings import CALLERS, ServerSettings
 from insitu.bridges.openenv.tasks import described

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
-from insitu.engines.embedded.engine import request_of
 from insitu.engines.embedded.model import load_model
+from insitu.engines.remote import request_of
 from insitu.engines.rpc import Meta
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import EngineError

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-import insitu
+from insitu._version import __version__
 from insitu.agents.base import loop_time
 from insitu.backoff import backoff_s
 from insitu.collect.breaker import LOST
@@ -210,7 +210,7 @@ class Fleet:
             except InsituError as error:
                 return node.link.name, str(error).removeprefix(f"node {node.link.name}: "), False
             size = f"{meta['cores']} cores, {meta['memory_gib']} GiB"
-            found = f"{meta['host']}, {size}, insitu {insitu.__version__}; started {meta['agents']}"
+            found = f"{meta['host']}, {size}, insitu {__version__}; started {meta['agents']}"
             return node.link.name, found, True
 
         return await asyncio.gather(*(one(node) for node in self.nodes))

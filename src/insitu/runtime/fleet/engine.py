@@ -15,7 +15,7 @@ from typing import cast
 
 from insitu.engines.base import Engine, EngineInfo, Receipt
 from insitu.engines.downtime import Waiter, current_waiter, on_downtime
-from insitu.engines.embedded.engine import params_meta, request_of
+from insitu.engines.remote import params_meta, request_of
 from insitu.engines.rpc import NOTHING, Frame, Handler, Meta, RpcPeer
 from insitu.errors import EngineError, boundary
 from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams

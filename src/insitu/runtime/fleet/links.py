@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import insitu
+from insitu._version import __version__
 from insitu.engines.child import Child
 from insitu.engines.rpc import Handler, RpcClient, RpcPeer
 from insitu.errors import EngineError
@@ -25,7 +26,7 @@ def code_identity() -> str:
     found, root = hashlib.sha256(), Path(insitu.__file__).parent
     for file in sorted(root.rglob("*.py")):
         found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    return f"{insitu.__version__} ({found.hexdigest()[:12]})"
+    return f"{__version__} ({found.hexdigest()[:12]})"
 
 
 class Link(Protocol):

@@ -21,7 +21,7 @@ from typing import Any
 
 from insitu.engines.base import Engine, EngineWrapper, PauseMode, Receipt
 from insitu.engines.child import Child
-from insitu.engines.embedded.engine import EmbeddedEngine
+from insitu.engines.remote import ChildEngine
 from insitu.engines.rpc import Frame, Meta, RpcClient
 from insitu.errors import EngineError, TrainError
 from insitu.plan.step import StepPlan
@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 class _LearnerEngine(EngineWrapper):
     """The learner's engine; errors include the learner's cause of death."""
 
-    def __init__(self, child: Child, inner: EmbeddedEngine) -> None:
+    def __init__(self, child: Child, inner: ChildEngine) -> None:
         self.use(child, inner)
 
-    def use(self, child: Child, inner: EmbeddedEngine) -> None:
+    def use(self, child: Child, inner: ChildEngine) -> None:
         """Use the channel of a started or restarted learner."""
         super().__init__(inner)
         self._child, self._embedded = child, inner
@@ -144,7 +144,7 @@ class Learner:
 
     async def _attach(self) -> None:
         if self._spec.samples:
-            inner = await EmbeddedEngine.attach(self._channel, call_deadline_s=self._spec.call_deadline_s)
+            inner = await ChildEngine.attach(self._channel, call_deadline_s=self._spec.call_deadline_s)
             if self._engine is None:
                 self._engine = _LearnerEngine(self._child, inner)
             else:

@@ -24,9 +24,9 @@ from typing import Any, cast
 import numpy as np
 
 from insitu import failpoint
-from insitu.engines.embedded.engine import request_of
 from insitu.engines.http import stream_seed
 from insitu.engines.parent_watch import follow_parent, main_of_child
+from insitu.engines.remote import request_of
 from insitu.engines.response_checks import RawReply, checked
 from insitu.engines.rpc import Meta
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer

@@ -28,7 +28,7 @@ from insitu.progress.base import View
 from insitu.storage.files import write_text
 from insitu.storage.logs import log_to
 from insitu.storage.metrics import MetricsFile
-from insitu.storage.run_dir import KIND, SESSIONS, RunDir, read_config, read_store, restore_steps
+from insitu.storage.run_dir import KIND, REPORT, SESSIONS, RunDir, read_config, read_store, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WallClock
@@ -92,7 +92,6 @@ SFT = "sft"
 """Kind of these run directories."""
 LESSONS, CHOICE = "lessons", "choice"
 """Metadata keys: the selection as [rollout id, digest] in order, and its description."""
-REPORT = "report.txt"
 MODEL = "model"
 """Folder of a run directory with the whole model, where checkpoints hold adapters."""
 

@@ -239,3 +239,20 @@ def _private(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return not path.stat().st_mode & (stat.S_IROTH | stat.S_IXOTH)
     return True
+
+
+def one_run(path: Path) -> RunHandle:
+    """Return the run at a path. Raises RecordError when it is not a run directory."""
+    run = RunHandle(path.resolve().name, path)
+    run.config()
+    return run
+
+
+_FACTS = ("name", "state", "problem", "kind", "agent", "model", "tasks", "step", "steps", "rollouts")
+"""Facts of a run that a notebook shows."""
+
+
+def facts_of(path: Path) -> Mapping[str, object]:
+    """Return the facts of a run that are known."""
+    info = run_info(one_run(path))
+    return {name: info[name] for name in _FACTS if info[name] not in ("", None)}

@@ -18,7 +18,7 @@ QUIET_S = 30.0
 """Silence of the learner after which a waiting call is looked into."""
 
 
-class EmbeddedEngine:
+class ChildEngine:
     """Implements `engines.base.Engine`; make one with `attach`. The channel's owner closes the learner."""
 
     def __init__(
@@ -30,7 +30,7 @@ class EmbeddedEngine:
         self._deadline_s = call_deadline_s
 
     @classmethod
-    async def attach(cls, channel: RpcClient, *, call_deadline_s: float = 120.0) -> EmbeddedEngine:
+    async def attach(cls, channel: RpcClient, *, call_deadline_s: float = 120.0) -> ChildEngine:
         """Query the learner. call_deadline_s: timeout of every later call. Raises EngineError."""
         reply = await channel.call("engine.info", deadline_s=call_deadline_s)
         with boundary(EngineError, "read engine.info"):

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import orjson
 
-from insitu.bridges.push import HUB, PushOptions, upload
 from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, RecordError, SetupError
 from insitu.install_hints import install_extra
@@ -29,6 +28,7 @@ from insitu.storage.files import sha256_of, write_text
 from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import TOKENIZER, has_rollouts, read_store
 from insitu.storage.temp_dirs import part_folder
+from insitu.training.hub_upload import HUB, upload
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,7 @@ async def push_run(run: Path, repo: str) -> int:
         folder = stack.enter_context(part_folder(run / "hub"))
         step = await asyncio.to_thread(_snapshot, run, folder)
         # Not public, also where the repository exists and is: `upload` refuses then.
-        options = PushOptions(what=run, to=f"hub:{repo}")
-        await upload(folder, repo, "model", options, Redaction(), f"Checkpoint of step {step}", mirror=True)
+        await upload(folder, repo, "model", Redaction(), f"Checkpoint of step {step}", mirror=True)
     log.info("pushed checkpoint step=%d repo=%s", step, repo)
     return step
 

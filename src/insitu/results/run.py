@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from insitu.errors import ConfigError
+from insitu.registry import find
+from insitu.results.tables import Rollouts, StepTable, Text, html_table
 from insitu.storage.queries import FILTERS
 from insitu.storage.run_dir import KIND, check_store, read_config, read_store, read_summary
 from insitu.types import Ledger, Outcome, Rollout, Status
-from insitu.view.rollout_text import diff_text, rollout_found, rollout_text
-from insitu.view.tables import Rollouts, StepTable, Text, html_table
-from insitu.view.terminal import one_run
-from insitu.view.web.runs import run_info
-
-_FACTS = ("name", "state", "problem", "kind", "agent", "model", "tasks", "step", "steps", "rollouts")
-"""Facts of a run that a notebook shows."""
 
 
 class Run:
@@ -33,8 +28,7 @@ class Run:
         return f"Run({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        info = run_info(one_run(self.path))
-        return html_table(("", ""), [(name, info[name]) for name in _FACTS if info[name] not in ("", None)])
+        return html_table(("", ""), list(find("views", "facts")(self.path).items()))
 
     @property
     def summary(self) -> Mapping[str, Any] | None:
@@ -101,12 +95,11 @@ class Run:
 
         Raises RecordError when there is none with this id.
         """
-        found = rollout_found(one_run(self.path), rollout_id)
-        return Text("\n".join(rollout_text(found)))
+        return Text("\n".join(find("views", "transcript")(self.path, rollout_id)))
 
     def diff(self, rollout_id: str) -> Text:
         """Return the judged changes of a rollout. Raises RecordError when there is none with this id."""
-        return Text("\n".join(diff_text(rollout_found(one_run(self.path), rollout_id))))
+        return Text("\n".join(find("views", "diff")(self.path, rollout_id)))
 
 
 @contextlib.contextmanager

@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Annotated
 
 import orjson
 from rich.console import Console
 from rich.table import Table
 
-from insitu.config import load_config
-from insitu.progress.open import open_view
+from insitu.cli.console import positional, shown_progress
+from insitu.cli.report import EXIT_FAILED
+from insitu.command import Arg, Json
 from insitu.shutdown import run_interruptible
+from insitu.suites.api import attack_async
 from insitu.suites.attacks.matrix import ATTACKS, RESIDUAL, as_markdown, required, runners
 from insitu.suites.attacks.model import Attack
 from insitu.suites.attacks.run import AttackReport
 from insitu.suites.attacks.runner import Cell
-from insitu.tools import AttackOptions, attack_with
 
 WIDTH = 150
 """Width of the table outside of a terminal."""
 
 
-def run(options: argparse.Namespace, path: Path | None, overrides: Sequence[str]) -> bool:
-    """Run the verb; return whether every cell is as required.
+def attack(
+    config: Annotated[
+        str | None, Arg(positional=True, metavar="CONFIG", help="attack this file's tasks, in its sandboxes")
+    ] = None,
+    tasks: Annotated[int, Arg(metavar="N", help="tasks of your own (default: 3)")] = 3,
+    runner: Annotated[str, Arg(metavar="A,B", help="grading runners (default: all)")] = "",
+    only: Annotated[str, Arg(metavar="N,M-K", help="attacks by number (default: all)")] = "",
+    json: Json = False,
+    markdown: Annotated[bool, Arg(help="print the expected results and exit")] = False,
+    overrides: Annotated[
+        Sequence[str], Arg(positional=True, metavar="a.b=c", help="override a key, e.g. sandbox.backend")
+    ] = (),
+) -> int:
+    """Exit code 0 if every cell is as required.
 
-    `path`: configuration whose tasks are attacked in the sandboxes of its [sandbox]; overrides under
-    `tasks.` do the same. Raises ConfigError, TaskError, SetupError.
+    Tasks of a configuration are attacked in the sandboxes of its [sandbox]; overrides under `tasks.` do the
+    same. Raises ConfigError, TaskError, SetupError.
     """
-    if options.markdown:
+    if markdown:
         print(as_markdown(), end="")
-        return True
-    shown = sys.stderr if options.json else sys.stdout
-    config = load_config(path, overrides)
-    own = path is not None or any(one.startswith("tasks.") for one in overrides)
-    chosen = AttackOptions(only=options.only, runner=options.runner, tasks=options.tasks, own=own)
-    view = open_view(sys.stderr)
-    try:
-        report = run_interruptible(attack_with(config, chosen, view))
-    finally:
-        view.close()
+        return 0
+    shown = sys.stderr if json else sys.stdout
+    path, changes = positional(config, overrides)
+    with shown_progress() as view:
+        report = run_interruptible(
+            attack_async(path, overrides=changes, only=only, runner=runner, tasks=tasks, progress=view)
+        )
     print_report(report, Console(file=shown, width=None if shown.isatty() else WIDTH))
-    if options.json:
+    if json:
         print(orjson.dumps(report.as_json()).decode())
-    return not report.failures
+    return EXIT_FAILED if report.failures else 0
 
 
 def print_report(report: AttackReport, console: Console) -> None:

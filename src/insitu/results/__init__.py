@@ -1,0 +1,1 @@
+"""A run directory, open for reading."""

@@ -1,1 +1,0 @@
-"""`insitu tasks`: list, show and validate the tasks of a data set."""

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from per_request import per_request
+from token_tree import tree
 from tree_check import check_tree
 
 from insitu.capture.drift import PromptPlan
-from insitu.capture.export import per_request
 from insitu.capture.forest import Forest
 from insitu.capture.message_history import DigestCache, History
-from insitu.capture.tree import tree
 from insitu.types import (
     Finish,
     Generation,

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from capture_lab import START, Lab, answer, call, check_exported, check_views, long_chain, says, user
+from per_request import per_request
+from token_tree import tree
 from tree_check import branch, check_tree, dense_mask, expand
 
-from insitu.capture.export import chains, per_request
-from insitu.capture.tree import tree
 from insitu.errors import CaptureError
 from insitu.types import Ledger, Trajectory
 
@@ -35,7 +35,7 @@ def forked() -> Trajectory:
 def test_the_three_shapes_train_the_same_tokens() -> None:
     trajectory = forked()
     check_views(trajectory)
-    assert len(chains(trajectory)) == 4
+    assert len(trajectory.segments) == 4
     rows = per_request(trajectory)
     assert [int(row.mask.sum()) for row in rows] == [3] * 5
     assert [row.kind for row in rows] == ["sampled"] * 4 + ["demonstrated"]
@@ -141,16 +141,3 @@ def test_rows_keep_the_label_of_the_chain_that_trains_the_call() -> None:
     wanted = Counter(s.label for s in trajectory.segments)
     assert set(wanted) == {row.label for row in rows}
     assert [row.index for row in rows] == list(range(5))
-
-
-def test_a_forest_exports_each_shape_by_name() -> None:
-    lab = Lab()
-    made = lab.sample(lab.ask(START, hints=(("agent", "a"),)), says("x"), labels=("shim",))
-    lab.deliver(made)
-    sealed = lab.forest.trajectory()
-    assert sealed.turns[0].hints == (("agent", "a"), ("label", "shim"))
-    assert lab.forest.export("chains") == sealed.segments
-    (one,) = lab.forest.export("per_request")
-    assert one.ids.tolist() == made.prompt + made.ids
-    for mode in ("once", "branch_mean"):
-        assert lab.forest.export("tree", mode).mode == mode

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from token_tree import TokenTree
 
 from insitu.capture.export import by_index, chain_ends
-from insitu.capture.tree import TokenTree
 from insitu.errors import CaptureError
 from insitu.types import BoolArray, IntArray, Trajectory
 

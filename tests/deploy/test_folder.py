@@ -85,8 +85,6 @@ def test_each_target_has_its_file(config: Path) -> None:
     assert (claim["kind"], job["kind"], job["spec"]["backoffLimit"]) == ("PersistentVolumeClaim", "Job", 0)
     [container] = job["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
-    sky = yaml.safe_load((made("sky", config, nodes=2, gpus=8) / "sky.yaml").read_text())
-    assert (sky["num_nodes"], sky["resources"]) == (2, {"accelerators": ["A100:8", "H100:8"]})
 
 
 def test_bad_input_is_one_line_and_writes_nothing(config: Path, tmp_path: Path) -> None:
@@ -104,11 +102,11 @@ def test_bad_input_is_one_line_and_writes_nothing(config: Path, tmp_path: Path) 
     out.mkdir()
     (out / "mine").write_text("x")
     with pytest.raises(SetupError, match="is not empty"):
-        deploy(DeployOptions(target="sky", config=config, out=out))
+        deploy(DeployOptions(target="k8s", config=config, out=out))
 
 
 def test_the_command_says_what_to_add(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["deploy", "sky", str(config), "--out", str(config.parent / "sky")]) == 0
+    assert main(["deploy", "slurm", str(config), "--out", str(config.parent / "job")]) == 0
     said = capsys.readouterr().out
     assert "before use: model.path: copy models/qwen there" in said
     assert "before use: set HF_TOKEN where it runs" in said

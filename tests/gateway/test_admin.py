@@ -75,7 +75,7 @@ async def test_a_session_from_opening_to_export(renderer: TemplateRenderer) -> N
         assert sealed["ledger"]["captured"] == sealed["ledger"]["trained"] > 0
         assert (await rig.ask("POST", f"/sessions/{name}/seal"))[1]["ledger"] == sealed["ledger"]
         assert (await rig.say(opened, {"messages": ASK}))[0] == 409
-        _, exported = await rig.ask("GET", f"/sessions/{name}/export?form=chains&format=json")
+        _, exported = await rig.ask("GET", f"/sessions/{name}/export?format=json")
         _, raw = await rig.ask("GET", f"/sessions/{name}/export?format=npz")
         arrays = np.load(io.BytesIO(raw))
         assert exported["temperature"] == float(arrays["temperature"]) == 0.6
@@ -87,13 +87,6 @@ async def test_a_session_from_opening_to_export(renderer: TemplateRenderer) -> N
         assert arrays["logprobs"].tolist() == pytest.approx(row["logprobs"])
         assert set(arrays["versions"][arrays["mask"]]) == {3}
         assert arrays["offsets"].tolist() == [0, len(row["ids"])]
-        for form in ("tree", "per_request"):
-            _, reported = await rig.ask("GET", f"/sessions/{name}/export?form={form}")
-            _, raw = await rig.ask("GET", f"/sessions/{name}/export?form={form}&format=npz")
-            shape = reported["tree"] if form == "tree" else reported["rows"][0]
-            again = np.load(io.BytesIO(raw))
-            assert again["ids"].tolist() == shape["ids"] == row["ids"]
-            assert again["mask"].tolist() == shape["mask"] == row["mask"]
         for query in ("form=rows", "format=pickle"):
             assert (await rig.ask("GET", f"/sessions/{name}/export?{query}"))[0] == 400
         assert (await rig.ask("DELETE", f"/sessions/{name}"))[0] == 200

@@ -102,7 +102,7 @@ async def test_what_was_wished_for_stands_beside_the_turn(renderer: TemplateRend
         }
         assert trajectory.turns[1].advisory is trajectory.turns[0].advisory
         assert '"name":"write"' in reported[2]["tool_choice"]
-        exported = json.loads(export_json("chains", trajectory.segments, trajectory, temperature=1.0))
+        exported = json.loads(export_json(trajectory, temperature=1.0))
         assert [dict(turn["advisory"]) for turn in exported["turns"]] == reported
         again, times = logged(tmp_path, b"gpt-marker")
         assert [dict(wished) for wished in again] == reported

@@ -1,22 +1,11 @@
-"""Other shapes of the trained tokens, from a sealed or stored trajectory; pure.
-
-`chains` are the segments themselves: linear rows, each sampled token masked in once. `per_request` has one
-row per call, with prompts repeated. `tree` (capture/tree) holds every id once. All three train the same
-tokens with the same logprobs, and their sums are those of the turns.
-"""
+"""The turns of a trajectory as rows: which are trained, where rows end, and the turns of a row; pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
-import numpy as np
-
-from insitu.capture.segments import version_row
 from insitu.errors import CaptureError
-from insitu.types import IntArray, Segment, SegmentKind, Trajectory, Turn
-
-Form = Literal["chains", "tree", "per_request"]
+from insitu.types import SegmentKind, Turn
 
 
 def kind_of(turn: Turn) -> SegmentKind | None:
@@ -56,65 +45,3 @@ def chain_of(turns: Mapping[int, Turn], end: Turn) -> list[Turn]:
         path.append(turns[path[-1].parent])
     path.reverse()
     return path
-
-
-def chains(trajectory: Trajectory) -> tuple[Segment, ...]:
-    """Return one row per branch; a turn shared by several is masked in only in the first."""
-    return trajectory.segments
-
-
-def per_request(trajectory: Trajectory) -> tuple[Segment, ...]:
-    """Return one row per trained call: its whole prompt, then its reply, masked in.
-
-    Rows have the label of the chain that trains the call. Raises CaptureError when segments and turns do not
-    match.
-    """
-    turns = by_index(trajectory.turns)
-    labels = _labels(trajectory, turns)
-    rows: list[Segment] = []
-    for turn in turns.values():
-        kind = kind_of(turn)
-        if kind is not None:
-            chain = labels[turn.index]
-            rows.append(_row(turns, turn, kind, index=len(rows), chain=chain))
-    return tuple(rows)
-
-
-def _labels(trajectory: Trajectory, turns: dict[int, Turn]) -> dict[int, Segment]:
-    """Return the segment in which each turn is masked in."""
-    ends = chain_ends(turns)
-    if len(ends) != len(trajectory.segments):
-        raise CaptureError(f"{len(trajectory.segments)} segments for {len(ends)} branches")
-    owner: dict[int, Segment] = {}
-    for end, segment in zip(ends, trajectory.segments, strict=True):
-        index = end.index
-        while index != -1:
-            turn = turns[index]
-            if kind_of(turn) == segment.kind:
-                if index in owner:
-                    break
-                owner[index] = segment
-            index = turn.parent
-    return owner
-
-
-def _row(turns: dict[int, Turn], turn: Turn, kind: SegmentKind, *, index: int, chain: Segment) -> Segment:
-    ids: IntArray = np.concatenate([part for t in chain_of(turns, turn) for part in (t.context_ids, t.ids)])
-    start = len(ids) - len(turn.ids)
-    mask = np.zeros(len(ids), dtype=np.bool_)
-    logprobs = np.zeros(len(ids), dtype=np.float32)
-    versions = np.zeros(len(ids), dtype=np.int32)
-    mask[start:] = True
-    versions[start:] = version_row(turn.version_runs, len(turn.ids))
-    if turn.logprobs is not None:
-        logprobs[start:] = turn.logprobs
-    return Segment(
-        rollout_id=chain.rollout_id,
-        index=index,
-        kind=kind,
-        label=chain.label,
-        ids=ids,
-        mask=mask,
-        logprobs=logprobs,
-        versions=versions,
-    )

@@ -27,12 +27,10 @@ from insitu.capture.digests import (
 from insitu.capture.drift import PromptPlan, classify, longest_match, stored_context
 from insitu.capture.drift_diagnosis import Diagnosis, first_difference
 from insitu.capture.drift_log import DriftLog
-from insitu.capture.export import Form, chains, per_request
 from insitu.capture.ledger import check_generation
 from insitu.capture.message_history import History, TreeWalk
 from insitu.capture.nodes import ContextNode, Nodes, SampledNode, chain, frozen_ids, joined
 from insitu.capture.segments import export
-from insitu.capture.tree import TokenTree, WeightMode, tree
 from insitu.capture.turn_refs import TurnIndex
 from insitu.errors import CaptureError
 from insitu.types import (
@@ -43,7 +41,6 @@ from insitu.types import (
     Message,
     MessageSpans,
     ModelRequest,
-    Segment,
     ToolSpec,
     Trajectory,
 )
@@ -350,16 +347,6 @@ class Forest:
         if self._sealed is None:
             self._sealed = export(self._nodes, self.drifts, train_auxiliary=self._train_auxiliary)
         return self._sealed
-
-    def export(self, form: Form, weights: WeightMode = "once") -> tuple[Segment, ...] | TokenTree:
-        """Return the sealed session in one of three shapes that train the same tokens; seals if needed.
-
-        Raises CaptureError as `trajectory` does.
-        """
-        sealed = self.trajectory()
-        if form == "tree":
-            return tree(sealed, weights)
-        return per_request(sealed) if form == "per_request" else chains(sealed)
 
     def _refuse_sealed(self, what: str) -> None:
         if self._sealed is not None:

@@ -1,4 +1,4 @@
-"""`insitu deploy`: files that start a run as a container, Space, Slurm, Kubernetes or SkyPilot job.
+"""`insitu deploy`: files that start a run as a container, Space, Slurm or Kubernetes job.
 
     configuration -> folder with insitu.toml, start.sh, Dockerfile, compose.yaml and the target's own file
 

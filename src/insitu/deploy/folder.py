@@ -17,13 +17,12 @@ from insitu.engines.server_command import SERVERS, server_command
 from insitu.errors import ConfigError, SetupError
 from insitu.storage.files import write_text
 
-Target = Literal["space", "slurm", "k8s", "sky"]
-TARGETS: tuple[Target, ...] = ("space", "slurm", "k8s", "sky")
+Target = Literal["space", "slurm", "k8s"]
+TARGETS: tuple[Target, ...] = ("space", "slurm", "k8s")
 OWN_FILE: Mapping[Target, tuple[str, str]] = {
     "space": ("space.md", "README.md"),
     "slurm": ("job.sbatch", "job.sbatch"),
     "k8s": ("job.yaml", "job.yaml"),
-    "sky": ("sky.yaml", "sky.yaml"),
 }
 """Template and name of the file that a target adds."""
 SHARED = ("Dockerfile", "compose.yaml", "start.sh")

@@ -15,7 +15,7 @@ def deploy(
     config: Annotated[Path, Arg(positional=True, metavar="CONFIG", help="TOML file of the run")],
     out: Annotated[Path, Arg(required=True, metavar="DIR", help="new folder")],
     name: Annotated[str, Arg(metavar="NAME", help="name of the job")] = "insitu",
-    nodes: Annotated[int, Arg(metavar="N", help="machines (slurm, sky)")] = 1,
+    nodes: Annotated[int, Arg(metavar="N", help="machines (slurm)")] = 1,
     gpus: Annotated[int, Arg(metavar="N", help="GPUs of a machine; 0 = CPU image")] = 0,
     image: Annotated[str, Arg(metavar="REF", help="k8s: the pushed image")] = "",
 ) -> int:

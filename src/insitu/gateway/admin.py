@@ -3,7 +3,7 @@
     POST   /sessions                 open one: its public id, the agent's secret, the host tools' secret
     GET    /sessions                 all of them; /sessions/{id} one, /sessions/{id}/calls its host tool calls
     POST   /sessions/{id}/seal       refuse further calls, finish running ones, take the reward
-    GET    /sessions/{id}/export     the captured tokens: ?form=..., ?format=json|npz
+    GET    /sessions/{id}/export     the captured tokens: ?format=json|npz
     DELETE /sessions/{id}            abort it, or forget a sealed one
     GET    /stats                    the gateway's counters
 
@@ -35,7 +35,7 @@ from insitu.gateway.listeners import Listener, listen_tcp, listen_unix
 from insitu.gateway.request import read_json, secret_of
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session, secret_digest
-from insitu.gateway.session_export import FORMS, export_json, export_npz
+from insitu.gateway.session_export import export_json, export_npz
 from insitu.gateway.text_tool_calls import TextShim
 from insitu.gateway.token_backend import TokenCalls
 from insitu.types import MIN_TEMPERATURE, Limits, Trajectory
@@ -269,15 +269,13 @@ class Admin:
         return _json({"status": "deleted"})
 
     async def _export(self, http: web.BaseRequest, session: Session, trajectory: Trajectory) -> web.Response:
-        form = FORMS.get(http.query.get("form", "chains"))
         kind = http.query.get("format", "json")
-        if form is None or kind not in ("json", "npz"):
-            raise _AdminError(400, f"form is one of {', '.join(FORMS)}; format is json or npz")
+        if kind not in ("json", "npz") or http.query.keys() - {"format"}:
+            raise _AdminError(400, "?format=json or ?format=npz")
         dump = export_json if kind == "json" else export_npz
         if not isinstance(session.calls, TokenCalls):
             raise _AdminError(409, "a provider's calls have no tokens: their text is in the run directory")
-        shape = session.calls.export(form)
-        raw = await asyncio.to_thread(dump, form, shape, trajectory, temperature=session.temperature)
+        raw = await asyncio.to_thread(dump, trajectory, temperature=session.temperature)
         content_type = "application/json" if kind == "json" else "application/octet-stream"
         return web.Response(body=raw, content_type=content_type)
 

@@ -1,12 +1,10 @@
 """Export of a sealed session: JSON for a person or a script, NPZ for a trainer; pure.
 
-Forms are those of `Forest.export`. In an NPZ the rows of `chains` and `per_request` are concatenated: row i
-is `name[offsets[i]:offsets[i + 1]]`. A `tree` is its own arrays, with the kinds of its nodes as text.
+In an NPZ the rows are concatenated: row i is `name[offsets[i]:offsets[i + 1]]`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -15,24 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from insitu.capture.export import Form
-from insitu.capture.tree import TokenTree
 from insitu.types import Segment, Trajectory
 
-FORMS: Mapping[str, Form] = {"chains": "chains", "tree": "tree", "per_request": "per_request"}
 
-Shape = Sequence[Segment] | TokenTree
-
-
-def export_json(form: str, shape: Shape, trajectory: Trajectory, *, temperature: float | None) -> bytes:
-    """Return one object: form, temperature, rows or tree, turns, drifts, ledger.
+def export_json(trajectory: Trajectory, *, temperature: float | None) -> bytes:
+    """Return one object: temperature, rows, turns, drifts, ledger.
 
     The logprobs are those at `temperature`; None, for a log without it, becomes null.
     """
     content = {
-        "form": form,
         "temperature": temperature,
-        "tree" if isinstance(shape, TokenTree) else "rows": shape,
+        "rows": trajectory.segments,
         "turns": trajectory.turns,
         "drifts": trajectory.drifts,
         "ledger": trajectory.ledger,
@@ -40,19 +31,13 @@ def export_json(form: str, shape: Shape, trajectory: Trajectory, *, temperature:
     return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
 
 
-def export_npz(form: str, shape: Shape, trajectory: Trajectory, *, temperature: float | None) -> bytes:
-    """Return arrays `ids, mask, logprobs, versions`, those of the form, and the temperature (NaN = None)."""
-    arrays = _tree(shape) if isinstance(shape, TokenTree) else _rows(shape)
-    arrays["form"] = np.array(form)
+def export_npz(trajectory: Trajectory, *, temperature: float | None) -> bytes:
+    """Return arrays `ids, mask, logprobs, versions`, `offsets` of rows, and the temperature (NaN = None)."""
+    arrays = _rows(trajectory.segments)
     arrays["temperature"] = np.array(math.nan if temperature is None else temperature)
     out = io.BytesIO()
     np.savez(out, allow_pickle=False, **arrays)
     return out.getvalue()
-
-
-def _tree(shape: TokenTree) -> dict[str, npt.NDArray[np.generic]]:
-    found = {field.name: shape.__getattribute__(field.name) for field in dataclasses.fields(shape)}
-    return {name: np.asarray(value) for name, value in found.items()}
 
 
 def _rows(rows: Sequence[Segment]) -> dict[str, npt.NDArray[np.generic]]:

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 
-from insitu.capture.export import Form
 from insitu.capture.forest import Forest
-from insitu.capture.tree import TokenTree
 from insitu.chat.renderer import ChatRenderer, forgotten_before
 from insitu.engines.base import Engine, TracksSessions
 from insitu.errors import EngineError, EngineUnavailable, RenderError
@@ -30,7 +28,7 @@ from insitu.gateway.session import Session
 from insitu.gateway.text_tool_calls import not_offered
 from insitu.gateway.turn import MAX_REFUSALS, Answer, Turns
 from insitu.storage.session_log import LogFile, LoggedForest
-from insitu.types import ModelRequest, Segment, Trajectory
+from insitu.types import ModelRequest, Trajectory
 
 MAX_OUTAGES = 4
 """Consecutive engine failures after which the session has failed for good; calls that were running at the
@@ -320,10 +318,6 @@ class TokenCalls:
 
     def trajectory(self) -> Trajectory:
         return self._forest.trajectory()
-
-    def export(self, form: Form) -> tuple[Segment, ...] | TokenTree:
-        """Return the sealed session in one of the forest's shapes."""
-        return self._forest.export(form)
 
     def close(self) -> None:
         if self._release is not None:

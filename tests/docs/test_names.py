@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -32,8 +33,14 @@ def test_a_page_names_no_key_by_its_former_name_and_no_file_that_is_missing(page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_names_keys_that_exist(page: Path) -> None:
+def test_a_page_names_keys_and_choices_that_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+\.\w+)(?: = [^`]*)?`", text)) - NO_KEYS
     of_tables = {name for name in named if name.partition(".")[0] in table_classes()}
     assert of_tables - set(dotted_keys()) == set()
+    wrong = set()
+    for table, key, value in re.findall(r'`(\w+)\.(\w+) = "(\w*)"`', text):
+        field = table_classes()[table].model_fields[key].annotation
+        if get_origin(field) is Literal and value not in get_args(field):
+            wrong.add(f"{table}.{key} = {value}")
+    assert wrong == set()

@@ -213,19 +213,22 @@ def differences(recorded: Any, found: Any, *, more: bool = False, at: str = "") 
             elif not more:
                 yield f"{here} is new: {brief(found[name])}"
     elif isinstance(recorded, list) and isinstance(found, list):
-        before, now = (Counter(map(brief, items)) for items in (recorded, found))
-        yield from (f"{at}: {item} is gone" for item in (before - now).elements())
+        before, now = (Counter(map(json.dumps, items)) for items in (recorded, found))
+        here = f"{at}: " if at else ""
+        yield from (f"{here}{brief(json.loads(item))} is gone" for item in (before - now).elements())
         if not more:
-            yield from (f"{at}: {item} is new" for item in (now - before).elements())
+            yield from (f"{here}{brief(json.loads(item))} is new" for item in (now - before).elements())
             if before == now and recorded != found:
-                yield f"{at}: the order changed"
+                yield f"{here}the order changed"
     elif recorded != found:
-        yield f"{at}: {brief(recorded)} became {brief(found)}"
+        same = len(os.path.commonprefix([str(recorded), str(found)]))
+        start = same - 20 if isinstance(recorded, str) and isinstance(found, str) and same > 60 else 0
+        yield f"{at}: {brief(recorded, start)} became {brief(found, start)}"
 
 
-def brief(value: Any) -> str:
+def brief(value: Any, start: int = 0) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 160 else f"{text[:100]} ... {text[-50:]}"
+    return f"{'...' if start else ''}{text[start : start + 120]}{'...' if len(text) > start + 120 else ''}"
 
 
 def record(name: str) -> Any:

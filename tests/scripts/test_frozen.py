@@ -40,6 +40,8 @@ def test_nothing_frozen_has_changed() -> None:
         ({"a": ["x", "x", "y"]}, {"a": ["y", "x"]}, ["a: x is gone"]),
         ({"a": ["x"]}, {"a": ["x", "z"]}, ["a: z is new"]),
         ({"a": ["x", "y"]}, {"a": ["y", "x"]}, ["a: the order changed"]),
+        (["x"], [], ["x is gone"]),
+        ({"a": "-" * 80 + "b"}, {"a": "-" * 80 + "c"}, [f"a: ...{'-' * 20}b became ...{'-' * 20}c"]),
         ({"a": [1]}, {"a": {"b": 1}}, ['a: [1] became {"b": 1}']),
         ({"a": [1, {"b": None}]}, {"a": [1, {"b": None}]}, []),
     ],

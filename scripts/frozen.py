@@ -221,7 +221,8 @@ def differences(recorded: Any, found: Any, *, more: bool = False, at: str = "") 
             if before == now and recorded != found:
                 yield f"{here}the order changed"
     elif recorded != found:
-        same = len(os.path.commonprefix([str(recorded), str(found)]))
+        pairs = zip(str(recorded), str(found), strict=False)
+        same = next((n for n, (before, now) in enumerate(pairs) if before != now), 0)
         start = same - 20 if isinstance(recorded, str) and isinstance(found, str) and same > 60 else 0
         yield f"{at}: {brief(recorded, start)} became {brief(found, start)}"
 

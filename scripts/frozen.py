@@ -125,7 +125,7 @@ def demo_steps(kind: str) -> Any:
 def exports(mode: Mode) -> Any:
     """Return what is exported of a run that an earlier version stored; a new one may not differ."""
     stored, written = frozen_runs.exports(RECORDS / "run.tar.xz", work())
-    return {"stored": stored, "a new run differs": list(differences(stored, written))}
+    return {"stored": stored, "differences of a new run": list(differences(stored, written))}
 
 
 def store(mode: Mode) -> Any:

@@ -94,6 +94,14 @@ class _Parsing(BaseException):
 
 def verbs(main: Callable[[list[str]], object]) -> Any:
     """Return the verbs of the command line with their arguments, as argparse has them."""
+    return {
+        verb: arguments_of(_verbs(_parser(main, verb))[verb])
+        for verb in sorted(_verbs(_parser(main, "doctor")))
+    }
+
+
+def _parser(main: Callable[[list[str]], object], verb: str) -> argparse.ArgumentParser:
+    """Return the parser that a verb's command line is given to; the other verbs' may be empty in it."""
     real = argparse.ArgumentParser.parse_known_args
 
     def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> Any:
@@ -101,19 +109,24 @@ def verbs(main: Callable[[list[str]], object]) -> Any:
 
     argparse.ArgumentParser.parse_known_args = stop  # type: ignore[method-assign,assignment]
     try:
-        main(["doctor"])
+        main([verb])
     except _Parsing as found:
-        return arguments_of(found.args[0])
+        parser: argparse.ArgumentParser = found.args[0]
+        return parser
     finally:
         argparse.ArgumentParser.parse_known_args = real  # type: ignore[method-assign]
     raise RuntimeError("the command line does not use argparse")
 
 
+def _verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
 def arguments_of(parser: argparse.ArgumentParser) -> Any:
     found: dict[str, Any] = {}
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found |= {name: arguments_of(inner) for name, inner in sorted(action.choices.items())}
+        if isinstance(action, argparse._HelpAction):
             continue
         facts = [type(action).__name__.strip("_").removesuffix("Action")]
         facts += [action.type.__name__] if action.type in (int, float) else []

@@ -129,12 +129,15 @@ def arguments_of(parser: argparse.ArgumentParser) -> Any:
         if isinstance(action, argparse._HelpAction):
             continue
         facts = [type(action).__name__.strip("_").removesuffix("Action")]
+        facts += ["required"] if action.option_strings and action.required else []
         facts += [action.type.__name__] if action.type in (int, float) else []
         facts += [f"nargs={action.nargs}"] if action.nargs not in (None, 0) else []
         facts += [f"of {', '.join(map(str, action.choices))}"] if action.choices else []
         unset = action.default is None or action.default is False or action.default == argparse.SUPPRESS
         facts += [] if unset else [f"default={action.default!r}"]
         found["/".join(action.option_strings) or action.dest] = "; ".join(facts)
+    for group in parser._mutually_exclusive_groups:
+        found.setdefault("only one of", []).append([action.dest for action in group._group_actions])
     return found
 
 

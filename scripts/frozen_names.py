@@ -133,11 +133,13 @@ def arguments_of(parser: argparse.ArgumentParser) -> Any:
         facts += [action.type.__name__] if action.type in (int, float) else []
         facts += [f"nargs={action.nargs}"] if action.nargs not in (None, 0) else []
         facts += [f"of {', '.join(map(str, action.choices))}"] if action.choices else []
-        unset = action.default is None or action.default is False or action.default == argparse.SUPPRESS
+        unset = action.default is False or action.default in (None, "", argparse.SUPPRESS)
         facts += [] if unset else [f"default={action.default!r}"]
         found["/".join(action.option_strings) or action.dest] = "; ".join(facts)
     for group in parser._mutually_exclusive_groups:
-        found.setdefault("only one of", []).append([action.dest for action in group._group_actions])
+        found.setdefault("only one of", []).append(
+            ["/".join(action.option_strings) for action in group._group_actions]
+        )
     return found
 
 

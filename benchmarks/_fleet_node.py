@@ -61,7 +61,7 @@ async def _main(socket: Path) -> None:
         # Drawing takes longer than sending: each is drawn once, before the clock runs.
         if spec.rollout_id not in made:
             made[spec.rollout_id] = drawn(spec)
-        return pack((made[spec.rollout_id], None, {}, ()))
+        return pack(made[spec.rollout_id], None, {}, ())
 
     async def nothing(call: Frame) -> Frame:
         return NOTHING

@@ -32,7 +32,6 @@ from insitu.collect.collector import Collector
 from insitu.collect.options import CollectOptions
 from insitu.config import load_config
 from insitu.engines.base import EngineInfo, Receipt
-from insitu.engines.remote import params_meta
 from insitu.engines.rpc import Frame, Handler, RpcPeer, encode
 from insitu.errors import EngineError
 from insitu.runtime.fleet.controller import Fleet
@@ -56,6 +55,7 @@ from insitu.types import (
     Trajectory,
     Turn,
 )
+from insitu.types.codec import VALUES
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.virtual_time import run_virtual
 
@@ -174,11 +174,12 @@ class SimulatedLink:
         calls = []
         for turn in range(TURNS):
             key = RequestKey(seed=0, rollout_id=rollout_id, turn=turn)
-            meta = params_meta(SamplingParams(max_tokens=512, stop_ids=frozenset((1,))), key)
-            meta |= {"op": "engine.generate", "id": next(self._numbers), "call": turn}
-            calls.append(encode(meta, {"ids": prompt[: (turn + 1) * (NEW + SAMPLED)]}))
+            params = SamplingParams(max_tokens=512, stop_ids=frozenset((1,)))
+            meta = {"op": "engine.generate", "id": next(self._numbers), "call": turn}
+            ids = prompt[: (turn + 1) * (NEW + SAMPLED)]
+            calls.append(encode(meta, VALUES.pack((ids, params, key))))
         spec = AttemptSpec(rollout_id=rollout_id, task=TASK, seed=0)
-        frame: Frame = pack((rollout_of(spec), None, {}, ()))
+        frame: Frame = pack(rollout_of(spec), None, {}, ())
         answer = encode({**frame.meta, "id": number}, frame.arrays)
         SimulatedLink.spent_s += time.process_time() - began
         for call in calls:

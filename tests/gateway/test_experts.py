@@ -14,7 +14,7 @@ from test_server_engines import lab
 
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.http import HttpOptions
-from insitu.engines.remote import params_meta, request_of
+from insitu.engines.remote import read_request
 from insitu.engines.scripted import ScriptedEngine
 from insitu.engines.vllm import open_vllm
 from insitu.errors import CaptureError, EngineError
@@ -30,6 +30,7 @@ from insitu.types import (
     SamplingParams,
     Segment,
 )
+from insitu.types.codec import VALUES
 from tests.fakes.vllm import chosen_experts, npy, serve_vllm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
@@ -113,7 +114,7 @@ async def test_a_server_that_cannot_return_them_is_refused() -> None:
 
 def test_a_request_carries_its_place_to_a_node() -> None:
     params = SamplingParams(max_tokens=6, experts_from=5)
-    assert request_of(params_meta(params, KEY))[0] == params
+    assert read_request(VALUES.pack((PROMPT, params, KEY)))[1:] == (params, KEY)
 
 
 SCRIPT = [

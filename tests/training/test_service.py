@@ -32,7 +32,8 @@ from insitu.training.service.reduction import Reduction, find_reduction
 from insitu.training.service.session import Service, TrainingRun
 from insitu.training.service.trainer import HalfDoneError, ServiceTrainer
 from insitu.training.trainer.trainer import Trainer
-from insitu.types import IntArray, RequestKey, SamplingParams
+from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu.types.codec import VALUES
 
 SDK = Path(__file__).parents[1] / "fakes" / "tinker_sdk"
 
@@ -311,15 +312,12 @@ class Request:
     on_cancel = None
 
     def __init__(self) -> None:
-        self.meta = {
-            "max_tokens": 4, "temperature": 1.0, "stop_ids": [], "experts_from": 0, "seed": 0,
-            "rollout_id": "a", "turn": 0,
-        }  # fmt: skip
-        self.arrays = {"ids": np.arange(4, dtype=np.int32)}
+        key = RequestKey(seed=0, rollout_id="a", turn=0)
+        self.arrays = VALUES.pack((np.arange(4, dtype=np.int32), SamplingParams(max_tokens=4), key))
         self.answer: object = None
 
-    def reply(self, meta: object = None, arrays: object = None) -> None:
-        self.answer = meta or "done"
+    def reply(self, meta: object = None, arrays: Any = None) -> None:
+        self.answer = VALUES.unpack(Generation, arrays) if arrays else meta or "done"
 
     def fail(self, error: object) -> None:
         self.answer = error
@@ -391,4 +389,5 @@ def test_a_pause_waits_for_all_requests_and_holds_later_ones() -> None:
     assert len(sampler.futures) == 2, "held until resumed"
     handlers["engine.resume"](Request())  # type: ignore[arg-type]
     sampler.futures[2].set_result(SimpleNamespace(sequences=[sequence()]))
-    assert held.answer == {"finish": "length", "version_runs": [[0, 3]], "first_s": None, "cached": None}
+    assert isinstance(held.answer, Generation)
+    assert (held.answer.finish, held.answer.version_runs) == ("length", ((0, 3),))

@@ -100,7 +100,7 @@ def test_a_set_without_a_teacher_is_an_error() -> None:
 def test_the_set_of_a_row_reaches_the_learner_and_counts_in_the_digest() -> None:
     groups = sampled_groups(small_model(), groups=2)
     plan = plan_step([of_set(groups[0], "a"), of_set(groups[1], "b")], PlanConfig())
-    arrived = decode_plan(*encode_plan(plan))
+    arrived = decode_plan(encode_plan(plan))
     assert [row.part for row in arrived.rows] == [row.part for row in plan.rows]
     assert {row.part for row in arrived.rows} == {"a", "b"}
     moved = replace(plan, rows=tuple(replace(row, part="a") for row in plan.rows))

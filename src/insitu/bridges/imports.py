@@ -22,7 +22,7 @@ from insitu.storage.files import sha256_of
 from insitu.storage.imported import ImportedStore
 from insitu.storage.run_dir import TOKENIZER, RunDir, name_run, restore_steps
 from insitu.storage.store import StepRecord
-from insitu.types import Ledger
+from insitu.types.codec import read
 
 MANIFEST = "manifest.json"
 _FACTS = {"schema_version": int, "form": str, "files": dict, "meta": dict, "steps": list}
@@ -99,7 +99,6 @@ def _fill(made: RunDir, folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _step(values: Mapping[str, Any]) -> StepRecord:
-    try:
-        return StepRecord(**{**values, "ledger": Ledger(**values["ledger"])})
-    except (TypeError, KeyError) as error:
-        raise RecordError(f"a committed step of the export cannot be read: {error!r}") from error
+    with boundary(RecordError, "a committed step of the export cannot be read"):
+        record: StepRecord = read(StepRecord, values)
+    return record

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
 from insitu.bridges.records import ROLLOUTS, ROWS, Record
 from insitu.errors import RecordError, boundary
+from insitu.types import BoolArray, FloatArray, IntArray
+from insitu.types.codec import read
 
 FILE = "data/rollouts.jsonl"
-_NUMPY = {"ints": ("i", np.int32), "bools": ("b", np.bool_), "floats": ("f", np.float32)}
-"""Kind of a column -> kind and type of the value that is read."""
+_ARRAYS = {"ints": IntArray, "bools": BoolArray, "floats": FloatArray}
+"""Kind of a column -> type of the value that is read."""
 
 
 class JsonlWriter:
@@ -47,14 +47,9 @@ def _arrays(record: Record, columns: Mapping[str, str]) -> Record:
     """Return a record with its lists as arrays."""
     found: dict[str, Any] = dict(record)
     for name, kind in columns.items():
-        if kind in _NUMPY:
-            found[name] = _array(name, record[name], *_NUMPY[kind])
+        if kind in _ARRAYS:
+            try:
+                found[name] = read(_ARRAYS[kind], record[name])
+            except ValueError as error:
+                raise ValueError(f"{name} is {error}") from error
     return found
-
-
-def _array(name: str, values: Any, kind: str, dtype: type) -> npt.NDArray[Any]:
-    """Return a list as an array; ValueError where a value would have to be changed for that."""
-    read = np.array(values)
-    if not isinstance(values, list) or read.ndim != 1 or (values and read.dtype.kind != kind):
-        raise ValueError(f"{name} is no list of one type without gaps")
-    return np.array(values, dtype)

@@ -22,22 +22,18 @@ from insitu.config.training import RowRules
 from insitu.errors import RecordError, TrainError
 from insitu.plan.row_selection import choose_rows
 from insitu.types import (
-    CallTimes,
-    DriftNote,
     ExpertArray,
     FileEntry,
     FloatArray,
     IntArray,
-    Ledger,
-    Outcome,
     Rollout,
     Segment,
-    Status,
-    Timings,
     Trajectory,
     Turn,
     Verdict,
 )
+from insitu.types.codec import head, pick, read
+from insitu.types.values import plain
 
 SCHEMA = 1
 """Version of the columns."""
@@ -112,7 +108,24 @@ ROLLOUTS: Mapping[str, str] = {
 }
 """Column -> kind, one row per rollout. `place`, `state`, `attempts`: as in the store of the run; `session`:
 the id of its segments, where it is another; `rows`: number of its segments."""
+_RENAMED = {
+    "rollout_id": "id",
+    "components": "reward_components",
+    "egress": "egress_attempts",
+    "segment": "index",
+}
+"""Column -> field, where the names differ."""
 Record = dict[str, Any]
+
+
+def _fields_in(columns: Mapping[str, str], kind: type[Rollout | Segment], *apart: str) -> Mapping[str, str]:
+    """Return column -> field of those that hold a field of `kind`, without those that are written apart."""
+    named = {column: _RENAMED.get(column, column) for column in columns if column not in apart}
+    return {column: name for column, name in named.items() if name in kind.__dataclass_fields__}
+
+
+_OF_ROLLOUT = _fields_in(ROLLOUTS, Rollout, "verdict")
+_OF_SEGMENT = _fields_in(ROWS, Segment, "rollout_id", "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,19 +183,15 @@ def row_records(stored: StoredRollout, run: str, temperature: float) -> list[Rec
             used = "demonstrated"
         elif not item.reason and segment.index not in chosen:
             used = next(iter(item.excluded), "no_tokens")
+        own = {column: getattr(segment, name) for column, name in _OF_SEGMENT.items()}
         records.append(
             shared
+            | {name: own.pop(name) for name in ("segment", "label", "kind")}
             | {
-                "segment": segment.index,
-                "label": segment.label,
-                "kind": segment.kind,
                 "used": used,
                 "weight": 0.0 if used else item.weight,
                 "prompt_len": int(mask.argmax()) if mask.any() else len(mask),
-                "ids": segment.ids,
-                "mask": mask,
-                "logprobs": segment.logprobs,
-                "versions": segment.versions,
+                **own,
                 "experts": None if segment.experts is None else _npy(segment.experts),
             }
         )
@@ -197,37 +206,25 @@ def rollout_record(stored: StoredRollout, run: str, temperature: float) -> Recor
     verdict = None if rollout.verdict is None else rollout.verdict.to_dict()
     if verdict is not None:
         del verdict["evidence"]
-    return {
+    made = {column: plain(getattr(rollout, name)) for column, name in _OF_ROLLOUT.items()}
+    made |= {
         "schema_version": SCHEMA,
         "run": run,
         "phase": stored.place["phase"],
         "step": stored.step,
         "group_id": item.group_id,
-        "rollout_id": rollout.id,
         "task_set": rollout.task_set,
-        "task_id": rollout.task_id,
-        "category": rollout.category,
-        "status": rollout.status.value,
-        "reward": rollout.reward,
-        "components": dict(rollout.reward_components),
         "advantage": item.advantage,
         "used": item.reason,
         "outcome": verdict and verdict["outcome"],
         "verdict": verdict,
         "messages": stored.messages,
-        "diff": rollout.diff,
         "files": {path: _file_record(entry) for path, entry in rollout.changed.items()},
-        "deleted": list(rollout.deleted),
-        "attempt": rollout.attempt,
-        "error": rollout.error,
-        "egress": rollout.egress_attempts,
-        "timings": rollout.timings.to_dict(),
-        "began_s": rollout.began_s,
         "ledger": rollout.trajectory.ledger.to_dict(),
         "place": dict(stored.place),
         "state": dict(stored.state),
         "attempts": [dict(attempt) for attempt in stored.attempts],
-        "drifts": [note.to_dict() for note in rollout.trajectory.drifts],
+        "drifts": plain(rollout.trajectory.drifts),
         "temperature": temperature,
         "session": next((s.rollout_id for s in segments if s.rollout_id != rollout.id), None),
         "rows": len(segments),
@@ -235,6 +232,7 @@ def rollout_record(stored: StoredRollout, run: str, temperature: float) -> Recor
         "ids": ids,
         "logprobs": logprobs,
     }
+    return {column: made[column] for column in ROLLOUTS}
 
 
 def _file_record(entry: FileEntry) -> Record:
@@ -264,13 +262,9 @@ def _turn_heads(trajectory: Trajectory) -> tuple[list[Record], IntArray, FloatAr
         if of == "own" and turn.logprobs is not None:
             logprobs.append(turn.logprobs)
         sizes = {"context": len(turn.context_ids), "sampled": len(turn.ids)}
-        plain = {name: getattr(turn, name) for name in _TURN_FIELDS}
-        times = turn.times.to_dict()
-        heads.append({**plain, **sizes, "row": row, "start": start, "logprobs": of, "times": times})
+        times = {"times": turn.times.to_dict()}
+        heads.append({**head(turn, "times"), **sizes, "row": row, "start": start, "logprobs": of, **times})
     return heads, _joined(ids, np.int32), _joined(logprobs, np.float32)
-
-
-_TURN_FIELDS = ("index", "parent", "finish", "version_runs", "excluded", "hints", "advisory", "spans")
 
 
 def _places_in_rows(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
@@ -338,14 +332,8 @@ def _segment(session: str, row: Record) -> Segment:
             f"rollout {row['rollout_id']} segment {row['segment']}: experts of {len(experts)} tokens, ids of"
             f" {len(arrays['ids'])}"
         )
-    return Segment(
-        rollout_id=session,
-        index=row["segment"],
-        kind=row["kind"],
-        label=row["label"],
-        experts=experts,
-        **arrays,
-    )
+    found = {name: row[column] for column, name in _OF_SEGMENT.items() if column in row}
+    return pick(Segment, found, rollout_id=session, experts=experts)
 
 
 def _npy(array: ExpertArray) -> str:
@@ -355,30 +343,14 @@ def _npy(array: ExpertArray) -> str:
 
 
 def _rollout(record: Record, segments: tuple[Segment, ...]) -> Rollout:
-    ledger = Ledger(**record["ledger"])
-    return Rollout(
-        id=record["rollout_id"],
-        task_id=record["task_id"],
-        category=record["category"],
+    found = {name: record[column] for column, name in _OF_ROLLOUT.items() if column in record}
+    return pick(
+        Rollout,
+        found,
         part=record["place"].get("part", ""),
-        status=Status(record["status"]),
-        reward=record["reward"],
-        trajectory=Trajectory(
-            segments=segments,
-            turns=_turns(record, segments),
-            ledger=ledger,
-            drifts=tuple(DriftNote(**note) for note in record["drifts"]),
-        ),
-        verdict=None if record["verdict"] is None else _verdict(record["verdict"]),
+        trajectory=pick(Trajectory, record, segments=segments, turns=_turns(record, segments)),
+        verdict=None if record["verdict"] is None else read(Verdict, record["verdict"]),
         changed={path: _file(entry) for path, entry in record["files"].items()},
-        deleted=tuple(record["deleted"]),
-        timings=Timings(**record["timings"]),
-        attempt=record["attempt"],
-        error=record["error"],
-        egress_attempts=record["egress"],
-        reward_components=record["components"],
-        began_s=record["began_s"],
-        diff=record["diff"],
     )
 
 
@@ -387,47 +359,23 @@ def _file(entry: Mapping[str, Any]) -> FileEntry:
     return FileEntry(content=content, executable=entry["executable"])
 
 
-def _verdict(values: Mapping[str, Any]) -> Verdict:
-    tuples = {name: tuple(values[name]) for name in ("fail_to_pass", "pass_to_pass", "dropped_paths")}
-    return Verdict(**{**values, **tuples, "outcome": Outcome(values["outcome"])})
-
-
 def _turns(record: Record, segments: Sequence[Segment]) -> tuple[Turn, ...]:
     at = at_logprob = 0
     turns = []
-    for head in record["turns"]:
-        context, sampled = head["context"], head["sampled"]
-        source, start = (
-            (segments[head["row"]].ids, head["start"]) if head["row"] >= 0 else (record["ids"], at)
-        )
-        at += context + sampled if head["row"] < 0 else 0
+    for one in record["turns"]:
+        context, sampled = one["context"], one["sampled"]
+        source, start = (segments[one["row"]].ids, one["start"]) if one["row"] >= 0 else (record["ids"], at)
+        at += context + sampled if one["row"] < 0 else 0
         middle, stop = start + context, start + context + sampled
         logprobs: FloatArray | None = None
-        if head["logprobs"] == "row":
-            logprobs = segments[head["row"]].logprobs[middle:stop]
-        elif head["logprobs"] == "own":
+        if one["logprobs"] == "row":
+            logprobs = segments[one["row"]].logprobs[middle:stop]
+        elif one["logprobs"] == "own":
             logprobs = record["logprobs"][at_logprob : at_logprob + sampled]
             at_logprob += sampled
         if stop > len(source) or (logprobs is not None and len(logprobs) != sampled):
-            raise RecordError(f"rollout {record['rollout_id']} turn {head['index']}: tokens are missing")
+            raise RecordError(f"rollout {record['rollout_id']} turn {one['index']}: tokens are missing")
         turns.append(
-            Turn(
-                index=head["index"],
-                parent=head["parent"],
-                context_ids=source[start:middle],
-                ids=source[middle:stop],
-                logprobs=logprobs,
-                finish=head["finish"],
-                excluded=head["excluded"],
-                times=CallTimes(**head["times"]),
-                version_runs=_tuples(head["version_runs"]),
-                hints=_tuples(head["hints"]),
-                advisory=_tuples(head["advisory"]),
-                spans=_tuples(head["spans"]),
-            )
+            pick(Turn, one, context_ids=source[start:middle], ids=source[middle:stop], logprobs=logprobs)
         )
     return tuple(turns)
-
-
-def _tuples(items: Sequence[Sequence[Any]]) -> Any:
-    return tuple(tuple(item) for item in items)

@@ -35,8 +35,9 @@ from aiohttp import web
 from insitu.engines.base import EngineInfo, PauseMode, Receipt
 from insitu.engines.http import request_name, stream_seed
 from insitu.engines.response_checks import RawReply, checked
-from insitu.errors import ConfigError, EngineError, EngineUnavailable, SetupError
+from insitu.errors import ConfigError, EngineError, EngineUnavailable, SetupError, boundary
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams, VersionRuns
+from insitu.types.codec import read
 
 MAX_WAIT_S = 60.0
 MAX_BODY = 64 << 20
@@ -80,15 +81,14 @@ class _ExternalHttp:
         return {"requests": [_described(request) for request in requests]}
 
     async def _deliver(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        runs = body.get("version_runs")
-        if runs is not None and not _pairs(runs):
-            raise EngineError("version_runs must be a list of [start, version]")
+        with boundary(EngineError, "version_runs must be a list of [start, version]"):
+            runs = read(VersionRuns | None, body.get("version_runs"))
         self._engine.deliver(
             str(body.get("name")),
             ids=body.get("ids"),
             logprobs=body.get("logprobs"),
             finish=body.get("finish"),
-            version_runs=tuple((start, version) for start, version in runs) if runs else None,
+            version_runs=runs or None,
         )
         return {"ok": True}
 
@@ -119,13 +119,6 @@ def _described(request: _ExternalRequest) -> Mapping[str, Any]:
         "rollout_id": request.key.rollout_id,
         "turn": request.key.turn,
     }
-
-
-def _pairs(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(item) is int for item in pair)
-        for pair in value
-    )
 
 
 async def _body(http: web.BaseRequest) -> Mapping[str, Any]:

@@ -6,13 +6,14 @@ The sampler itself (torch) is core.py, in the learner's process; this side never
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 from insitu.engines.base import EngineInfo, PauseMode, Receipt
-from insitu.engines.rpc import Meta, RpcClient
+from insitu.engines.rpc import Array, Meta, RpcClient
 from insitu.errors import EngineError, boundary
-from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
+from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu.types.codec import VALUES
 
 QUIET_S = 30.0
 """Silence of the learner after which a waiting call is looked into."""
@@ -48,20 +49,11 @@ class ChildEngine:
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         """Sample a continuation of `ids`. Raises EngineError; cancellation aborts at the learner."""
-        meta = params_meta(params, key)
+        request = VALUES.pack((ids, params, key))
         frame = await self._channel.call(
-            "engine.generate", meta, {"ids": ids}, deadline_s=self._deadline_s, quiet_s=QUIET_S
+            "engine.generate", None, request, deadline_s=self._deadline_s, quiet_s=QUIET_S
         )
-        if frame.meta["finish"] not in ("stop", "length", "abort"):
-            raise EngineError(f"the learner answered finish={frame.meta['finish']!r}")
-        runs = cast("list[list[Any]]", frame.meta["version_runs"])
-        return Generation(
-            ids=frame.arrays["ids"],
-            logprobs=frame.arrays["logprobs"],
-            finish=cast(Finish, frame.meta["finish"]),
-            version_runs=tuple((int(start), int(version)) for start, version in runs),
-            times=CallTimes(first_s=frame.meta.get("first_s"), cached=frame.meta.get("cached")),
-        )
+        return read_generation(frame.arrays)
 
     async def pause(self) -> None:
         """Return when no request is running; new ones wait for `resume`."""
@@ -97,31 +89,17 @@ class ChildEngine:
         await self._channel.close()
 
 
-def params_meta(params: SamplingParams, key: RequestKey) -> Meta:
-    """Return a request without its ids; `request_of` reads it."""
-    return {
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "stop_ids": sorted(params.stop_ids),
-        "experts_from": params.experts_from,
-        "seed": key.seed,
-        "rollout_id": key.rollout_id,
-        "turn": key.turn,
-    }
-
-
-def request_of(meta: Meta) -> tuple[SamplingParams, RequestKey]:
-    """Return what `params_meta` was made of; raise EngineError."""
+def read_request(arrays: Mapping[str, Array]) -> tuple[IntArray, SamplingParams, RequestKey]:
+    """Return the ids, parameters and key of a call of engine.generate. Raises EngineError."""
     with boundary(EngineError, "read engine.generate"):
-        params = SamplingParams(
-            max_tokens=int(meta["max_tokens"]),
-            temperature=float(meta["temperature"]),
-            stop_ids=frozenset(int(i) for i in meta["stop_ids"]),
-            experts_from=int(meta["experts_from"]),
-        )
-        return params, RequestKey(
-            seed=int(meta["seed"]), rollout_id=meta["rollout_id"], turn=int(meta["turn"])
-        )
+        ids, params, key = VALUES.unpack(tuple, arrays)
+    return ids, params, key
+
+
+def read_generation(arrays: Mapping[str, Array]) -> Generation:
+    """Return the answer of engine.generate. Raises EngineError."""
+    with boundary(EngineError, "read a generation"):
+        return VALUES.unpack(Generation, arrays)
 
 
 def _receipt(meta: Meta) -> Receipt:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from insitu.types import Segment, Trajectory
+from insitu.types.codec import dumps
 
 
 def export_json(trajectory: Trajectory, *, temperature: float | None) -> bytes:
@@ -28,7 +28,7 @@ def export_json(trajectory: Trajectory, *, temperature: float | None) -> bytes:
         "drifts": trajectory.drifts,
         "ledger": trajectory.ledger,
     }
-    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
+    return dumps(content)
 
 
 def export_npz(trajectory: Trajectory, *, temperature: float | None) -> bytes:
@@ -55,12 +55,3 @@ def _rows(rows: Sequence[Segment]) -> dict[str, npt.NDArray[np.generic]]:
 
 def _joined(parts: Sequence[npt.NDArray[np.generic]], kind: type[np.generic]) -> npt.NDArray[np.generic]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=kind)
-
-
-def _plain(value: object) -> object:
-    """Convert what orjson does not write: arrays that are views."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(type(value).__name__)

@@ -19,8 +19,9 @@ from typing import Literal, Protocol, cast, get_args
 
 from insitu.errors import RecordError
 from insitu.storage.attempts import interrupt_running
+from insitu.storage.columns import Row
 from insitu.storage.database import Database
-from insitu.storage.rollout_rows import Row, insert, read_ledger
+from insitu.storage.rollout_rows import insert, read_ledger
 from insitu.types import Ledger, Rollout, Status
 
 State = Literal["planned", "running", "graded", "scored", "assigned", "trained", "discarded"]

@@ -116,6 +116,13 @@ def _missing(db: sqlite3.Connection) -> dict[str, dict[str, str]]:
     return found
 
 
+def nullable_columns(table: str) -> dict[str, bool]:
+    """Return column -> whether it may be NULL."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        return {row[1]: not row[3] for row in db.execute(f"PRAGMA table_info({table})")}
+
+
 @functools.cache
 def _wanted() -> dict[str, dict[str, str]]:
     """Return table -> column -> type of SCHEMA; a viewer opens the store many times."""

@@ -22,11 +22,12 @@ import numpy.typing as npt
 import orjson
 
 from insitu.capture.digests import DigestedMessages, MessageHasher
-from insitu.capture.drift import Drift, PromptPlan, stored_context
+from insitu.capture.drift import PromptPlan, stored_context
 from insitu.capture.drift_diagnosis import Diagnosis
 from insitu.capture.forest import Forest
 from insitu.errors import CaptureError, RecordError, boundary
-from insitu.types import CallTimes, ExpertArray, Generation, IntArray, Message, MessageSpans, ToolCall
+from insitu.types import ExpertArray, Generation, IntArray, Message, MessageSpans
+from insitu.types.codec import head, pick, read
 
 SCHEMA_VERSION = 4
 _HEAD = struct.Struct("<III")  # bytes of JSON, bytes of arrays, CRC of both
@@ -157,12 +158,10 @@ class LoggedForest(Forest):
             "node": sampled,
             "context": node,
             "turn": turn,
-            "finish": generation.finish,
-            "version_runs": generation.version_runs,
+            **head(generation),
             "count": len(generation.ids),
             "sampled": generation.logprobs is not None,
             "reply": reply,
-            "times": generation.times,
             **kept,
         }
         if generation.experts is not None:
@@ -267,7 +266,7 @@ class _ReplayedForest(Forest):
 
     def _extend(self, event: dict[str, Any], delta: IntArray) -> None:
         base = event["base"]
-        messages = tuple(_message(fields) for fields in event["messages"])
+        messages = read(tuple[Message, ...], event["messages"])
         digests = DigestedMessages(
             messages,
             bytes.fromhex(event["said"]),
@@ -276,21 +275,10 @@ class _ReplayedForest(Forest):
             (),
             self._hasher(event["defaults"]),
         )
-        plan = PromptPlan(
-            root_key=event["root_key"],
-            base=base,
-            parent=stored_context(self._nodes, event["root_key"], base, digests),
-            replace=messages,
-            drift=Drift(**event["drift"]),
-            digests=digests,
-            tools=event["tools"],
-            tool_choice_none=event["tool_choice_none"],
-            streamed=event["streamed"],
-            echoes=frozenset(event["echoes"]),
-            hints=tuple((name, value) for name, value in event["hints"]),
-        )
-        diagnosis = None if event["diagnosis"] is None else Diagnosis(**event["diagnosis"])
-        spans = tuple((role, start, stop, name) for role, start, stop, name in event.get("spans", ()))
+        parent = stored_context(self._nodes, event["root_key"], base, digests)
+        plan = pick(PromptPlan, event, parent=parent, replace=messages, digests=digests)
+        diagnosis = read(Diagnosis | None, event["diagnosis"])
+        spans = read(MessageSpans, event.get("spans", ()))
         self._check_node(event, self.extend(plan, delta, diagnosis, spans))
 
     def _commit(self, event: dict[str, Any], arrays: bytes) -> None:
@@ -303,17 +291,10 @@ class _ReplayedForest(Forest):
         if shape := event.get("experts"):
             offset = 8 * count if event["sampled"] else 4 * count
             experts = np.frombuffer(arrays, dtype="<i2", offset=offset).astype(np.int16).reshape(shape)
-        generation = Generation(
-            ids=ids,
-            logprobs=logprobs,
-            finish=event["finish"],
-            version_runs=tuple((start, version) for start, version in event["version_runs"]),
-            times=CallTimes(**event.get("times", {})),
-            experts=experts,
-        )
-        reply = _message(event["reply"])
+        generation = pick(Generation, event, ids=ids, logprobs=logprobs, experts=experts)
+        reply = read(Message, event["reply"])
         if "advisory" in event:
-            self._advisory = tuple((name, value) for name, value in event["advisory"])
+            self._advisory = read(tuple[tuple[str, str], ...], event["advisory"])
         node = self.commit(
             event["context"],
             generation,
@@ -329,8 +310,3 @@ class _ReplayedForest(Forest):
     def _check_node(self, event: dict[str, Any], node: int) -> None:
         if node != event["node"]:
             raise ValueError(f"node {event['node']} became node {node}")
-
-
-def _message(fields: dict[str, Any]) -> Message:
-    calls = tuple(ToolCall(**call) for call in fields["tool_calls"])
-    return Message(**{**fields, "tool_calls": calls, "pointers": tuple(fields["pointers"])})

@@ -21,12 +21,12 @@ import orjson
 from insitu.capture.ledger import reassign
 from insitu.errors import RecordError
 from insitu.storage.attempts import count_attempts
+from insitu.storage.columns import Row
 from insitu.storage.database import EmptyStore
 from insitu.storage.lifecycle import UNUSED, Balance, Lifecycle, decide, settle, step_ledgers
 from insitu.storage.metrics import Metrics
 from insitu.storage.pass_at_k import TaskCounts
 from insitu.storage.rollout_rows import (
-    Row,
     dumps,
     erase_rollout,
     insert,

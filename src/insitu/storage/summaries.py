@@ -9,6 +9,7 @@ import orjson
 
 from insitu.storage.schema import TASK_SET
 from insitu.types import Outcome, Status, Timings
+from insitu.types.codec import read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ def _summary(db: sqlite3.Connection, row: sqlite3.Row) -> RolloutSummary:
         attempt=row["attempt"],
         error=row["error"],
         reason=row["reason"] or "",
-        timings=Timings(**orjson.loads(row["timings"])),
+        timings=read(Timings, orjson.loads(row["timings"])),
         calls=calls,
         prompt_tokens=prompt,
         sampled_tokens=sampled,

@@ -17,10 +17,11 @@ class Value:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values; numpy arrays and bytes stay what they are."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as `Value.to_dict` returns those of its fields."""
     if isinstance(value, Value):
         return value.to_dict()
     if isinstance(value, BaseModel):
@@ -28,7 +29,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

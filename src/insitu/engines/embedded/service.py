@@ -13,11 +13,12 @@ from pathlib import Path
 
 from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
 from insitu.engines.embedded.model import load_model
-from insitu.engines.remote import request_of
+from insitu.engines.remote import read_request
 from insitu.engines.rpc import Meta
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import EngineError
 from insitu.types import Generation
+from insitu.types.codec import VALUES
 
 
 class EngineService:
@@ -57,24 +58,15 @@ class EngineService:
         )
 
     def _generate(self, call: RpcCall) -> None:
-        params, key = request_of(call.meta)
+        ids, params, key = read_request(call.arrays)
 
         def done(result: Generation | EngineError) -> None:
             if isinstance(result, EngineError):
                 call.fail(result)
-            elif result.logprobs is not None:
-                runs = [list(run) for run in result.version_runs]
-                call.reply(
-                    {
-                        "finish": result.finish,
-                        "version_runs": runs,
-                        "first_s": result.times.first_s,
-                        "cached": result.times.cached,
-                    },
-                    {"ids": result.ids, "logprobs": result.logprobs},
-                )
+            else:
+                call.reply(arrays=VALUES.pack(result))
 
-        number = self.core.submit(call.arrays["ids"], params, key, done)
+        number = self.core.submit(ids, params, key, done)
         call.on_cancel = lambda: _abort(self.core, number)
 
     def _pause(self, call: RpcCall) -> None:

@@ -75,7 +75,7 @@ class FleetAttempts:
         began_s, peer, key = time.time(), node.peer, (spec.rollout_id, spec.attempt)
         if peer is None:  # lost since it was chosen
             return _unscorable(spec, began_s, f"node {node.link.name} is being started")
-        frame = pack((spec, *self._hidden(spec.task)))
+        frame = pack(spec, *self._hidden(spec.task))
         self._fleet.gates[key] = gate
         calling = asyncio.ensure_future(peer.call("attempt.run", frame.meta, frame.arrays, deadline_s=DAY_S))
         try:

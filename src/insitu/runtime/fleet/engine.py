@@ -11,14 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import cast
 
 from insitu.engines.base import Engine, EngineInfo, Receipt
 from insitu.engines.downtime import Waiter, current_waiter, on_downtime
-from insitu.engines.remote import params_meta, request_of
+from insitu.engines.remote import read_generation, read_request
 from insitu.engines.rpc import NOTHING, Frame, Handler, Meta, RpcPeer
-from insitu.errors import EngineError, boundary
-from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
+from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu.types.codec import VALUES
 
 
 class EngineCalls:
@@ -36,17 +35,10 @@ class EngineCalls:
         """Return the commands for one node, which are answered with the engine."""
 
         async def generate(frame: Frame) -> Frame:
-            params, key = request_of(frame.meta)
+            ids, params, key = read_request(frame.arrays)
             with on_downtime(_Downtime(node, int(frame.meta["call"]))):
-                made = await self._engine.generate(frame.arrays["ids"], params, key)
-            meta: Meta = {
-                "finish": made.finish,
-                "version_runs": made.version_runs,
-                "held": self._engine.receipt.version,
-                "times": {name: getattr(made.times, name) for name in CallTimes.__dataclass_fields__},
-            }
-            arrays = {"ids": made.ids, "logprobs": made.logprobs, "experts": made.experts}
-            return Frame(meta=meta, arrays={name: one for name, one in arrays.items() if one is not None})
+                made = await self._engine.generate(ids, params, key)
+            return Frame(meta={"held": self._engine.receipt.version}, arrays=VALUES.pack(made))
 
         return {"engine.generate": generate}
 
@@ -91,26 +83,18 @@ class RemoteEngine:
         try:
             frame = await self._controller.call(
                 "engine.generate",
-                {**params_meta(params, key), "call": number},
-                {"ids": ids},
+                {"call": number},
+                VALUES.pack((ids, params, key)),
                 deadline_s=self._deadline_s,
             )
         finally:
             waited = self._waiting.pop(number, None)
             if waited is not None and waited[1]:
                 waited[0].on_resume(cut=True)
-        with boundary(EngineError, "read a generation"):
-            held = int(frame.meta["held"])
-            if held > self._receipt.version:
-                self._receipt = Receipt(version=held, checksum="")
-            return Generation(
-                ids=frame.arrays["ids"],
-                logprobs=frame.arrays.get("logprobs"),
-                finish=cast(Finish, frame.meta["finish"]),
-                version_runs=tuple((start, version) for start, version in frame.meta["version_runs"]),
-                times=CallTimes(**frame.meta["times"]),
-                experts=frame.arrays.get("experts"),
-            )
+        held = int(frame.meta["held"])
+        if held > self._receipt.version:
+            self._receipt = Receipt(version=held, checksum="")
+        return read_generation(frame.arrays)
 
     async def _on_down(self, frame: Frame) -> Frame:
         number, down = int(frame.meta["call"]), bool(frame.meta["down"])

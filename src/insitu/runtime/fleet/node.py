@@ -184,7 +184,7 @@ class Node:
             rollout = kept.partial
         finally:
             del self._running[key]
-        return await asyncio.to_thread(pack, (rollout, kept.log, kept.artifacts, kept.calls))
+        return await asyncio.to_thread(pack, rollout, kept.log, kept.artifacts, kept.calls)
 
     async def _attempt(self, spec: AttemptSpec, kept: _Kept) -> Rollout:
         def on_start(clock: Clock = loop_time, /) -> None:

@@ -183,14 +183,13 @@ class Learner:
         scores: file for scores of trained tokens (storage/scores.py); None = none are written.
         Raises TrainError when the trainer refused (weights unchanged) or the learner died.
         """
-        plan_meta, arrays = encode_plan(plan)
-        meta: Meta = {"plan": plan_meta, "scores": absolute(scores) if scores else ""}
+        meta: Meta = {"scores": absolute(scores) if scores else ""}
         async with self._failing("train.step"):
             frame = await self._channel.call(
-                "train.step", meta, arrays, deadline_s=self._spec.train.step_timeout_s
+                "train.step", meta, encode_plan(plan), deadline_s=self._spec.train.step_timeout_s
             )
         self._note(frame)
-        return decode_result(frame.meta)
+        return decode_result(frame.arrays)
 
     async def publish(self, version: int) -> Receipt:
         """Let the learner's own engine sample with the trainer's weights.

@@ -18,7 +18,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from insitu import failpoint
@@ -33,7 +32,7 @@ from insitu.errors import TrainError
 from insitu.training.learner import ranks as peers
 from insitu.training.learner.probe import probe_engine
 from insitu.training.learner.ranks import RankProcesses
-from insitu.training.learner.serialization import decode_plan
+from insitu.training.learner.serialization import decode_plan, encode_result
 from insitu.training.learner.transfer import Transfers
 from insitu.training.model.base import Policy
 from insitu.training.model.hf import HfPolicy
@@ -113,18 +112,18 @@ class Commands:
         call.reply({**found, "reference": reference, **self._held()})
 
     def _step(self, call: RpcCall) -> None:
-        plan = decode_plan(call.meta["plan"], call.arrays)
+        plan = decode_plan(call.arrays)
         self._drain()
         with self._exit_on_lost_rank():
             scores = call.meta["scores"]
-            self._others.send("step", {"plan": call.meta["plan"], "scores": scores}, call.arrays)
+            self._others.send("step", {"scores": scores}, call.arrays)
             try:
                 result = self._trainer.step(plan, Path(scores) if scores else None)
             finally:
                 self._digest = ""
                 self._trainer.release_cache()
         failpoint.hit("learner.stepped")
-        call.reply({**asdict(result), **self._held()})
+        call.reply(self._held(), encode_result(result))
 
     def _save(self, call: RpcCall) -> None:
         """Begin a checkpoint; reply as soon as a step may change the weights again."""

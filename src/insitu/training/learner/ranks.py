@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
             with trainer.whole(moments=frame.meta["moments"]):
                 pass  # rank 0 reads
         else:
-            plan, scores = decode_plan(frame.meta["plan"], frame.arrays), frame.meta["scores"]
+            plan, scores = decode_plan(frame.arrays), frame.meta["scores"]
             try:
                 trainer.step(plan, Path(scores) if scores else None)
             except TrainError as error:

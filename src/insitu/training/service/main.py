@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,18 +26,19 @@ import numpy as np
 from insitu import failpoint
 from insitu.engines.http import stream_seed
 from insitu.engines.parent_watch import follow_parent, main_of_child
-from insitu.engines.remote import request_of
+from insitu.engines.remote import read_request
 from insitu.engines.response_checks import RawReply, checked
 from insitu.engines.rpc import Meta
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import EngineError, InsituError, TrainError, boundary
-from insitu.training.learner.serialization import decode_plan
+from insitu.training.learner.serialization import decode_plan, encode_result
 from insitu.training.options import ServiceOptions, TrainConfig, parse_config
 from insitu.training.service.checkpoint import ServiceCheckpoint, read_checkpoint, write_checkpoint
 from insitu.training.service.reduction import find_reduction
 from insitu.training.service.session import Service, ServiceSampler
 from insitu.training.service.trainer import HalfDoneError, ServiceTrainer
-from insitu.types import FloatArray, IntArray, SamplingParams
+from insitu.types import FloatArray, Generation, IntArray, SamplingParams
+from insitu.types.codec import VALUES
 
 _SEEDS = 2**31
 _PROBE_TOKENS, _PROBE_IDS = 24, 32
@@ -85,8 +86,8 @@ class SamplingCommands:
         if self._waiting is not None:
             self._waiting.append(call)
             return
-        params, key = request_of(call.meta)
-        ids, version = call.arrays["ids"], self.published.version
+        ids, params, key = read_request(call.arrays)
+        version = self.published.version
         future = self.published.sampler.sample(ids, params, stream_seed(key) % _SEEDS)
         with self._lock:
             self._running += 1
@@ -97,7 +98,7 @@ class SamplingCommands:
         self, call: RpcCall, ids: IntArray, params: SamplingParams, version: int, done: Future[Any]
     ) -> None:
         try:
-            call.reply(*_reply(done, ids, params, version))
+            call.reply(arrays=VALUES.pack(_reply(done, ids, params, version)))
         except InsituError as error:
             call.fail(error)
         with self._lock:
@@ -125,10 +126,8 @@ class SamplingCommands:
         call.reply(self.receipt)
 
 
-def _reply(
-    done: Future[Any], ids: IntArray, params: SamplingParams, version: int
-) -> tuple[Meta, dict[str, Any]]:
-    """Return meta and arrays of a finished request. Raises EngineError."""
+def _reply(done: Future[Any], ids: IntArray, params: SamplingParams, version: int) -> Generation:
+    """Return the result of a finished request. Raises EngineError."""
     if done.cancelled():
         raise EngineError("the request was cancelled")
     if (error := done.exception()) is not None:
@@ -144,12 +143,7 @@ def _reply(
         finish=sequence.stop_reason,
         version_runs=((0, version),),
     )
-    made = checked(raw, ids, params, "training service")
-    runs = [list(run) for run in made.version_runs]
-    return (
-        {"finish": made.finish, "version_runs": runs, "first_s": None, "cached": None},
-        {"ids": made.ids, "logprobs": cast(FloatArray, made.logprobs)},
-    )
+    return checked(raw, ids, params, "training service")
 
 
 class TrainingCommands:
@@ -224,9 +218,9 @@ class TrainingCommands:
 
     def _step(self, call: RpcCall) -> None:
         scores = Path(call.meta["scores"]) if call.meta["scores"] else None
-        result = self._required().step(decode_plan(call.meta["plan"], call.arrays), scores)
+        result = self._required().step(decode_plan(call.arrays), scores)
         failpoint.hit("learner.stepped")
-        call.reply({**asdict(result), **self._held()})
+        call.reply(self._held(), encode_result(result))
 
     def _save(self, call: RpcCall) -> None:
         trainer, folder = self._required(), Path(call.meta["folder"])
@@ -279,10 +273,10 @@ def _probe(
     future = sampler.sample(ids, params, 0)
     with boundary(EngineError, "training service: probe"):
         _wait_for(future, deadline_s)
-    _, arrays = _reply(future, ids, params, 0)
-    whole = np.concatenate([ids, arrays["ids"]]).astype(np.int32)
+    made = _reply(future, ids, params, 0)
+    whole = np.concatenate([ids, made.ids]).astype(np.int32)
     found = trainer.run.logprobs([whole])[0][len(ids) - 1 :]
-    gap = float(np.abs(found - arrays["logprobs"]).max())
+    gap = float(np.abs(found - cast(FloatArray, made.logprobs)).max())
     if not gap <= limit:
         raise EngineError(
             f"training service: its sampler's log-probabilities differ by {gap:.3g} from its trainer's, above"

@@ -364,8 +364,8 @@ def test_a_plan_survives_the_wire_and_a_changed_one_is_refused() -> None:
 
 
 def test_the_controllers_side_never_imports_torch() -> None:
-    modules = ("learner.client", "plan.step", "plan.advantage", "learner.serialization", "options")
-    imports = ", ".join(f"insitu.training.{module}" for module in modules)
+    modules = ("training.learner.client", "plan.step", "plan.advantage", "training.learner.serialization")
+    imports = ", ".join(f"insitu.{module}" for module in (*modules, "training.options"))
     code = f"import {imports}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any, get_args
 
@@ -155,43 +155,36 @@ def metrics() -> Any:
     return dict(re.findall(r"^\| `(\S+)` \| `(\S+)` \|", page, re.MULTILINE))
 
 
-def kill_tests() -> list[str]:
-    """Return the tests that kill a process, by name and parameters: files may move."""
+def kill_tests(recorded: Iterable[str]) -> list[str]:
+    """Return the tests that kill a process, by name and parameters: files and helpers may move."""
+    known = {_function(test) for test in recorded}
     found = {}
     for top in ROOT.iterdir():
         if top.is_dir() and not top.name.startswith("."):
             for path in top.rglob("test_*.py"):
-                names = killing_tests(ast.parse(path.read_text(encoding="utf-8")))
+                names = killing_tests(ast.parse(path.read_text(encoding="utf-8")), known)
                 if names and path.parent.name != "scripts":
                     found[path] = names
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-o",
-        "addopts=",
-        "--import-mode=importlib",
-    ]
+    command = [sys.executable, *"-m pytest --collect-only -q -o addopts= --import-mode=importlib".split()]
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "INSITU_"))
     }
     done = subprocess.run(
-        [*command, *map(str, found)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+        [*command, *map(str, found)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"pytest cannot collect the tests: {done.stdout[-2000:]}")
     ids = (line.split("::", 1) for line in done.stdout.splitlines() if "::" in line)
-    return sorted(
-        test
-        for path, test in ids
-        if re.split(r"::|\[", test.partition("[")[0])[-1] in found[(ROOT / path).resolve()]
-    )
+    return sorted(test for path, test in ids if _function(test) in found[(ROOT / path).resolve()])
 
 
-def killing_tests(module: ast.Module) -> set[str]:
-    """Return the tests of a module that say so by their name or do so, also by a helper or a fixture."""
+def _function(test: str) -> str:
+    return test.partition("[")[0].rpartition("::")[2]
+
+
+def killing_tests(module: ast.Module, recorded: Set[str] = frozenset()) -> set[str]:
+    """Return the tests of a module that are known, say so or do so, also by a helper or a fixture."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     known = {node.name: node for node in ast.walk(module) if isinstance(node, kinds)}
 
@@ -206,5 +199,5 @@ def killing_tests(module: ast.Module) -> set[str]:
         for name, node in known.items()
         if name.startswith("test")
         and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (KILL_NAMES.search(name) or KILLS.search(text(node, {name})))
+        and (name in recorded or KILL_NAMES.search(name) or KILLS.search(text(node, {name})))
     }

@@ -13,6 +13,7 @@ import argparse
 import atexit
 import contextlib
 import functools
+import importlib
 import io
 import json
 import os
@@ -243,7 +244,7 @@ def compare(name: str, mode: Mode) -> bool:
     except NotComparable as why:
         print(f"frozen: {name:12} not compared: {why}", flush=True)
         return True
-    except RuntimeError as error:
+    except (RuntimeError, importlib.import_module("insitu").InsituError) as error:
         print(f"frozen: {name:12} FAILED: {error}", flush=True)
         return False
     recorded, equal = record(name), "ok"

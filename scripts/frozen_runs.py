@@ -11,9 +11,12 @@ import re
 import sqlite3
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMS = "jsonl parquet hf atif otlp openenv prime skyrl tinker verifiers verl".split()
@@ -26,13 +29,56 @@ def written_run(work: Path) -> Path:
     """Return a run that today's code writes, the same each time, with odd text wherever text is free."""
     (lab,) = (ROOT / "tests").rglob("run_lab.py")
     sys.path.append(str(lab.parent))
-    run = work / "written" / "frozen"
-    importlib.import_module("run_lab").make_run(
-        run, hostile=True, steps=2, agents={"first": "script", "second": "script"}
-    )
+    run, module = work / "written" / "frozen", importlib.import_module("run_lab")
+    module.make_rollout, module._evaluate = with_rare_values(module.make_rollout, module._evaluate)
+    module.make_run(run, hostile=True, steps=2, agents={"first": "script", "second": "script"})
     config = run / "config.toml"
     config.write_text(config.read_text(encoding="utf-8").replace(str(run), "frozen"), encoding="utf-8")
     return run
+
+
+def with_rare_values(make: Callable[..., Any], evaluate: Callable[..., None]) -> tuple[Any, Any]:
+    """Return the two so that every field of a rollout, a turn and a row has a value somewhere."""
+    made: list[Any] = []
+
+    def rare(*arguments: Any) -> Any:
+        rollout, slot = make(*arguments), len(made) % 4
+        path, evaluation = rollout.trajectory, rollout.id.startswith("eval")
+        turns, rows = list(path.turns), list(path.segments)
+        why = "edited" if slot == 1 else "demonstrated" if slot == 2 and evaluation else ""
+        if why:  # the row of the last turn is no longer trained
+            tokens, ledger = int(rows[2].mask.sum()), path.ledger
+            ledger = replace(ledger, trained=ledger.trained - tokens, excluded={why: tokens})
+            path = replace(path, ledger=ledger)
+        if why == "edited":
+            turns[3] = replace(turns[3], excluded=why, spans=(), times=replace(turns[3].times, cached=None))
+            known = [np.arange(6 * len(row.ids), dtype=np.int16) % 5 for row in rows[:2]]
+            rows = [replace(row, experts=e.reshape(-1, 3, 2)) for row, e in zip(rows[:2], known, strict=True)]
+        elif why:
+            turns[3] = replace(turns[3], logprobs=None)
+            rows[2] = replace(rows[2], kind=why, logprobs=0 * rows[2].logprobs)
+        elif slot == 0:
+            runs = ((0, turns[2].version_runs[0][1]), (1, 7))
+            turns[2] = replace(turns[2], version_runs=runs, finish="length", advisory=(("top_k", "7"),))
+        notes = tuple(replace(note, kind="fork", token=3, tokens=5) for note in path.drifts)
+        path = replace(
+            path, turns=tuple(turns), segments=tuple(rows), drifts=path.drifts + notes * (slot == 3)
+        )
+        made.append(replace(rollout, trajectory=path, egress_attempts=None if slot == 3 else slot))
+        return made[-1]
+
+    def with_attempts(store: Any, *arguments: Any) -> None:
+        evaluate(store, *arguments)
+        tried = made[-1]
+        failed = {
+            "status": type(tried.status)("infra_failed"),
+            "reward": None,
+            "verdict": None,
+            "error": "no host",
+        }
+        store.put_attempt(replace(tried, attempt=0, **failed))
+
+    return rare, with_attempts
 
 
 def exports(archive: Path, work: Path) -> tuple[Any, Any]:

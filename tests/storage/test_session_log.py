@@ -13,7 +13,7 @@ import pytest
 import insitu
 from insitu.errors import RecordError
 from insitu.gateway.request import GatewayConfig
-from insitu.storage.run_dir import RunDir
+from insitu.storage.open_run import open_run
 from insitu.storage.session_log import LogFile, _sized, recover
 from insitu.types import Message, Trajectory
 
@@ -171,7 +171,7 @@ async def test_a_person_gets_the_sessions_of_a_killed_server_back(
 ) -> None:
     run = tmp_path / "run"
     folder = run / SESSIONS
-    with RunDir.create(insitu.load_config(None, {"run.dir": str(run)})):
+    with open_run("serve", insitu.load_config(None, {"run.dir": str(run)})):
         folder.mkdir()
     async with Rig(category, SCRIPT, config=GatewayConfig(log_dir=folder)) as rig:
         await history(rig)

@@ -248,7 +248,7 @@ def test_a_finished_run_is_shown_and_cannot_be_replayed(
 
 
 def test_a_directory_of_another_kind_is_not_continued(source: Path) -> None:
-    with pytest.raises(RecordError, match="holds no run of `insitu sft`"):
+    with pytest.raises(RecordError, match="not of `insitu sft`"):
         sft(sft_config(source, source), Watcher(), TrainOptions(resume=source))
 
 

@@ -39,8 +39,8 @@ from insitu.runtime.preflight import prepare
 from insitu.runtime.run import open_agents, open_backend
 from insitu.runtime.running import RunningAgents
 from insitu.storage.files import write_text
-from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, REPORT, RunDir
+from insitu.storage.open_run import open_run
+from insitu.storage.run_dir import REPORT, RunDir
 from insitu.storage.score import Score
 from insitu.storage.store import Store, add_ledgers
 from insitu.storage.temp_dirs import remove_stale_scratch
@@ -55,8 +55,6 @@ from insitu.types import Group, Ledger, Rollout, Status
 
 log = logging.getLogger(__name__)
 
-BRIDGE = "bridge"
-"""Value of KIND in the run directories of bridges."""
 ENDLESS = 10**9
 """Batches of a run: the trainer ends it."""
 
@@ -307,11 +305,7 @@ async def open_rollout_source(config: Config) -> AsyncIterator[RolloutSource]:
     renderer = prepared.rules
     remove_stale_scratch()
     async with AsyncExitStack() as stack:
-        run = stack.enter_context(RunDir.create(config))
-        stack.push(run.drop_unused)
-        stack.enter_context(log_to(run.logs / "insitu.log"))
-        store = stack.enter_context(run.store())
-        store.set_meta(KIND, BRIDGE)
+        run, store = stack.enter_context(open_run("bridge", config))
         sampling = _Sampling(run.path)
         opened = await stack.enter_async_context(open_backend(run, renderer, note, sampling.open))
         runtime = await stack.enter_async_context(

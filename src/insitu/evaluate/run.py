@@ -30,8 +30,8 @@ from insitu.runtime.preflight import Prepared, check_local_engine, prepare, prep
 from insitu.runtime.run import OpenSampler, open_agents, open_backend
 from insitu.runtime.running import RunningAgents
 from insitu.storage.files import write_text
-from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, REPORT, SESSIONS, RunDir
+from insitu.storage.open_run import open_run
+from insitu.storage.run_dir import REPORT, SESSIONS, RunDir
 from insitu.storage.store import Score, Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WALL_S, WallClock
@@ -40,8 +40,6 @@ from insitu.tasks.mix import TaskMix
 from insitu.tracking.start import start_trackers
 from insitu.types import Task
 
-ROLLOUT = "rollout"
-"""Value of KIND in these run directories."""
 AGENT, AGENT_VERSION = "agent", "agent_version"
 """Keys of stored facts."""
 
@@ -90,32 +88,15 @@ def chosen_tasks(config: Config, source: TaskMix) -> Sequence[Task]:
     return tasks
 
 
-def _open_run(config: Config, resume: Path | None) -> RunDir:
-    if resume is None:
-        return RunDir.create(config)
-    run = RunDir.open(resume)
-    run.config = config
-    return run
-
-
-def _check_kind(store: Store, resumed: bool, path: Path) -> None:
-    kind = store.meta().get(KIND)
-    if resumed and kind != ROLLOUT:
-        raise RecordError(f"{path} is not a run of `insitu rollout`")
-    store.set_meta(KIND, ROLLOUT)
-
-
 async def collect_rollouts(config: Config, view: View, options: RolloutOptions) -> Mapping[str, Any]:
     """Run or continue rollouts to the end; return what summary.json holds. Raises InsituError."""
     view.begin(f"{config.agent_names}, seed {config.run.seed}", 0)
     view.stage("checking the configuration and the tasks")
     prepared = None if options.resume else prepare_rollouts(config, view.note)
     async with AsyncExitStack() as stack:
-        run = stack.enter_context(_open_run(config, options.resume))
-        stack.push(run.drop_unused)
-        stack.enter_context(log_to(run.logs / "insitu.log"))
-        store = stack.enter_context(run.store())
-        _check_kind(store, options.resume is not None, run.path)
+        run, store = stack.enter_context(open_run("rollout", config, options.resume))
+        if options.resume:
+            run.config = config
         clock = WallClock(store, options.began)
         # A finished run is reported again even on a machine that could not continue it.
         tasks = prepared.tasks if prepared else prepare_tasks(config, view.note, chosen_tasks)[1]

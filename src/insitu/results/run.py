@@ -10,8 +10,9 @@ from typing import Any
 from insitu.errors import ConfigError
 from insitu.registry import find
 from insitu.results.tables import Rollouts, StepTable, Text, html_table
+from insitu.storage.open_run import kind_of
 from insitu.storage.queries import FILTERS
-from insitu.storage.run_dir import KIND, check_store, read_config, read_store, read_summary
+from insitu.storage.run_dir import check_store, read_config, read_store, read_summary
 from insitu.types import Ledger, Outcome, Rollout, Status
 
 
@@ -39,7 +40,7 @@ class Run:
     def kind(self) -> str:
         """`train`, or the verb whose run it is."""
         with read_store(self.path) as store:
-            return store.meta().get(KIND, "") or "train"
+            return kind_of(store)
 
     @property
     def steps(self) -> StepTable:

@@ -35,8 +35,8 @@ from insitu.serving.host_calls import HostCallReporter
 from insitu.storage.files import write_text
 from insitu.storage.host_calls import HostCallLog
 from insitu.storage.lifecycle import SERVE
-from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, REPORT, SESSIONS, RunDir
+from insitu.storage.open_run import open_run
+from insitu.storage.run_dir import REPORT, SESSIONS, RunDir, read_config
 from insitu.storage.session_log import recover
 from insitu.storage.store import Store
 from insitu.types import Rollout, Status, Timings, Trajectory
@@ -208,14 +208,10 @@ async def open_served(config: Config, console: Console) -> AsyncIterator[Served]
     if config.engine.in_learner:
         local_engine(config).check(config)
     async with AsyncExitStack() as stack:
-        run = stack.enter_context(RunDir.create(config))
-        stack.push(run.drop_unused)
-        stack.enter_context(log_to(run.logs / "insitu.log"))
+        run, store = stack.enter_context(open_run("serve", config))
         config, folder = run.config, run.path / SESSIONS
         upstream = config.engine.kind == "upstream"
         renderer = None if upstream else load_renderer(model_folder(config), config.model.renderer)
-        store = stack.enter_context(run.store())
-        store.set_meta(KIND, SERVE)
         opened = await stack.enter_async_context(open_backend(run, renderer, console.wait))
         fit = None
         if opened.engine is not None:
@@ -249,8 +245,7 @@ def recover_run(path: Path) -> list[Rollout]:
     found: list[Rollout] = []
     if not logs:
         return found
-    with RunDir.open(path) as run, run.store() as store:
-        store.set_meta(KIND, SERVE)
+    with open_run("serve", read_config(path), path) as (run, store):
         sessions = SessionStore(store)
         for log in logs:
             session = recover(log)

@@ -30,7 +30,8 @@ from insitu.errors import RecordError, TrainError
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.progress.base import SHOWN, View
 from insitu.storage.metrics import MetricsFile
-from insitu.storage.run_dir import KIND, RunDir, read_store, read_summary
+from insitu.storage.open_run import RunKind, kind_of
+from insitu.storage.run_dir import RunDir, read_store, read_summary
 from insitu.storage.scores import prune_scores, score_file
 from insitu.storage.store import Store
 from insitu.storage.wall_clock import WallClock
@@ -331,8 +332,8 @@ class TrainingLoop:
         }
 
 
-def finished_run(path: Path, say: Callable[[str], None], kind: str = "") -> Mapping[str, Any] | None:
-    """Return the summary of a finished run of this kind ("" = training), with a notice; None otherwise.
+def finished_run(path: Path, say: Callable[[str], None], kind: RunKind = "train") -> Mapping[str, Any] | None:
+    """Return the summary of a finished run of this kind, with a notice; None otherwise.
 
     Raises RecordError.
     """
@@ -340,7 +341,7 @@ def finished_run(path: Path, say: Callable[[str], None], kind: str = "") -> Mapp
     if summary is None:
         return None
     with read_store(path) as store:
-        if store.meta().get(KIND, "") != kind:
+        if kind_of(store) != kind:
             return None
     say(f"{path} is finished, nothing to do")
     return summary

@@ -17,7 +17,8 @@ from insitu.plan.digest import is_plan
 from insitu.plan.step import PlanConfig, plan_step
 from insitu.plan.stored import stored_groups
 from insitu.progress.base import View
-from insitu.storage.run_dir import KIND, read_config, read_store
+from insitu.storage.open_run import kind_of
+from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.training.learner.client import Learner
 from insitu.training.learner.process import LearnerSpec, require_learner
@@ -30,8 +31,7 @@ async def replay_run(run_dir: Path, view: View) -> Mapping[str, Any]:
     async with AsyncExitStack() as stack:
         store = stack.enter_context(read_store(run_dir))
         steps = store.steps()
-        if KIND in store.meta():
-            kind = store.meta()[KIND]
+        if (kind := kind_of(store)) != "train":
             raise RecordError(
                 f"{run_dir} holds a run of `insitu {kind}`: there are no training rollouts to replay"
             )

@@ -21,8 +21,8 @@ from insitu.progress.base import View
 from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import Checks, Prepared, check_names, prepare
 from insitu.runtime.run import open_agents
-from insitu.storage.logs import log_to
-from insitu.storage.run_dir import KIND, RunDir, read_config, restore_steps
+from insitu.storage.open_run import open_run
+from insitu.storage.run_dir import RunDir, read_config, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WALL_S, WallClock
@@ -187,13 +187,8 @@ async def run_training(config: Config, view: View, options: TrainOptions) -> Map
         config = _prepare_served(config)
     remove_stale_scratch()
     async with AsyncExitStack() as stack:
-        run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
-        stack.push(run.drop_unused)
-        stack.enter_context(log_to(run.logs / "insitu.log"))
-        store = stack.enter_context(run.store())
+        run, store = stack.enter_context(open_run("train", config, resume))
         metrics = stack.enter_context(run.metrics())
-        if KIND in store.meta():
-            raise RecordError(f"{run.path} holds a run of `insitu {store.meta()[KIND]}`, not a training run")
         check_steps(run, store)
         changed = resume and config != run.config
         if changed:

@@ -26,9 +26,9 @@ from insitu.errors import RecordError, TrainError
 from insitu.plan.step import PlanConfig, StepPlan, cut_row, pack_rows, plan_digest
 from insitu.progress.base import View
 from insitu.storage.files import write_text
-from insitu.storage.logs import log_to
 from insitu.storage.metrics import MetricsFile
-from insitu.storage.run_dir import KIND, REPORT, SESSIONS, RunDir, read_config, read_store, restore_steps
+from insitu.storage.open_run import open_run
+from insitu.storage.run_dir import REPORT, SESSIONS, RunDir, read_config, read_store, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WallClock
@@ -88,8 +88,6 @@ def plan_examples(examples: Sequence[SftExample], config: PlanConfig) -> StepPla
     return replace(plan, digest=plan_digest(plan))
 
 
-SFT = "sft"
-"""Kind of these run directories."""
 LESSONS, CHOICE = "lessons", "choice"
 """Metadata keys: the selection as [rollout id, digest] in order, and its description."""
 MODEL = "model"
@@ -260,18 +258,14 @@ def _metrics(result: StepResult, step: int, lessons: Sequence[SftExample]) -> di
 async def run_sft(config: Config, view: View, options: TrainOptions) -> Mapping[str, Any]:
     """Run or continue to the end; return the content of summary.json. Raises InsituError."""
     resume = options.resume
-    if resume is not None and (summary := finished_run(resume, view.note, SFT)) is not None:
+    if resume is not None and (summary := finished_run(resume, view.note, "sft")) is not None:
         return summary
     check_trackers(config)
     require_learner(config)
     remove_stale_scratch()
     async with AsyncExitStack() as stack:
-        run = stack.enter_context(RunDir.open(resume) if resume else RunDir.create(config))
-        stack.push(run.drop_unused)
-        stack.enter_context(log_to(run.logs / "insitu.log"))
-        store = stack.enter_context(run.store())
+        run, store = stack.enter_context(open_run("sft", config, resume))
         metrics = stack.enter_context(run.metrics())
-        _check_kind(store, run, resumed=resume is not None)
         restore_steps(run, store, metrics)
         clock = WallClock(store, options.began)
         folder = model_folder(run.config)
@@ -296,12 +290,6 @@ async def run_sft(config: Config, view: View, options: TrainOptions) -> Mapping[
         run.write_summary(summary)
         write_text(run.path / REPORT, _report(summary))
         return summary
-
-
-def _check_kind(store: Store, run: RunDir, *, resumed: bool) -> None:
-    if resumed and store.meta().get(KIND) != SFT:
-        raise RecordError(f"{run.path} holds no run of `insitu sft`")
-    store.set_meta(KIND, SFT)
 
 
 async def _whole(run: RunDir, learner: Learner, checkpoint: Path) -> Path:

@@ -12,10 +12,11 @@ from typing import Any
 
 from insitu.config import Config
 from insitu.errors import InsituError, RecordError
+from insitu.storage.open_run import kind_of
 from insitu.storage.pass_at_k import TaskCounts
 from insitu.storage.phases import is_heldout
 from insitu.storage.queries import HELDOUT_TASKS, LAST_ROLLOUT, RunReader, ulid_seconds
-from insitu.storage.run_dir import KIND, check_store, read_config, read_summary, run_state
+from insitu.storage.run_dir import check_store, read_config, read_summary, run_state
 from insitu.storage.score import Score
 from insitu.storage.store import EmptyStore
 
@@ -140,7 +141,7 @@ def _stored_info(reader: RunReader) -> dict[str, Any]:
     points = [by[""].rate for (phase, _), by in evaluation_scores(reader).items() if is_heldout(phase)]
     last, newest = reader.last_step(), reader.one(LAST_ROLLOUT)
     return {
-        "kind": reader.meta().get(KIND, "") or "train",
+        "kind": kind_of(reader),
         "step": 0 if last is None else last.step,
         "rollouts": reader.count({}),
         "heldout_before": points[0] if points else None,

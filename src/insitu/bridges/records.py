@@ -125,7 +125,7 @@ def _fields_in(columns: Mapping[str, str], kind: type[Rollout | Segment], *apart
 
 
 _OF_ROLLOUT = _fields_in(ROLLOUTS, Rollout, "verdict")
-_OF_SEGMENT = _fields_in(ROWS, Segment, "rollout_id", "experts")
+_OF_SEGMENT = _fields_in(ROWS, Segment, "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from insitu.errors import CaptureError
 from insitu.types import (
     DriftNote,
     ExpertArray,
+    Generation,
     IntArray,
     Segment,
     SegmentKind,
@@ -254,6 +255,10 @@ def _check_segment(nodes: Nodes, segment: Segment, path: list[Node], fresh: set[
         raise CaptureError(f"rollout {nodes.rollout_id} segment {segment.index}: a logprob is not usable")
 
 
+_REPORTED = tuple(one.name for one in fields(Turn) if one.name in Generation.__dataclass_fields__)
+"""Fields of a turn that the engine reports."""
+
+
 def _build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
     """Return every committed call in turn order, as deltas."""
     turns = []
@@ -265,15 +270,11 @@ def _build_turns(nodes: Nodes, reasons: Mapping[int, str]) -> tuple[Turn, ...]:
                 index=node.turn,
                 parent=-1 if context.parent is None else nodes.sampled(context.parent).turn,
                 context_ids=context.ids,
-                ids=generation.ids,
-                logprobs=generation.logprobs,
-                finish=generation.finish,
-                version_runs=generation.version_runs,
+                **{name: getattr(generation, name) for name in _REPORTED},
                 excluded=final_reason(node, reasons[node.id]),
                 hints=context.hints + tuple(("label", label) for label in node.labels),
                 advisory=node.advisory,
                 spans=context.spans,
-                times=generation.times,
             )
         )
     return tuple(turns)

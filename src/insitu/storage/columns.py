@@ -20,9 +20,10 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_ori
 import numpy as np
 import orjson
 
+from insitu.errors import RecordError
 from insitu.storage.schema import nullable_columns
 from insitu.types import ExpertArray
-from insitu.types.codec import Array, dtype_of, dumps, reader
+from insitu.types.codec import dtype_of, dumps, reader
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -48,7 +49,7 @@ class TableColumns(Generic[T]):
 
     def __init__(self, table: str, kind: type[T], **renamed: str) -> None:
         """Find the columns. renamed: column -> field, where the names differ."""
-        self._kind = kind
+        self._table, self._kind = table, kind
         nullable, hints = nullable_columns(table), get_type_hints(kind)
         known = {name for name in hints if name not in renamed.values()}
         found = {name: renamed.get(name, name) for name in nullable}
@@ -72,14 +73,17 @@ class TableColumns(Generic[T]):
         return row
 
     def fields_of(self, row: Row) -> dict[str, Any]:
-        """Return field -> value; arrays are read-only views. Raises ValueError."""
+        """Return field -> value; arrays are read-only views. Raises RecordError."""
         found: dict[str, Any] = {}
         for name, field, default, _, change in self._columns:
             item = row[name]
             if item is None:
                 found[field] = default
             else:
-                found[field] = item if change is None else change(item)
+                try:
+                    found[field] = item if change is None else change(item)
+                except (ValueError, zlib.error) as error:
+                    raise RecordError(f"column {self._table}.{name}: {error}") from error
         return found
 
     def read(self, row: Row, **more: Any) -> T:
@@ -101,9 +105,10 @@ def _changes(hint: Any) -> tuple[Change | None, Change | None]:
         if dtype == np.int16:
             return pack_experts, unpack_experts
         if dtype == np.bool_:
-            return _mask_blob, functools.partial(np.frombuffer, dtype=np.bool_)
+            return lambda mask: mask.astype(np.uint8).tobytes(), functools.partial(np.frombuffer, dtype=dtype)
         little = dtype.newbyteorder("<")
-        return functools.partial(_blob, little), functools.partial(np.frombuffer, dtype=little)
+        read = functools.partial(np.frombuffer, dtype=little)
+        return lambda array: array.astype(little, casting="safe", copy=False).tobytes(), read
     if hint is bool:
         return int, bool
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -118,14 +123,6 @@ def _changes(hint: Any) -> tuple[Change | None, Change | None]:
     # The version runs of all turns are mostly the same text.
     once = functools.lru_cache(1024)(parse) if get_origin(hint) is tuple else parse
     return lambda item: dumps(item).decode(), once
-
-
-def _blob(dtype: np.dtype[Any], array: Array) -> bytes:
-    return array.astype(dtype, casting="safe", copy=False).tobytes()
-
-
-def _mask_blob(mask: Array) -> bytes:
-    return mask.astype(np.uint8).tobytes()
 
 
 def pack_experts(experts: ExpertArray) -> bytes:

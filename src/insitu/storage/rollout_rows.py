@@ -37,7 +37,7 @@ _ROLLOUT = TableColumns(
     "rollouts", Rollout, rollout_id="id", components="reward_components", egress="egress_attempts"
 )
 _ATTEMPT = TableColumns("attempts", Rollout, rollout_id="id", egress="egress_attempts")
-_LEDGER = TableColumns("attempts", Trajectory)
+_LEDGER = TableColumns("rollouts", Trajectory)
 _FILE = TableColumns("files", FileEntry)
 _TURN, _TIMES = TableColumns("turns", Turn, turn="index"), TableColumns("turns", CallTimes)
 _SEGMENT = TableColumns("segments", Segment, segment="index", owner="rollout_id")

@@ -87,8 +87,7 @@ def _replace_surrogates(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_replace_surrogates(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: _replace_surrogates(value.__getattribute__(name)) for name in names}
+        return _replace_surrogates(head(value))
     return value
 
 

@@ -13,8 +13,7 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from itertools import zip_longest
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +50,7 @@ class ValueCodec:
             if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, enum.Enum | Keys))
         }
         self._names = {kind: _names(kind) for kind in self._kinds.values() if is_dataclass(kind)}
+        self._listed = {name: list(self._names.get(kind, ())) for name, kind in self._kinds.items()}
         self._make = {
             "map": lambda values: dict(zip(values[::2], values[1::2], strict=True)),
             **_SEQUENCES,
@@ -69,23 +69,14 @@ class ValueCodec:
         try:
             used, packed = orjson.loads(arrays[_VALUE].data)
             for name, names in used.items():
-                self._check(name, names)
+                if names != self._listed.get(name):
+                    _refuse(name, names, self._listed.get(name, ()))
             value = self._unpack(packed, arrays)
         except _MALFORMED as error:
             raise ValueError(f"malformed {kind.__name__}: {error!r}") from error
         if not isinstance(value, kind):
             raise ValueError(f"a {type(value).__name__} came for a {kind.__name__}")
         return value
-
-    def _check(self, name: str, names: Sequence[str]) -> None:
-        """Raise ValueError where the sender's fields of a class are not its fields here."""
-        if name not in self._kinds:
-            raise ValueError(f"a value of type {name} is not carried")
-        for sent, own in zip_longest(names, self._names[self._kinds[name]]):
-            if sent != own:
-                raise ValueError(
-                    f"{name} has no {sent}" if own in names or not own else f"{name} lacks {own}"
-                )
 
     def _unpack(self, packed: Any, arrays: Mapping[str, Array]) -> Any:
         if type(packed) is not list:
@@ -116,7 +107,7 @@ class _ValueWriter:
     def joined(self) -> Arrays:
         """Return one array per dtype, the widest first: every one stays aligned in the body."""
         names = sorted(self._parts, key=lambda name: -self._parts[name][0].itemsize)
-        return {name: np.concatenate(self._parts[name]) for name in names}
+        return {name: _joined(self._parts[name]) for name in names}
 
     def pack(self, value: Any) -> Any:
         kind = type(value)  # the exact types first: most values, and the checks of `_other` take time
@@ -170,6 +161,18 @@ class _ValueWriter:
         self._parts.setdefault(dtype, []).append(array if array.ndim == 1 else array.reshape(-1))
         self._sizes[dtype] = start + array.size
         return [dtype, start, *array.shape]
+
+
+def _refuse(name: str, sent: Sequence[str], own: Sequence[str]) -> NoReturn:
+    """Raise ValueError where the sender's fields of a class are not its fields here."""
+    if not own:
+        raise ValueError(f"a value of type {name} is not carried")
+    different = sorted({*sent} ^ {*own})
+    raise ValueError(f"{name} {'lacks' if {*different} & {*own} else 'has no'} {', '.join(different)}")
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    return np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
 
 
 def _array(dtype: str, start: int, *shape: int, arrays: Mapping[str, Array]) -> Array:

@@ -17,7 +17,7 @@ from insitu.engines.downtime import Waiter, current_waiter, on_downtime
 from insitu.engines.remote import read_generation, read_request
 from insitu.engines.rpc import NOTHING, Frame, Handler, Meta, RpcPeer
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
-from insitu.types.codec import VALUES
+from insitu.types.codec import VALUES, pick
 
 
 class EngineCalls:
@@ -63,8 +63,7 @@ class RemoteEngine:
         """Take `EngineCalls.info`; `deadline_s` is a bound of one call, which the gateway's own precedes."""
         self._controller, self._deadline_s = controller, deadline_s
         self._receipt = Receipt(version=int(info["version"]), checksum=str(info["checksum"]))
-        names = EngineInfo.__dataclass_fields__
-        self.info = EngineInfo(**{name: info[name] for name in names})
+        self.info = pick(EngineInfo, info)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[Waiter, bool]] = {}
         """Running calls: who waits, and whether the engine is down for it."""

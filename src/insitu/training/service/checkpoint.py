@@ -11,6 +11,7 @@ from insitu.engines.safetensors_file import model_assets
 from insitu.errors import TrainError, boundary
 from insitu.storage.checkpoint_files import SERVICE as FILE
 from insitu.storage.files import replaced_folder, write_text
+from insitu.types.codec import read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,6 @@ def write_checkpoint(folder: Path, checkpoint: ServiceCheckpoint, assets: Path) 
 def read_checkpoint(folder: Path) -> ServiceCheckpoint:
     """Raise TrainError when the folder is not a checkpoint of a service."""
     with boundary(TrainError, f"load checkpoint {folder}"):
-        try:
-            return ServiceCheckpoint(**json.loads((folder / FILE).read_text()))
-        except TypeError as error:
-            raise TrainError(f"load checkpoint {folder}: {FILE}: {error}") from error
+        raw = json.loads((folder / FILE).read_text())
+        checkpoint: ServiceCheckpoint = read(ServiceCheckpoint, raw)
+        return checkpoint

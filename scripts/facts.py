@@ -211,6 +211,17 @@ def python_examples() -> int:
     return sum(not match[1] for page in pages for match in block.finditer(page.read_text(encoding="utf-8")))
 
 
+def upward(found: dict[str, dict[str, list[str]]], packages: dict[str, Any]) -> list[str]:
+    """Return the imports that lead to a package which the importing one may not know."""
+    return [
+        line
+        for name, others in found.items()
+        for other, lines in others.items()
+        if other not in packages[name].get("imports", ())
+        for line in sorted(lines)
+    ]
+
+
 def facts(package: Path, packages: dict[str, Any]) -> dict[str, Any]:
     modules = sources(package)
     keys = config_keys(package)
@@ -223,17 +234,10 @@ def facts(package: Path, packages: dict[str, Any]) -> dict[str, Any]:
     ]
     lines = lines_per_package(modules, packages)
     found = arrows(modules, package.name, packages)
-    upward = [
-        line
-        for name, others in found.items()
-        for other, lines_of in others.items()
-        for line in sorted(lines_of)
-        if other not in packages[name].get("imports", ())
-    ]
     return {
         "lines": lines,
         "arrows": {name: sorted(others) for name, others in found.items()},
-        "upward": upward,
+        "upward": upward(found, packages),
         "lines_in_all": sum(lines.values()),
         "files": len(modules),
         "longest_function": {"lines": length, "name": where},

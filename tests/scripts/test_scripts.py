@@ -41,24 +41,49 @@ def facts() -> ModuleType:
 
 def test_each_budget_is_enforced(facts: ModuleType) -> None:
     found = {
-        "lines": {"a": 10, "b": 11, "new": 1},
+        "lines": {"a": 10, "b": 11},
+        "upward": ["a.x -> b.y"],
         "classes_used_twice": {"Twice": ["a.x", "b.y"]},
         "banned_words": {"anew": ["src/insitu/b/y.py:4"]},
         "folder_cycles": [["a.x", "a.y"]],
         "records": 26,
         "readme_bytes": 101,
     }
-    budget = {"lines": {"a": 10, "b": 10}, "records": 25, "readme_bytes": 100}
+    packages = {"a": {"lines": 10}, "b": {"lines": 10}}
+    budget = {"packages": packages, "records": 25, "readme_bytes": 100}
     problems = facts.over_budget(found, budget)
     assert [line.split(" (")[0] for line in problems] == [
         "b: 11 lines, at most 10",
-        "new: 1 lines, at most 0",
+        "no import of this package: a.x -> b.y",
         "class Twice is defined in a.x, b.y",
         "src/insitu/b/y.py:4: banned word: anew",
         "folders a.x and a.y import each other",
         "docs/decisions: 26 records, at most 25",
         "README.md: 101 bytes, at most 100",
     ]
+
+
+def test_the_longest_prefix_decides_the_package_and_only_imports_that_it_names_are_allowed(
+    facts: ModuleType, tmp_path: Path
+) -> None:
+    for name, text in (
+        ("low", "from house.high.verb import run\n"),
+        ("high/verb", "from house import low\n"),
+        ("high/light", "from house.high import verb\n"),
+    ):
+        path = tmp_path / "house" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    packages = {
+        "core": {},
+        "high": {"holds": ["high"], "imports": ["core"]},
+        "light": {"holds": ["high.light"], "imports": ["core"]},
+    }
+    modules = facts.sources(tmp_path / "house")
+    assert facts.lines_per_package(modules, packages) == {"core": 1, "high": 1, "light": 1}
+    found = facts.arrows(modules, "house", packages)
+    assert found["high"] == {"core": ["high.verb -> low"]}
+    assert facts.upward(found, packages) == ["low -> high.verb", "high.light -> high.verb"]
 
 
 def test_a_quoted_word_is_a_name(facts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

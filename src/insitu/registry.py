@@ -127,8 +127,8 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     },
     "commands": {
         "train": "insitu.training.commands:COMMANDS",
-        "core": "insitu.cli.commands:COMMANDS",
         "view": "insitu.view.commands:COMMANDS",
+        "core": "insitu.cli.commands:COMMANDS",
         "bridges": "insitu.bridges.commands:COMMANDS",
         "fleet": "insitu.deploy.commands:COMMANDS",
         "lab": "insitu.suites.commands:COMMANDS",

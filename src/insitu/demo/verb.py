@@ -25,6 +25,7 @@ def demo(
     from insitu.config import demo_preset, load_config
     from insitu.demo.run import DemoOptions, run_demo
     from insitu.evaluate.resume import TRAINING
+    from insitu.training.learner.process import describe_memory
 
     chosen = [f"harness.agent={agent}"] if agent else []
     changes = [*chosen, *(SCRIPT_DEMO if agent == "script" else ()), *overrides]
@@ -34,7 +35,7 @@ def demo(
     else:
         resolved = load_config(None, changes, demo_preset())
     if dry:
-        return dry_run(resolved, (), trains=True, samples=True)
+        return dry_run(resolved, describe_memory(resolved), trains=True, samples=True)
     options = DemoOptions(from_scratch=from_scratch, resume=resume, began=process_began())
     return run_to_end(
         "demo", resolved, lambda config, view: run_demo(config, view, options), plain=plain, json=json

@@ -30,7 +30,8 @@ def test_only_listed_skips_pass(tmp_path: Path, body: str, strict: str, code: in
         shutil.copy(ROOT / "tests" / name, tmp_path)
     (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
     (tmp_path / "test_two.py").write_text(f"import pytest\n{body}\n")
-    env = os.environ | {"INSITU_KNOWN_SKIPS_ONLY": strict, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    own = {"INSITU_KNOWN_SKIPS_ONLY": strict, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env = {name: text for name, text in os.environ.items() if name != "INSITU_FULL_BUDGET_S"} | own
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "."],
         env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,

@@ -30,8 +30,7 @@ def demo(
     chosen = [f"harness.agent={agent}"] if agent else []
     changes = [*chosen, *(SCRIPT_DEMO if agent == "script" else ()), *overrides]
     if resume:
-        changes += ["--from-scratch"] * from_scratch
-        resolved = resolve(None, changes, resume, {}, changeable=TRAINING)
+        resolved = resolve(None, changes + ["--from-scratch"] * from_scratch, resume, {}, changeable=TRAINING)
     else:
         resolved = load_config(None, changes, demo_preset())
     if dry:

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TRAIN_PATH = (
     "types", "config", "tasks", "sandbox", "agents", "gateway", "chat", "engines", "capture", "grading",
-    "attempt", "collect", "runtime", "storage", "training",
+    "attempt", "collect", "runtime", "storage", "training", "plan",
 )  # fmt: skip
 """Packages and modules from a task to a trained step."""
 DOWNTIME = re.compile(r"\b(away_s|AwayTime|away_since|no_time|engine_downtime\w*|Downtime)\b")

@@ -152,7 +152,7 @@ async def rollout_async(
         tables["rollout"] = {**tables.get("rollout", {}), "samples": n}
     if "tasks" in tables and not (isinstance(tables["tasks"], str | Path) or _is_table(tables["tasks"])):
         tables["tasks"] = {"source": tables["tasks"], "eval_share": 1.0}  # no task is held back
-    resolved = name_run(resolve(config, overrides, resume, tables, changeable=CHANGEABLE))
+    resolved = resolve(config, overrides, resume, tables, changeable=CHANGEABLE)
     with viewing(progress, resolved) as view:
         await collect_rollouts(resolved, view, RolloutOptions(resume=path_of(resume)))
     return Run(resolved.run.dir)
@@ -163,7 +163,7 @@ def serve(config: ConfigSource = None, *, overrides: Overrides = (), **tables: A
 
     Arguments are those of `train`; the limits of a session are wide. Raises InsituError.
     """
-    return Server(name_run(resolve(config, overrides, None, tables, SERVE_BASE)))
+    return Server(resolve(config, overrides, None, tables, SERVE_BASE))
 
 
 def resolve(
@@ -173,10 +173,13 @@ def resolve(
     tables: Mapping[str, Any],
     base: Mapping[str, Any] | None = None,
     changeable: Sequence[str] = (),
+    *,
+    named: bool = True,
 ) -> Config:
     """Return the configuration of a new run, or the stored one of `resume`.
 
-    `changeable`: keys that overrides of a resumed run may have.
+    `changeable`: keys that overrides of a resumed run may have. `named`: with its directory, and with
+    absolute paths.
     """
     if isinstance(overrides, str):
         raise ConfigError(f"overrides must be a mapping or a list of table.key=value, got {overrides!a}")
@@ -184,6 +187,13 @@ def resolve(
         if config is not None or tables:
             raise ConfigError("a resumed run keeps its configuration: drop config and tables")
         return resumed_config(Path(resume), overrides, changeable)
+    loaded = _load(config, overrides, tables, base)
+    return name_run(loaded) if named else loaded
+
+
+def _load(
+    config: ConfigSource, overrides: Overrides, tables: Mapping[str, Any], base: Mapping[str, Any] | None
+) -> Config:
     given = _expanded(tables)
     if isinstance(config, Config):
         return load_config(None, overrides, config.model_dump(), given)

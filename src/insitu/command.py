@@ -140,7 +140,9 @@ def path_argument(text: str) -> Path:
 
 
 Config = Annotated[str | None, Arg(positional=True, metavar="CONFIG", help="TOML file")]
-Overrides = Annotated[Sequence[str], Arg(positional=True, metavar="a.b=c", help="override a key")]
+Overrides = Annotated[
+    Sequence[str], Arg(positional=True, metavar="a.b=c", help="override a key, e.g. run.seed=3")
+]
 RunPath = Annotated[Path, Arg(positional=True, metavar="RUN", help="run directory")]
 Json = Annotated[bool, Arg(help="print the result as JSON, last on stdout")]
 Plain = Annotated[bool, Arg(help="plain lines instead of the live view")]

@@ -277,7 +277,9 @@ def _load_point(point: EntryPoint) -> Any:
 
 
 def _import_module(name: str) -> ModuleType:
-    _append_path(Path.cwd())
+    # insitu's own modules need no folder of the user, where a folder `torch` would pass for the package.
+    if name.partition(".")[0] != "insitu":
+        _append_path(Path.cwd())
     return importlib.import_module(name)
 
 

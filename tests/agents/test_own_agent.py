@@ -19,7 +19,7 @@ from insitu.errors import ConfigError
 from insitu.runtime.agents import make_harness
 from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance.run import conform
-from insitu.suites.conformance.verb import choose, print_report
+from insitu.suites.conformance.table import choose, print_report
 from insitu.types import Task
 
 ROOT = Path(__file__).parents[2]

@@ -20,9 +20,9 @@ from insitu.suites.attacks.model import Move, Variant
 from insitu.suites.attacks.naive_grader import Trust
 from insitu.suites.attacks.run import AttackReport, run_matrix
 from insitu.suites.attacks.runner import NAIVE_WORK_BYTES, AttackRunner, Cell, Failure, try_play, try_variants
+from insitu.suites.attacks.table import print_report
 from insitu.suites.attacks.target import FAULTY, target_for, text
 from insitu.suites.attacks.user_tasks import as_target, run_user_tasks
-from insitu.suites.attacks.verb import print_report
 from insitu.types import (
     Check,
     Exchange,

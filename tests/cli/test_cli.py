@@ -103,6 +103,7 @@ OF_RUN = (
             KEPT.format("harness.agent=pi") + " (harness.workers may change)",
         ),
         (["show", "none"], 1, "insitu: none is not a run directory: it has no config.toml"),
+        (["show", "none", "--json"], 1, "insitu: none is not a run directory: it has no config.toml"),
         (
             ["demo", "--from-scratch", "--resume", "none"],
             2,
@@ -187,10 +188,11 @@ def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_help_loads_nothing_heavy() -> None:
+@pytest.mark.parametrize("verb", ["", "train", "rollout", "tasks", "attack", "conformance", "deploy", "view"])
+def test_help_loads_nothing_heavy(verb: str) -> None:
     code = (
         "import sys; from insitu import cli\n"
-        "try: cli.main(['--help'])\n"
+        f"try: cli.main({[*filter(None, [verb]), '--help']!r})\n"
         "finally: print(sorted(sys.modules), file=sys.stderr)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
@@ -198,10 +200,59 @@ def test_help_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=env, check=False
     )
     assert done.returncode == 0
-    assert "demo" in done.stdout
+    assert (verb or "demo") in done.stdout
     assert "insitu.cli" in done.stderr
     for heavy in ("torch", "numpy", "aiohttp", "pydantic", "rich", "transformers"):
         assert f"'{heavy}'" not in done.stderr
+
+
+@pytest.mark.slow
+def test_verbs_of_a_package_that_cannot_be_imported_are_left_out_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from insitu.command import Command\n"
+        "VERBS = [Command(name=name, group='tools', text='mine', example='', run='mine:run')"
+        " for name in ('hello', 'train')]\n"
+        "def run(): print('hello'); return 0\n"
+    )
+    info = tmp_path / "bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    points = "[insitu.commands]\nlost = nosuchmodule:VERBS\nmine = mine:VERBS\nodd = mine:run\n"
+    (info / "entry_points.txt").write_text(points)
+
+    def said(*argv: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(Path(cli.__file__).parents[2]), str(tmp_path)])
+        command = [sys.executable, "-m", "insitu", *argv]
+        env = os.environ | {"PYTHONPATH": path}
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+
+    done = said("hello")
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    lines = done.stderr.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["insitu"] * 3
+    assert "the verbs of lost are left out" in lines[0]
+    assert "mine has a verb train, which exists" in lines[1]
+    assert "the verbs of odd are left out" in lines[2]
+    assert said("train").returncode == 2
+
+
+@pytest.mark.slow
+def test_verbs_work_in_a_folder_that_is_gone(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    script = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m insitu show {tmp_path}/none"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 1
+    assert only_line(done.stderr).endswith("is not a run directory: it has no config.toml")
+
+
+def test_a_folder_is_no_configuration_of_a_rollout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb in ("rollout", "attack", "serve"):
+        assert cli.main([verb, str(tmp_path)]) == 2
+        assert "it is a folder, not a TOML file" in only_line(capsys.readouterr().err)
 
 
 def test_help_names_each_command_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,8 +39,8 @@ def _main(argv: Sequence[str] | None, signals: _Signals) -> int:
     from insitu.errors import InsituError
 
     escape_unencodable_output()
-    command, options = parse(argv)
     try:
+        command, options = parse(argv)
         code = command(options)
         sys.stdout.flush()
     except BrokenPipeError:

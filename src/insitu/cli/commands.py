@@ -38,7 +38,7 @@ COMMANDS = (
         group="tasks",
         text="list, show, validate or export the tasks of a data set",
         example="validate my.toml --out gate.json",
-        run="insitu.cli.tasks:tasks",
+        run="insitu.cli.verbs:tasks",
     ),
     Command(
         name="serve",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from insitu.cli.report import EXIT_FAILED, resumable
 from insitu.command import Arg
+from insitu.errors import ConfigError
 
 if TYPE_CHECKING:
     from insitu.config import Config
@@ -23,10 +24,17 @@ Start = Callable[["Config", "View"], Coroutine[Any, Any, object]]
 """Runs to the end and writes the report."""
 
 
-def positional(config: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return (CONFIG, overrides); the first argument is an override if it has "=" and is not a file."""
+def positional(
+    config: str | None, overrides: Sequence[str], *, folders: bool = False
+) -> tuple[str | None, list[str]]:
+    """Return (CONFIG, overrides); the first argument is an override if it has "=" and is not a file.
+
+    Raises ConfigError for a folder, unless the verb takes `folders`.
+    """
     if config is not None and "=" in config and not Path(config).exists():
         return None, [config, *overrides]
+    if config is not None and not folders and Path(config).is_dir():
+        raise ConfigError(f"cannot read {config}: it is a folder, not a TOML file")
     return config, list(overrides)
 
 
@@ -45,14 +53,14 @@ def shown_progress(*, plain: bool = False, json: bool = True, run_dir: Path | No
         yield view
 
 
-def dry_run(config: Config, notes: Sequence[str], *, trains: bool, samples: bool) -> int:
-    """Check what needs no server, and print the configuration and `notes` as comments."""
+def dry_run(config: Config, notes: Callable[[Config], Sequence[str]], *, trains: bool, samples: bool) -> int:
+    """Check what needs no server, and print the configuration and then `notes` as comments."""
     from insitu.config import dump_toml
     from insitu.engines.server_command import describe_servers
     from insitu.runtime.preflight import check_at_hand
 
     check_at_hand(config, trains=trains, samples=samples)
-    lines = [*describe_servers(config), *notes]
+    lines = [*describe_servers(config), *notes(config)]
     sys.stdout.write(dump_toml(config))
     sys.stdout.write("".join(f"\n# {line}" for line in lines) + "\n" * bool(lines))
     return 0

@@ -13,6 +13,7 @@ from typing import NoReturn, get_args
 from insitu._version import __version__
 from insitu.cli.completion import candidates
 from insitu.command import Command, Group
+from insitu.errors import ConfigError
 from insitu.registry import find, names
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")
@@ -46,8 +47,18 @@ def _as_key(option: str, after: str) -> str:
 
 
 def commands() -> Mapping[str, Command]:
-    """Return the verbs of all installed packages by name."""
-    return {command.name: command for package in names("commands") for command in find("commands", package)}
+    """Return the verbs of all installed packages by name; one line names a package that is left out."""
+    found: dict[str, Command] = {}
+    for package in names("commands"):
+        try:
+            own = {command.name: command for command in find("commands", package)}
+        except (ConfigError, AttributeError, TypeError) as error:
+            print(f"insitu: the verbs of {package} are left out: {error}", file=sys.stderr)
+            continue
+        if taken := sorted(own.keys() & found.keys()):
+            print(f"insitu: {package} has a verb {taken[0]}, which exists: it is left out", file=sys.stderr)
+        found = {**own, **found}
+    return found
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Command, argparse.Namespace]:

@@ -7,23 +7,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
 
-from insitu.cli.console import positional, shown_progress
-from insitu.command import Arg, Overrides
-from insitu.config import Config, load_config
+from insitu.cli.console import shown_progress
+from insitu.config import Config
 from insitu.errors import ConfigError, boundary
 from insitu.runtime.preflight import check_at_hand
 from insitu.shutdown import run_interruptible
 from insitu.tools import export_tasks, list_tasks, show_task, validate_async
 
-What = Literal["list", "show", "validate", "export"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class Options:
     """Arguments of the verb but for what it does and with which configuration."""
 
+    set: str
     ids: Sequence[str]
     limit: int
     repeats: int
@@ -32,48 +29,28 @@ class _Options:
     tests: bool
 
 
-def tasks(
-    what: Annotated[str, Arg(positional=True, choices=get_args(What), help="what to do")],
-    config: Annotated[
-        str | None, Arg(positional=True, metavar="CONFIG", help="TOML file (default: overrides only)")
-    ] = None,
-    ids: Annotated[Sequence[str], Arg(flag="--id", metavar="ID", help="only this task (repeatable)")] = (),
-    name: Annotated[
-        str, Arg(flag="--set", metavar="NAME", help="only this of [[tasks]] (default: all)")
-    ] = "",
-    limit: Annotated[int, Arg(metavar="N", help="the first N tasks of each set only")] = 0,
-    repeats: Annotated[int, Arg(metavar="N", help="validate: runs of each task")] = 3,
-    out: Annotated[
-        Path | None, Arg(metavar="FILE", help="validate: its result; export: JSONL file (default: stdout)")
-    ] = None,
-    json: Annotated[bool, Arg(help="print JSON, last on stdout")] = False,
-    tests: Annotated[bool, Arg(help="show: also print the tests")] = False,
-    overrides: Overrides = (),
-) -> int:
+def run(config: Config, what: str, options: Options) -> int:
     """Exit code: 0, or 1 when a task did not pass its validation; `list` raises what a run is refused for."""
-    path, changes = positional(config, overrides)
-    loaded = load_config(Path(path) if path else None, changes)
-    if name:
-        if name not in (names := [table.name for table in loaded.tasks]):
-            raise ConfigError(f"no task set {name!r}; there are: {', '.join(filter(None, names))}")
-        loaded = loaded.of_set(loaded.tasks[names.index(name)])
-    if repeats < 1 or limit < 0:
+    if options.set:
+        if options.set not in (names := [table.name for table in config.tasks]):
+            raise ConfigError(f"no task set {options.set!r}; there are: {', '.join(filter(None, names))}")
+        config = config.of_set(config.tasks[names.index(options.set)])
+    if options.repeats < 1 or options.limit < 0:
         raise ConfigError("--repeats and --limit take positive numbers")
-    options = _Options(ids=ids, limit=limit, repeats=repeats, out=out, json=json, tests=tests)
     if what == "validate":
-        return _validate(loaded, options)
+        return _validate(config, options)
     if what == "show":
-        for task in ids or [_first(loaded)]:
-            _show(loaded, task, json, tests=tests)
+        for task in options.ids or [_first(config)]:
+            _show(config, task, options.json, tests=options.tests)
         return 0
     if what == "export":
-        return _export(loaded, options)
-    _list(loaded, options)
-    check_at_hand(loaded, trains=False)
+        return _export(config, options)
+    _list(config, options)
+    check_at_hand(config, trains=False)
     return 0
 
 
-def _validate(config: Config, options: _Options) -> int:
+def _validate(config: Config, options: Options) -> int:
     with shown_progress() as view:
         summary = run_interruptible(
             validate_async(
@@ -98,7 +75,7 @@ def _validate(config: Config, options: _Options) -> int:
     return 0 if summary["passed"] == summary["tasks"] else 1
 
 
-def _export(config: Config, options: _Options) -> int:
+def _export(config: Config, options: Options) -> int:
     """Write the tasks as JSONL to --out, else to stdout."""
     if config.set_names:
         raise ConfigError(f"export writes one task set: choose one of {', '.join(config.set_names)} by --set")
@@ -132,7 +109,7 @@ def _show(config: Config, task_id: str, as_json: bool, *, tests: bool) -> None:
     print(f"\n{shown['prompt']}")
 
 
-def _list(config: Config, options: _Options) -> None:
+def _list(config: Config, options: Options) -> None:
     rows, total = list_tasks(config, limit=options.limit)
     if options.json:
         print(json.dumps({**total, "rows": rows}))

@@ -42,9 +42,9 @@ def rollout(
         raise ConfigError(f"a resumed run keeps its configuration; drop {path}")
     if not (resume or path or changes):
         raise ConfigError("give a configuration file, for instance examples/rollout.toml, or --resume DIR")
-    resolved = resolve(path, changes, resume, {}, changeable=CHANGEABLE)
+    resolved = resolve(path, changes, resume, {}, changeable=CHANGEABLE, named=False)
     if dry:
-        return dry_run(resolved, (), trains=False, samples=True)
+        return dry_run(resolved, lambda config: (), trains=False, samples=True)
     options = RolloutOptions(resume=resume, began=process_began())
     return run_to_end(
         "rollout",
@@ -54,6 +54,34 @@ def rollout(
         json=json,
         failed=lambda summary: not summary["graded"],
     )
+
+
+def tasks(
+    what: Annotated[
+        str, Arg(positional=True, choices=("list", "show", "validate", "export"), help="what to do")
+    ],
+    config: Annotated[
+        str | None, Arg(positional=True, metavar="CONFIG", help="TOML file (default: overrides only)")
+    ] = None,
+    ids: Annotated[Sequence[str], Arg(flag="--id", metavar="ID", help="only this task (repeatable)")] = (),
+    name: Annotated[
+        str, Arg(flag="--set", metavar="NAME", help="only this of [[tasks]] (default: all)")
+    ] = "",
+    limit: Annotated[int, Arg(metavar="N", help="the first N tasks of each set only")] = 0,
+    repeats: Annotated[int, Arg(metavar="N", help="validate: runs of each task")] = 3,
+    out: Annotated[
+        Path | None, Arg(metavar="FILE", help="validate: its result; export: JSONL file (default: stdout)")
+    ] = None,
+    json: Annotated[bool, Arg(help="print JSON, last on stdout")] = False,
+    tests: Annotated[bool, Arg(help="show: also print the tests")] = False,
+    overrides: Overrides = (),
+) -> int:
+    from insitu.cli.tasks import Options, run
+    from insitu.config import load_config
+
+    path, changes = positional(config, overrides)
+    options = Options(set=name, ids=ids, limit=limit, repeats=repeats, out=out, json=json, tests=tests)
+    return run(load_config(Path(path) if path else None, changes), what, options)
 
 
 def serve(

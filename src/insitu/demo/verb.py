@@ -34,7 +34,7 @@ def demo(
     else:
         resolved = load_config(None, changes, demo_preset())
     if dry:
-        return dry_run(resolved, describe_memory(resolved), trains=True, samples=True)
+        return dry_run(resolved, describe_memory, trains=True, samples=True)
     options = DemoOptions(from_scratch=from_scratch, resume=resume, began=process_began())
     return run_to_end(
         "demo", resolved, lambda config, view: run_demo(config, view, options), plain=plain, json=json

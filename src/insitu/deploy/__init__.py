@@ -5,3 +5,7 @@
 Every target runs start.sh, which starts the engine beside insitu and ends all when any part ends. Secrets are
 named in these files, never held.
 """
+
+from typing import Literal
+
+Target = Literal["space", "slurm", "k8s"]

@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 from insitu.config import Config, load_config
+from insitu.deploy import Target
 from insitu.engines.server_command import SERVERS, server_command
 from insitu.errors import ConfigError, SetupError
 from insitu.storage.files import write_text
 
-Target = Literal["space", "slurm", "k8s"]
 TARGETS: tuple[Target, ...] = ("space", "slurm", "k8s")
 OWN_FILE: Mapping[Target, tuple[str, str]] = {
     "space": ("space.md", "README.md"),
@@ -119,7 +118,6 @@ def _values(options: DeployOptions, config: Config) -> dict[str, str]:
     command, variables, url = _engine(config, gpus)
     limits = {"cpu": "8", "memory": "32Gi"} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     device = f"{{driver: nvidia, count: {gpus}, capabilities: [gpu]}}"
-    accelerators = f"accelerators: [A100:{gpus}, H100:{gpus}]" if gpus else "cpus: 8+"
     extras = ["hf", "renderers", *(["hub"] if config.run.hub else []), *config.track.to]
     return {
         "BASE": GPU_BASE if gpus else CPU_BASE,
@@ -138,10 +136,6 @@ def _values(options: DeployOptions, config: Config) -> dict[str, str]:
         "PORT": str(SPACE_PORT if space else PORT),
         "SBATCH_GPUS": f"#SBATCH --gpus-per-node={gpus}" if gpus else "",
         "SECRETS": ", ".join(secrets_of(config)),
-        "SKY_PACKAGES": " ".join(
-            (["vllm==0.32.*"] if command else []) + (["ray"] if options.nodes > 1 else [])
-        ),
-        "SKY_RESOURCES": accelerators,
     }
 
 

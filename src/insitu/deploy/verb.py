@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from insitu.command import Arg
-from insitu.deploy.folder import DeployOptions, Target
-from insitu.deploy.folder import deploy as write_folder
+from insitu.deploy import Target
 
 
 def deploy(
@@ -20,6 +19,9 @@ def deploy(
     image: Annotated[str, Arg(metavar="REF", help="k8s: the pushed image")] = "",
 ) -> int:
     """Write a deployment's folder."""
+    from insitu.deploy.folder import DeployOptions
+    from insitu.deploy.folder import deploy as write_folder
+
     wanted = DeployOptions(
         target=target, config=config, out=out, name=name, nodes=nodes, gpus=gpus, image=image
     )

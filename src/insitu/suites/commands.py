@@ -10,20 +10,20 @@ COMMANDS = (
         group="tasks",
         text="run fifty attacks on the grader, each with an honest control",
         example="my.toml",
-        run="insitu.suites.attacks.verb:attack",
+        run="insitu.suites.verbs:attack",
     ),
     Command(
         name="conformance",
         group="tools",
         text="run agents against a scripted policy and check every captured token",
         example="--agents pi,codex",
-        run="insitu.suites.conformance.verb:conformance",
+        run="insitu.suites.verbs:conformance",
     ),
     Command(
         name="gpu-check",
         group="tools",
         text="check insitu on this machine's GPU, slice by slice",
         example="",
-        run="insitu.suites.gpu.verb:gpu_check",
+        run="insitu.suites.verbs:gpu_check",
     ),
 )

@@ -22,7 +22,6 @@ from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
 from insitu.evaluate.resume import TRAINING, resumed_config
 from insitu.progress.base import View
-from insitu.storage.run_dir import name_run
 from insitu.training.hub_runs import check_hub, fetch_run, pushing_checkpoints, repo_of
 from insitu.training.loop import TrainOptions
 from insitu.training.replay import replay_run
@@ -62,18 +61,24 @@ async def train_async(
         found = await asyncio.to_thread(resolve_training, config, overrides, resume, tables)
     else:
         found = resolve_training(config, overrides, resume, tables)
-    resolved, resumed = name_run(found[0]), found[1]
+    resolved, resumed = found
     with viewing(progress, resolved) as view:
         await train_and_report(resolved, view, TrainOptions(resume=resumed))
     return Run(resolved.run.dir)
 
 
 def resolve_training(
-    config: ConfigSource, overrides: Overrides, resume: Path | str | None, tables: Mapping[str, Any]
+    config: ConfigSource,
+    overrides: Overrides,
+    resume: Path | str | None,
+    tables: Mapping[str, Any],
+    *,
+    named: bool = True,
 ) -> tuple[Config, Path | None]:
     """Return the configuration and the run directory to resume; one at hub:ORG/NAME is fetched."""
     if not str(resume or "").startswith("hub:"):
-        return resolve(config, overrides, resume, tables, changeable=TRAINING), path_of(resume)
+        found = resolve(config, overrides, resume, tables, changeable=TRAINING, named=named)
+        return found, path_of(resume)
     found, exists = from_hub(str(resume), config, overrides, tables)
     return found, Path(found.run.dir) if exists else None
 
@@ -94,7 +99,7 @@ async def sft_async(
     if run is None and resume is None:
         raise ConfigError("give the run directory with the rollouts to imitate, or resume")
     source = None if run is None else config_from_run(Path(run), "sft")
-    resolved = name_run(resolve(source, overrides, resume, tables))
+    resolved = resolve(source, overrides, resume, tables)
     with viewing(progress, resolved) as view:
         await run_sft(resolved, view, TrainOptions(resume=path_of(resume)))
     return Run(resolved.run.dir)
@@ -125,7 +130,7 @@ def from_hub(
     With a configuration, its `run.dir` is where the run is put, and where there is no run yet it is returned
     with False. Raises ConfigError, RecordError, SetupError.
     """
-    given = None if config is None else name_run(resolve(config, overrides, None, tables or {}))
+    given = None if config is None else resolve(config, overrides, None, tables or {})
     run = Path("runs", repo_of(where).rpartition("/")[2]) if given is None else Path(given.run.dir)
     if fetch_run(where, run):
         # With a configuration they are for a new run too: a job that is submitted again repeats them.

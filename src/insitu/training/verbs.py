@@ -40,15 +40,15 @@ def train(
     from insitu.training.loop import TrainOptions
 
     path: str | None
-    path, changes = positional(config, overrides)
+    path, changes = positional(config, overrides, folders=True)
     hub = str(resume or "").startswith("hub:")
     if resume and path is not None and not hub:
         changes, path = [*changes, path], None
     if path is None and not resume:
         raise ConfigError("give a configuration file, for instance examples/demo.toml, or --resume DIR")
-    resolved, resume = resolve_training(path, changes, resume, {})
+    resolved, resume = resolve_training(path, changes, resume, {}, named=False)
     if dry:
-        return dry_run(resolved, describe_memory(resolved), trains=True, samples=True)
+        return dry_run(resolved, describe_memory, trains=True, samples=True)
     options = TrainOptions(resume=resume, began=process_began())
     return run_to_end(
         "train",
@@ -75,15 +75,15 @@ def sft(
     from insitu.training.sft.run import run_sft
 
     if resume:
-        resolved = resolve(None, [*overrides, *([str(source)] if source else [])], resume, {})
+        resolved = resolve(None, [*overrides, *([str(source)] if source else [])], resume, {}, named=False)
     elif source is None:
         raise ConfigError("give the run directory with the rollouts to imitate, or --resume DIR")
     else:
-        resolved = resolve(config_from_run(source, "sft"), list(overrides), None, {})
+        resolved = resolve(config_from_run(source, "sft"), list(overrides), None, {}, named=False)
         if resolved.sft.run != str(source.absolute()):
             raise ConfigError(f"RUN {source} already sets sft.run: drop sft.run={resolved.sft.run}")
     if dry:
-        return dry_run(resolved, describe_memory(resolved), trains=True, samples=False)
+        return dry_run(resolved, describe_memory, trains=True, samples=False)
     options = TrainOptions(resume=resume, began=process_began())
     return run_to_end(
         "sft", resolved, lambda config, view: run_sft(config, view, options), plain=plain, json=json

@@ -62,7 +62,7 @@ def show(
     tokens: Annotated[bool, Arg(help="also every token of the rollout with its fate")] = False,
     json: Annotated[bool, Arg(help="print summary.json, or the rollout as JSON")] = False,
 ) -> int:
-    from insitu.storage.run_dir import read_summary
+    from insitu.results.run import Run
     from insitu.view.run_report import show_run
 
     if rollout or failed is not None or unparsed is not None:
@@ -82,7 +82,7 @@ def show(
     if not json:
         print(show_run(run), end="")
         return 0
-    summary = read_summary(run)
+    summary = Run(run).summary
     if summary is None:
         raise ConfigError(f"{run} has no summary.json: the run is not finished")
     print_json(summary)

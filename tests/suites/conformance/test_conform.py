@@ -17,7 +17,7 @@ from insitu.sandbox.local import LocalBackend
 from insitu.suites.conformance import checks, run
 from insitu.suites.conformance.agent_tools import AgentTools
 from insitu.suites.conformance.checks import ConformanceResult
-from insitu.suites.conformance.verb import choose
+from insitu.suites.conformance.table import choose
 from insitu.types import Ledger, Trajectory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from insitu import registry
@@ -15,9 +16,15 @@ _opened: dict[str, GradingRunner] = {}
 
 def runner_named(name: str) -> GradingRunner | None:
     """Return the runner of a name; None if there is none."""
-    if name not in _opened and name in registry.names("runners"):
+    if name not in _opened and _is_runner(name):
         _opened[name] = registry.find("runners", name)()
     return _opened.get(name)
+
+
+@functools.cache
+def _is_runner(name: str) -> bool:
+    # A data set asks once per task, and entry points are read from disk.
+    return name in registry.names("runners")
 
 
 def opened_runners() -> Sequence[GradingRunner]:

@@ -1,21 +1,13 @@
-"""Console view of `insitu attack`: table of cells, JSON line, failed cells."""
+"""The report of `insitu attack` on a console: table of cells, failed cells."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import Annotated
+from typing import TextIO
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 
-from insitu.cli.console import positional, shown_progress
-from insitu.cli.report import EXIT_FAILED
-from insitu.command import Arg, Json
-from insitu.shutdown import run_interruptible
-from insitu.suites.api import attack_async
-from insitu.suites.attacks.matrix import ATTACKS, RESIDUAL, as_markdown, required, runners
+from insitu.suites.attacks.matrix import ATTACKS, RESIDUAL, required, runners
 from insitu.suites.attacks.model import Attack
 from insitu.suites.attacks.run import AttackReport
 from insitu.suites.attacks.runner import Cell
@@ -24,37 +16,9 @@ WIDTH = 150
 """Width of the table outside of a terminal."""
 
 
-def attack(
-    config: Annotated[
-        str | None, Arg(positional=True, metavar="CONFIG", help="attack this file's tasks, in its sandboxes")
-    ] = None,
-    tasks: Annotated[int, Arg(metavar="N", help="tasks of your own (default: 3)")] = 3,
-    runner: Annotated[str, Arg(metavar="A,B", help="grading runners (default: all)")] = "",
-    only: Annotated[str, Arg(metavar="N,M-K", help="attacks by number (default: all)")] = "",
-    json: Json = False,
-    markdown: Annotated[bool, Arg(help="print the expected results and exit")] = False,
-    overrides: Annotated[
-        Sequence[str], Arg(positional=True, metavar="a.b=c", help="override a key, e.g. sandbox.backend")
-    ] = (),
-) -> int:
-    """Exit code 0 if every cell is as required.
-
-    Tasks of a configuration are attacked in the sandboxes of its [sandbox]; overrides under `tasks.` do the
-    same. Raises ConfigError, TaskError, SetupError.
-    """
-    if markdown:
-        print(as_markdown(), end="")
-        return 0
-    shown = sys.stderr if json else sys.stdout
-    path, changes = positional(config, overrides)
-    with shown_progress() as view:
-        report = run_interruptible(
-            attack_async(path, overrides=changes, only=only, runner=runner, tasks=tasks, progress=view)
-        )
-    print_report(report, Console(file=shown, width=None if shown.isatty() else WIDTH))
-    if json:
-        print(orjson.dumps(report.as_json()).decode())
-    return EXIT_FAILED if report.failures else 0
+def console_on(stream: TextIO) -> Console:
+    """Return a console whose tables are as wide as a terminal, else WIDTH."""
+    return Console(file=stream, width=None if stream.isatty() else WIDTH)
 
 
 def print_report(report: AttackReport, console: Console) -> None:

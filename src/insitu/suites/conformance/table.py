@@ -1,26 +1,19 @@
-"""Console view of `insitu conformance`: a table, failures and a JSON line."""
+"""The report of `insitu conformance` on a console, and the agents that its arguments name."""
 
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TextIO
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 
 from insitu.agents.recipe import Recipe, parse_agent, resolve_agent
-from insitu.cli.console import shown_progress
-from insitu.cli.report import EXIT_FAILED
-from insitu.command import Arg, Json
 from insitu.config import HarnessTable
-from insitu.shutdown import run_interruptible
 from insitu.suites.conformance.agent_tools import AGENT_TOOLS
 from insitu.suites.conformance.checks import ConformanceResult
-from insitu.suites.conformance.run import conform_all
 
 LOG_TAIL = 2000
 WIDTH = 130
@@ -41,30 +34,9 @@ def choose(agents: str, command: str, config: Path | None) -> dict[str, Recipe]:
     return recipes or {name: parse_agent(name) for name in AGENT_TOOLS}
 
 
-def conformance(
-    agents: Annotated[str, Arg(metavar="A,B@VERSION", help="agents (default: all)")] = "",
-    own_command: Annotated[
-        str,
-        Arg(
-            flag="--command",
-            metavar="TEXT",
-            help='own agent that speaks chat completions, e.g. "my-agent {prompt_file}"',
-        ),
-    ] = "",
-    config: Annotated[Path | None, Arg(metavar="FILE", help="own agent: TOML with [harness]")] = None,
-    json: Json = False,
-    record: Annotated[Path | None, Arg(metavar="DIR", help="record the wire traffic here")] = None,
-) -> int:
-    """Exit code 0 if every agent passed. Raises ConfigError, SetupError."""
-    recipes = choose(agents, own_command, config)
-    shown = sys.stderr if json else sys.stdout
-    with shown_progress() as view:
-        findings = run_interruptible(conform_all(recipes, record, view))
-    print_report(findings, Console(file=shown, width=None if shown.isatty() else WIDTH))
-    if json:
-        line = {"agents": {name: finding.as_json() for name, finding in findings.items()}}
-        print(orjson.dumps(line).decode())
-    return 0 if all(finding.ok for finding in findings.values()) else EXIT_FAILED
+def console_on(stream: TextIO) -> Console:
+    """Return a console whose tables are as wide as a terminal, else WIDTH."""
+    return Console(file=stream, width=None if stream.isatty() else WIDTH)
 
 
 def print_report(findings: Mapping[str, ConformanceResult], console: Console) -> None:

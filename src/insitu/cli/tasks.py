@@ -11,9 +11,10 @@ from pathlib import Path
 from insitu.cli.console import shown_progress
 from insitu.config import Config
 from insitu.errors import ConfigError, boundary
+from insitu.evaluate.validate import ValidateOptions, validate_tasks
 from insitu.runtime.preflight import check_at_hand
 from insitu.shutdown import run_interruptible
-from insitu.tools import export_tasks, list_tasks, show_task, validate_async
+from insitu.tools import export_tasks, list_tasks, show_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +52,11 @@ def run(config: Config, what: str, options: Options) -> int:
 
 
 def _validate(config: Config, options: Options) -> int:
+    chosen = ValidateOptions(
+        repeats=options.repeats, limit=options.limit, ids=options.ids, allowlist=options.out
+    )
     with shown_progress() as view:
-        summary = run_interruptible(
-            validate_async(
-                config,
-                repeats=options.repeats,
-                limit=options.limit,
-                ids=options.ids,
-                allowlist=options.out,
-                progress=view,
-            )
-        )
+        summary = run_interruptible(validate_tasks(config, chosen, view))
     if options.json:
         print(json.dumps(summary))
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -37,7 +37,7 @@ class Arg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One verb. The parameters of `run` and `show` that have an `Arg` are its arguments."""
+    """One verb. The parameters of its function that have an `Arg` are its arguments."""
 
     name: str
     group: Group
@@ -46,29 +46,20 @@ class Command:
     example: str
     """Arguments of an example."""
     run: str
-    """Path of the function that does it, `module:name`; returns the exit code, or the value for `show`."""
-    show: str = ""
-    """Path of a function that prints the value, its first parameter, and returns the exit code."""
-
-    def functions(self) -> Sequence[Callable[..., Any]]:
-        """Import and return `run` and `show`."""
-        return [load(path) for path in (self.run, self.show) if path]
+    """Path of the function that does it and returns the exit code, `module:name`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Give a parser the arguments of the functions."""
+        """Give a parser the arguments of the function, whose module is imported."""
         exclusive: dict[str, Any] = {}
-        for name, default, kind, arg in (each for one in self.functions() for each in _arguments(one)):
+        for name, default, kind, arg in _arguments(load(self.run)):
             if arg.instead_of and arg.instead_of not in exclusive:
                 exclusive[arg.instead_of] = parser.add_mutually_exclusive_group()
             _add(exclusive.get(arg.instead_of, parser), name, default, kind, arg)
 
     def __call__(self, options: argparse.Namespace) -> int:
         """Run with parsed arguments and return the exit code."""
-        run, *shows = self.functions()
-        code = run(**_given(run, options))
-        for show in shows:
-            code = show(code, **_given(show, options))
-        return int(code)
+        run: Callable[..., int] = load(self.run)
+        return run(**{name: getattr(options, name) for name, _, _, _ in _arguments(run)})
 
 
 def _arguments(function: Callable[..., Any]) -> Iterator[tuple[str, Any, Any, Arg]]:
@@ -81,10 +72,6 @@ def _arguments(function: Callable[..., Any]) -> Iterator[tuple[str, Any, Any, Ar
             for arg in more:
                 if isinstance(arg, Arg):
                     yield name, parameter.default, kind, arg
-
-
-def _given(function: Callable[..., Any], options: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(options, name) for name, _, _, _ in _arguments(function)}
 
 
 def _add(parser: Any, name: str, default: Any, kind: Any, arg: Arg) -> None:
@@ -105,7 +92,7 @@ def _add(parser: Any, name: str, default: Any, kind: Any, arg: Arg) -> None:
         more["choices"] = arg.choices
     if value is not str:
         more["type"] = value
-    several = get_origin(kind) not in (None,) and _is_list(kind)
+    several = get_origin(kind) is Sequence
     if several and not arg.positional:
         more |= {"action": "append", "default": list(default)}
     elif several:
@@ -117,16 +104,10 @@ def _add(parser: Any, name: str, default: Any, kind: Any, arg: Arg) -> None:
     parser.add_argument(*(flags or [name]), **more)
 
 
-def _is_list(kind: Any) -> bool:
-    origin = get_origin(kind)
-    return isinstance(origin, type) and issubclass(origin, Iterable) and origin is not str
-
-
 def _value_type(kind: Any) -> Callable[[str], Any]:
     """Return what makes a value of one word: of `X | None` and of lists, what makes X."""
-    parts = [part for part in (get_args(kind) or (kind,)) if part is not type(None)]
-    found = parts[0]
-    if found is Path or Path in parts:
+    found = next(part for part in (get_args(kind) or (kind,)) if part is not type(None))
+    if found is Path:
         return path_argument
     return found if found in (bool, int, float) else str
 
@@ -139,7 +120,6 @@ def path_argument(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text} is in no known home folder") from error
 
 
-Config = Annotated[str | None, Arg(positional=True, metavar="CONFIG", help="TOML file")]
 Overrides = Annotated[
     Sequence[str], Arg(positional=True, metavar="a.b=c", help="override a key, e.g. run.seed=3")
 ]

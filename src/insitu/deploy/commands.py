@@ -10,6 +10,6 @@ COMMANDS = (
         group="tools",
         text="write the files that start a run as a container, Space or cluster job",
         example="slurm my.toml --out job",
-        run="insitu.deploy.verb:deploy",
+        run="insitu.deploy.verbs:deploy",
     ),
 )

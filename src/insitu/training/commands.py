@@ -10,7 +10,7 @@ COMMANDS = (
         group="train",
         text="watch a small model learn to use a coding agent, on a CPU",
         example="--agent script run.seed=3",
-        run="insitu.demo.verb:demo",
+        run="insitu.demo.verbs:demo",
     ),
     Command(
         name="train",

@@ -161,6 +161,14 @@ ARRAYS: dict[str, Any] = {
 }
 
 
+def test_whole_numbers_are_log_probabilities_too() -> None:
+    """JSON of other programs has 0 for 0.0."""
+    found = read(Turn, {**orjson.loads(dumps(rollout().turns[0])), "logprobs": [0, -1]})
+    assert (found.logprobs.dtype, found.logprobs.tolist()) == (np.float32, [0.0, -1.0])
+    with pytest.raises(ValueError, match="logprobs: no list of one type"):
+        read(Turn, {**orjson.loads(dumps(rollout().turns[0])), "logprobs": [True, False]})
+
+
 @pytest.mark.parametrize(
     ("field", "value", "line"),
     [

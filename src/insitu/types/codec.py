@@ -349,6 +349,8 @@ def _read_array(dtype: np.dtype[Any], value: Any) -> Array:
     if isinstance(value, np.ndarray) and value.dtype == dtype:
         return value
     found = np.array(value)
-    if not isinstance(value, list) or found.ndim != 1 or (value and found.dtype.kind != dtype.kind):
+    # JSON of others writes 0.0 as 0
+    kinds = "fi" if dtype.kind == "f" else dtype.kind
+    if not isinstance(value, list) or found.ndim != 1 or (value and found.dtype.kind not in kinds):
         raise ValueError("no list of one type without gaps")
     return np.array(value, dtype)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import insitu
 from insitu import cli
 from insitu.errors import ConfigError
+from insitu.suites.api import gpu_check
 from insitu.suites.gpu import run
 from insitu.suites.gpu.slices import SLICES, GpuCheck, GpuSlice, overrides
 from insitu.training.gpu_checks import CHECKS
@@ -51,7 +51,7 @@ def test_a_slice_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.full
 def test_without_a_gpu_nothing_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = insitu.suites.api.gpu_check(["step", "serve"], out=tmp_path)["slices"]
+    found = gpu_check(["step", "serve"], out=tmp_path)["slices"]
     assert {name: one["ok"] for name, one in found.items()} == {"step": None, "serve": None}
     skipped = report(tmp_path, "step")["skipped"]
     assert isinstance(skipped, list)

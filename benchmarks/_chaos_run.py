@@ -280,7 +280,7 @@ def pick(controller: int, victim: Victim, chance: random.Random) -> int | None:
         except OSError:
             continue
         if command:
-            found[b"insitu.training.learner.main" in command].append(pid)
+            found[b"insitu_train.learner.main" in command].append(pid)
     among = found[victim == "learner"]
     return chance.choice(among) if among else None
 

@@ -26,11 +26,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
-from insitu.engines.embedded.model import Qwen3, load_model
 from insitu.engines.safetensors_file import read_folder
 from insitu.errors import EngineError
 from insitu.types import Generation, RequestKey, SamplingParams
+from insitu_train.embedded.core import EmbeddedCore, EngineOptions
+from insitu_train.embedded.model import Qwen3, load_model
 from tests.fakes.sampler import FakeSampler, Job
 from tests.fakes.vllm import FakeVllm, listening
 from tests.fakes.weight_folders import served_sums

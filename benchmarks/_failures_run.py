@@ -33,8 +33,6 @@ from insitu.runtime.agents import limits_of
 from insitu.runtime.run import open_runtime
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.tasks.factory import open_source
-from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
 from insitu.types import (
     Generation,
     Group,
@@ -48,6 +46,8 @@ from insitu.types import (
     Tree,
     Verdict,
 )
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec
 
 RATES = (0.0, 0.05, 0.15)
 TASKS = 24

@@ -1,6 +1,6 @@
 """A node that draws rollouts of a given size at once, in the place of agents. Caller: fleet.
 
-Run as `python -m benchmarks._fleet_node`, started like insitu.runtime.fleet.node; the number of tokens is in
+Run as `python -m benchmarks._fleet_node`, started like insitu_fleet.node; the number of tokens is in
 the task's prompt.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from insitu.attempt import AttemptSpec
 from insitu.engines.rpc import NOTHING, Frame, RpcPeer, serve_peer
-from insitu.runtime.fleet.values import pack, unpack
 from insitu.types import Ledger, Rollout, Segment, Status, Timings, Trajectory
+from insitu_fleet.values import pack, unpack
 
 
 def drawn(spec: AttemptSpec) -> Rollout:

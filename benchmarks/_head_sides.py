@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from insitu.training.loss.fused_head import objective
+from insitu_train.loss.fused_head import objective
 
 LOW, HIGH = 0.2, 0.28
 TRL_COLUMNS = 32768

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from insitu.chat.renderer import ChatRenderer
-from insitu.demo.demonstrator import Habits, Step, call, plan_turns
-from insitu.demo.rendered_demonstrations import Demonstration, SimulatedPiTools
 from insitu.tasks.toy import ToyProblem, check_output
 from insitu.types import IntArray, Message, ToolCall
+from insitu_train.demo.demonstrator import Habits, Step, call, plan_turns
+from insitu_train.demo.rendered_demonstrations import Demonstration, SimulatedPiTools
 
 CHECK = "python3 check.py"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"

@@ -27,10 +27,17 @@ from benchmarks._transfer_runs import CONTEXT, Late
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import WARM_START, Config, demo_preset, load_config
-from insitu.demo.demonstrator import Habits, Step
-from insitu.demo.make_warm_start import DemonstrationSpec, Demonstrator, record_all, write_renderer
-from insitu.demo.rendered_demonstrations import Demonstration
-from insitu.demo.sft_data import (
+from insitu.engines.scripted import ScriptedEngine
+from insitu.errors import TrainError
+from insitu.progress.plain import PlainView
+from insitu.runtime.agents import limits_of
+from insitu.storage.temp_dirs import part_folder
+from insitu.tasks.toy import FAMILIES, ToySource
+from insitu.types import IntArray, Limits, Segment
+from insitu_train.demo.demonstrator import Habits, Step
+from insitu_train.demo.make_warm_start import DemonstrationSpec, Demonstrator, record_all, write_renderer
+from insitu_train.demo.rendered_demonstrations import Demonstration
+from insitu_train.demo.sft_data import (
     DemonstrationBatch,
     Phase,
     Recorded,
@@ -38,16 +45,9 @@ from insitu.demo.sft_data import (
     read_recorded,
     write_recorded,
 )
-from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
-from insitu.engines.scripted import ScriptedEngine
-from insitu.errors import TrainError
-from insitu.progress.plain import PlainView
-from insitu.runtime.agents import limits_of
-from insitu.storage.temp_dirs import part_folder
-from insitu.tasks.toy import FAMILIES, ToySource
-from insitu.training.options import OptimConfig
-from insitu.training.sft.trainer import Sft, SftConfig
-from insitu.types import IntArray, Limits, Segment
+from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
+from insitu_train.options import OptimConfig
+from insitu_train.sft.trainer import Sft, SftConfig
 
 RECORDED = 12
 """Demonstrations recorded through each agent, equally many with the habits of each phase."""

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks._arguments import Arguments, count
-from insitu.bridges.equality import difference
-from insitu.bridges.imports import import_folder
 from insitu.config import load_config
 from insitu.plan.step import PlanConfig, plan_step
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
 from insitu.types import Group, IntArray, Ledger, Rollout, Segment, Status, Timings, Trajectory, Turn
+from insitu_bridges.equality import difference
+from insitu_bridges.imports import import_folder
 
 GROUPS, SLOTS = 16, 16
 SAMPLED = 200

@@ -36,14 +36,14 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.config import WARM_START, Config, load_config
 from insitu.engines.scripted import ScriptedEngine
-from insitu.runtime.fleet.controller import Fleet
-from insitu.runtime.fleet.links import Link, ProcessLink
-from insitu.runtime.fleet.ray_link import ray_links
 from insitu.shutdown import descendants
 from insitu.storage.run_dir import RunDir, has_rollouts, read_store
 from insitu.tasks.base import UNTESTED
 from insitu.tasks.toy import ToySource
 from insitu.types import GradingPlan, Limits, Message, Status, Task
+from insitu_fleet.controller import Fleet
+from insitu_fleet.links import Link, ProcessLink
+from insitu_fleet.ray_link import ray_links
 
 SMALL = (
     "harness.agent=script", "harness.mode=warm", "harness.workers=2", "run.steps=60", "eval.count=4",
@@ -55,7 +55,7 @@ LIFE_S = 1500.0
 LEFT_S = 70.0
 PAUSE_S = (1.0, 6.0)
 """Between two kills."""
-NODE = b"insitu.runtime.fleet.node"
+NODE = b"insitu_fleet.node"
 SIMULATED = "benchmarks._fleet_node"
 Strike = Callable[[int, int], None]
 """Sends a signal to a node, or to what it runs on."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks._arguments import Arguments, chosen_device, count, share, wide_console
 from benchmarks._head_sides import Grads, Problem, Side, problem, sides
-from insitu.training.loss.chunked_logits import tiling
+from insitu_train.loss.chunked_logits import tiling
 
 RATE = {"H200": 788e12}
 """Operations per second of the largest bf16 products, by a word in the device's name."""

@@ -29,14 +29,14 @@ from benchmarks._arguments import Arguments, count, wide_console
 from insitu.errors import TrainError
 from insitu.plan.packing import MicroBatch
 from insitu.plan.step import PlanRow, StepPlan
-from insitu.training.memory.peak import peak_bytes
-from insitu.training.memory.plan import KEPT_FREE, LADDER, load_of
-from insitu.training.memory.predict import GIB, MemoryModel
-from insitu.training.model.base import PLAIN
-from insitu.training.model.hf import HfPolicy, adopt
-from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
-from insitu.training.trainer.trainer import Trainer
 from insitu.types import Ledger
+from insitu_train.memory.peak import peak_bytes
+from insitu_train.memory.plan import KEPT_FREE, LADDER, load_of
+from insitu_train.memory.predict import GIB, MemoryModel
+from insitu_train.model.base import PLAIN
+from insitu_train.model.hf import HfPolicy, adopt
+from insitu_train.options import OptimConfig, PolicyConfig, TrainConfig
+from insitu_train.trainer.trainer import Trainer
 
 TRAINED = 0.25
 """Share of the tokens that are trained: those at the end, so that nothing is cut off."""

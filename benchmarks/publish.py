@@ -36,7 +36,6 @@ import torch
 
 from benchmarks._arguments import Arguments, amount, count
 from insitu.config import WARM_START
-from insitu.engines.embedded.model import ModelConfig, initialise, save_model
 from insitu.engines.http import HttpOptions
 from insitu.engines.replicas import EngineSet
 from insitu.engines.safetensors_file import read_folder
@@ -44,17 +43,18 @@ from insitu.engines.vllm import open_vllm
 from insitu.errors import TrainError
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.storage.temp_dirs import scratch_folder
-from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
-from insitu.training.options import OptimConfig, PolicyConfig, TrainConfig
-from insitu.training.weights.files import (
+from insitu.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
+from insitu_train.embedded.model import ModelConfig, initialise, save_model
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec
+from insitu_train.options import OptimConfig, PolicyConfig, TrainConfig
+from insitu_train.weights.files import (
     DeltaPublisher,
     DiskPublisher,
     PublishOptions,
     SupportsPublish,
 )
-from insitu.training.weights.gpu import TransferPublisher
-from insitu.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
+from insitu_train.weights.gpu import TransferPublisher
 from tests.fakes.vllm import serve_vllm
 from tests.fakes.weight_folders import served_sums
 

@@ -34,13 +34,9 @@ from insitu.config import load_config
 from insitu.engines.base import EngineInfo, Receipt
 from insitu.engines.rpc import Frame, Handler, RpcPeer, encode
 from insitu.errors import EngineError
-from insitu.runtime.fleet.controller import Fleet
-from insitu.runtime.fleet.values import pack
 from insitu.storage.run_dir import RunDir
 from insitu.tasks.base import UNTESTED
 from insitu.tasks.toy import ToySource
-from insitu.training.alarms import InfraFailureRate
-from insitu.training.batch_source import StoreSink
 from insitu.types import (
     Generation,
     GradingPlan,
@@ -56,6 +52,10 @@ from insitu.types import (
     Turn,
 )
 from insitu.types.codec import VALUES
+from insitu_fleet.controller import Fleet
+from insitu_fleet.values import pack
+from insitu_train.alarms import InfraFailureRate
+from insitu_train.batch_source import StoreSink
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.virtual_time import run_virtual
 

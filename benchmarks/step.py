@@ -36,16 +36,16 @@ from safetensors.torch import load_file
 
 from benchmarks._arguments import Arguments, count
 from insitu.config import WARM_START
-from insitu.engines.embedded.model_files import write_summed
 from insitu.errors import TrainError
 from insitu.storage.temp_dirs import scratch_folder
-from insitu.training.learner.main import WeightChecksum
-from insitu.training.model.hf import HfPolicy, adopt
-from insitu.training.options import Lora, TrainConfig
-from insitu.training.trainer import checkpoint
-from insitu.training.trainer.trainer import Trainer
-from insitu.training.weights.export import export
-from insitu.training.weights.files import ExportRequest
+from insitu_train.embedded.model_files import write_summed
+from insitu_train.learner.main import WeightChecksum
+from insitu_train.model.hf import HfPolicy, adopt
+from insitu_train.options import Lora, TrainConfig
+from insitu_train.trainer import checkpoint
+from insitu_train.trainer.trainer import Trainer
+from insitu_train.weights.export import export
+from insitu_train.weights.files import ExportRequest
 
 EVERY = 5
 """Steps between two checkpoints, the default of run.checkpoint_every_steps."""
@@ -80,7 +80,7 @@ CASES = {
 
 def trained(case: Case, layers: int, vocab: int) -> int:
     """Trained parameters of a model with that many layers, from the meta device."""
-    from insitu.training.memory.predict import MemoryModel
+    from insitu_train.memory.predict import MemoryModel
 
     model = MemoryModel(config(case, layers, vocab), dtype=torch.bfloat16, lora=case.lora, kernels="cpu")
     return model.trained

@@ -26,13 +26,13 @@ from torch import Tensor
 from benchmarks._arguments import Arguments, amount, chosen_device, count, either_share
 from benchmarks._tree_rows import Work, rows_of
 from insitu.config.training import LossConfig
-from insitu.engines.embedded.model import ModelConfig, initialise
 from insitu.plan.prefix_tree import Tree, build_tree, tree_work
 from insitu.plan.step import PlanRow
-from insitu.training.attention.tree import Piece, TreeAttend
-from insitu.training.loss.fused_head import objective
-from insitu.training.loss.losses import LossInputs, token_loss
-from insitu.training.model.base import Attend
+from insitu_train.attention.tree import Piece, TreeAttend
+from insitu_train.embedded.model import ModelConfig, initialise
+from insitu_train.loss.fused_head import objective
+from insitu_train.loss.losses import LossInputs, token_loss
+from insitu_train.model.base import Attend
 
 SMALL = ModelConfig(
     vocab_size=1024, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -173,7 +173,7 @@ def ways(tree: Tree, device: torch.device) -> dict[str, Attend]:
     """How a tree can be attended to on this device."""
     found: dict[str, Attend] = {"pieces": TreeAttend.of(tree)}
     if device.type == "cuda":
-        from insitu.training.attention.flex import FlexAttend
+        from insitu_train.attention.flex import FlexAttend
 
         found["flex"] = FlexAttend.of(tree, device)
     return found
@@ -185,8 +185,8 @@ def make_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device, *
         return initialise(config, 0)
     from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
-    from insitu.training.model.base import MemoryOptions
-    from insitu.training.model.hf import NAME, HfPolicy, attention_function
+    from insitu_train.model.base import MemoryOptions
+    from insitu_train.model.hf import NAME, HfPolicy, attention_function
 
     AttentionInterface.register(NAME, attention_function)
     shape: dict[str, Any] = {k: v for k, v in asdict(config).items() if k != "rope_theta"}
@@ -251,7 +251,7 @@ def _linear_side(rows: Sequence[PlanRow], most: int, device: torch.device) -> li
     """The rows one after another, in float32."""
     if device.type != "cuda":
         return linear_passes(rows, most, device)
-    from insitu.training.attention.rows import Causal
+    from insitu_train.attention.rows import Causal
 
     # one row at a time: the flash kernel of the timed side does not take float32
     return [_with(p, Causal()) for row in rows for p in linear_passes([row], 1, device)]

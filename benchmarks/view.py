@@ -43,12 +43,12 @@ from insitu.types import (
     Turn,
     Verdict,
 )
-from insitu.view.web import pages, token_page
-from insitu.view.web.context import Context
-from insitu.view.web.query import Query
-from insitu.view.web.routes import PAGES
-from insitu.view.web.runs import Runs
-from insitu.view.web.serve import _TYPES, STATIC, _read_static
+from insitu_view.web import pages, token_page
+from insitu_view.web.context import Context
+from insitu_view.web.query import Query
+from insitu_view.web.routes import PAGES
+from insitu_view.web.runs import Runs
+from insitu_view.web.serve import _TYPES, STATIC, _read_static
 
 SLOTS = 16
 LONG = 1_000_000

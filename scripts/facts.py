@@ -18,9 +18,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TRAIN_PATH = (
     "types", "config", "tasks", "sandbox", "agents", "gateway", "chat", "engines", "capture", "grading",
-    "attempt", "collect", "runtime", "storage", "training", "plan",
+    "attempt", "collect", "runtime", "storage", "plan",
 )  # fmt: skip
-"""Packages and modules from a task to a trained step."""
+"""Folders and modules of the core from a task to a step's plan; all of `train` follows."""
 DOWNTIME = re.compile(r"\b(away_s|AwayTime|away_since|no_time|engine_downtime\w*|Downtime)\b")
 """Names for the time in which an engine is down."""
 BANNED = (
@@ -32,55 +32,65 @@ BANNED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One parsed module of the package."""
+    """One parsed module."""
 
     path: Path
     name: str
-    """Dotted, without the package's own name: `train.loop`."""
+    """Dotted: `insitu.config.load`."""
     text: str
     tree: ast.Module
 
     @property
     def package(self) -> str:
-        return self.name.split(".")[0]
+        """Short name of its package: `core`, or `train` of insitu_train."""
+        return self.name.split(".")[0].partition("_")[2] or "core"
+
+    @property
+    def folder(self) -> str:
+        """Folder or module right below its package."""
+        return (*self.name.split("."), "")[1]
 
 
-def sources(package: Path) -> list[Source]:
+def packages(root: Path = ROOT) -> list[Path]:
+    """Return the folders of the import packages, that of the core first."""
+    return [root / "src" / "insitu", *sorted((root / "packages").glob("insitu-*/src/insitu_*"))]
+
+
+def sources(folders: list[Path]) -> list[Source]:
     found = []
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).with_suffix("").parts
-        name = ".".join(part for part in parts if part != "__init__") or "__init__"
-        text = path.read_text(encoding="utf-8")
-        found.append(Source(path=path, name=name, text=text, tree=ast.parse(text)))
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            name = ".".join(part for part in parts if part != "__init__")
+            text = path.read_text(encoding="utf-8")
+            found.append(Source(path=path, name=name, text=text, tree=ast.parse(text)))
     return found
 
 
-def package_of(name: str, packages: dict[str, Any]) -> str:
-    """Return the package of a module: the one whose longest prefix it has; `core` if none."""
-    held = {prefix: package for package, table in packages.items() for prefix in table.get("holds", ())}
-    while name and name not in held:
-        name = name.rpartition(".")[0]
-    return held.get(name, "core")
+def required(package: str, root: Path = ROOT) -> set[str]:
+    """Return the packages that one may import: those that its pyproject.toml requires."""
+    folder = root if package == "core" else root / "packages" / f"insitu-{package}"
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = (re.split(r"[=<>~!;\[ ]", text)[0] for text in project["dependencies"])
+    return {name.partition("-")[2] or "core" for name in names if name.partition("-")[0] == "insitu"}
 
 
-def lines_per_package(modules: list[Source], packages: dict[str, Any]) -> dict[str, int]:
+def lines_per_package(modules: list[Source]) -> dict[str, int]:
     lines: Counter[str] = Counter()
     for module in modules:
-        lines[package_of(module.name, packages)] += module.text.count("\n")
+        lines[module.package] += module.text.count("\n")
     return dict(sorted(lines.items()))
 
 
-def arrows(modules: list[Source], package: str, packages: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
+def arrows(modules: list[Source]) -> dict[str, dict[str, list[str]]]:
     """Return which package imports which, and by which imports."""
-    found: dict[str, dict[str, list[str]]] = {name: {} for name in packages}
-    names = {module.name for module in modules}
+    found: dict[str, dict[str, list[str]]] = {module.package: {} for module in modules}
+    by_name = {module.name: module for module in modules}
     for module in modules:
-        mine = package_of(module.name, packages)
-        for other in set(imports(module, package)):
-            target = other if other in names else other.rpartition(".")[0]
-            theirs = package_of(target, packages)
-            if theirs != mine:
-                found[mine].setdefault(theirs, []).append(f"{module.name} -> {target}")
+        for other in sorted(set(imports(module))):
+            target = by_name.get(other) or by_name.get(other.rpartition(".")[0])
+            if target and target.package != module.package:
+                found[module.package].setdefault(target.package, []).append(f"{module.name} -> {target.name}")
     return found
 
 
@@ -117,19 +127,20 @@ def banned_words(files: list[Path], words: tuple[str, ...]) -> dict[str, list[st
     return dict(sorted(places.items()))
 
 
-def public_names(modules: list[Source], packages: tuple[str, ...]) -> int:
+def public_names(modules: list[Source], folders: tuple[str, ...]) -> int:
     """Return the number of public classes and module-level functions; methods are not counted."""
     return sum(
         not node.name.startswith("_")
         for module in modules
-        if module.package in packages and not any(part.startswith("_") for part in module.name.split("."))
+        if (module.package == "train" or (module.package == "core" and module.folder in folders))
+        and not any(part.startswith("_") for part in module.name.split("."))
         for node in module.tree.body
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     )
 
 
-def imports(module: Source, package: str) -> Iterator[str]:
-    """Yield the modules of the same package that it imports at run time, without the package's own name."""
+def imports(module: Source) -> Iterator[str]:
+    """Yield the modules, or names in them, that it imports at run time."""
     guarded = {
         id(inner)
         for node in ast.walk(module.tree)
@@ -139,24 +150,23 @@ def imports(module: Source, package: str) -> Iterator[str]:
     for node in ast.walk(module.tree):
         if id(node) in guarded:
             continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
-            base = (node.module or "").split(".")[1:]
-            yield from (".".join([*base, alias.name]) for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from (
-                alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == package
-            )
+            yield from (alias.name for alias in node.names)
 
 
-def folder_cycles(modules: list[Source], package: str) -> list[list[str]]:
+def folder_cycles(modules: list[Source]) -> list[list[str]]:
     """Return pairs of folders that import each other, at each depth among the children of one folder."""
     edges = set()
     names = {module.name for module in modules}
     for module in modules:
         mine = module.name.split(".")
-        for other in imports(module, package):
+        for other in imports(module):
             target = other if other in names else other.rpartition(".")[0]
             theirs = target.split(".")
+            if theirs[0] != mine[0]:
+                continue  # arrows between packages
             common = 0
             while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
                 common += 1
@@ -188,7 +198,7 @@ def keys_declared_twice(modules: list[Source], declared: dict[str, Any]) -> dict
     tables = {name: set(table.model_fields) for name, table in declared.items()}
     found = {}
     for module in modules:
-        if module.package == "config":
+        if (module.package, module.folder) == ("core", "config"):
             continue
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.ClassDef) or node.name in bases or node.name.endswith("Result"):
@@ -211,33 +221,34 @@ def python_examples() -> int:
     return sum(not match[1] for page in pages for match in block.finditer(page.read_text(encoding="utf-8")))
 
 
-def upward(found: dict[str, dict[str, list[str]]], packages: dict[str, Any]) -> list[str]:
+def upward(found: dict[str, dict[str, list[str]]], allowed: dict[str, set[str]]) -> list[str]:
     """Return the imports that lead to a package which the importing one may not know."""
     return [
         line
         for name, others in found.items()
         for other, lines in others.items()
-        if other not in packages[name].get("imports", ())
-        for line in sorted(lines)
+        if other not in allowed[name]
+        for line in lines
     ]
 
 
-def facts(package: Path, packages: dict[str, Any]) -> dict[str, Any]:
-    modules = sources(package)
-    keys = config_keys(package)
+def facts(root: Path = ROOT) -> dict[str, Any]:
+    folders = packages(root)
+    modules = sources(folders)
+    keys = config_keys(folders[0])
     length, where = longest_function(modules)
     prose = [
         *(module.path for module in modules),
-        ROOT / "README.md",
-        *(ROOT / "docs").rglob("*.md"),
-        *(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")),
+        root / "README.md",
+        *(root / "docs").rglob("*.md"),
+        *(path for folder in ("tests", "benchmarks", "examples") for path in (root / folder).rglob("*.py")),
     ]
-    lines = lines_per_package(modules, packages)
-    found = arrows(modules, package.name, packages)
+    lines = lines_per_package(modules)
+    found = arrows(modules)
     return {
         "lines": lines,
         "arrows": {name: sorted(others) for name, others in found.items()},
-        "upward": upward(found, packages),
+        "upward": upward(found, {name: required(name, root) for name in found}),
         "lines_in_all": sum(lines.values()),
         "files": len(modules),
         "longest_function": {"lines": length, "name": where},
@@ -245,24 +256,23 @@ def facts(package: Path, packages: dict[str, Any]) -> dict[str, Any]:
         "banned_words": banned_words(prose, BANNED),
         "public_names_on_train_path": public_names(modules, TRAIN_PATH),
         "config_keys": len(keys),
-        "config_keys_declared_twice": keys_declared_twice(modules, config_tables(package)),
+        "config_keys_declared_twice": keys_declared_twice(modules, config_tables(folders[0])),
         "files_that_know_of_engine_downtime": sum(bool(DOWNTIME.search(module.text)) for module in modules),
-        "folder_cycles": folder_cycles(modules, package.name),
+        "folder_cycles": folder_cycles(modules),
         "python_examples": python_examples(),
-        "records": len(list((ROOT / "docs" / "decisions").glob("*.md"))),
-        "readme_bytes": (ROOT / "README.md").stat().st_size,
+        "records": len(list((root / "docs" / "decisions").glob("*.md"))),
+        "readme_bytes": (root / "README.md").stat().st_size,
     }
 
 
 def over_budget(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     """Return one line for each fact that exceeds its budget, the table `tool.insitu` of pyproject.toml."""
     problems = [
-        f"{package}: {count} lines, at most {budget['packages'][package]['lines']}"
-        " (tool.insitu.packages in pyproject.toml)"
+        f"{package}: {count} lines, at most {budget['lines'][package]} (tool.insitu.lines in pyproject.toml)"
         for package, count in found["lines"].items()
-        if count > budget["packages"][package]["lines"]
+        if count > budget["lines"][package]
     ]
-    problems += [f"no import of this package: {line}" for line in found["upward"]]
+    problems += [f"not required by its package: {line}" for line in found["upward"]]
     for name, places in found["classes_used_twice"].items():
         problems.append(f"class {name} is defined in {', '.join(places)}")
     for word, places in found["banned_words"].items():
@@ -281,7 +291,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a budget is exceeded")
     arguments = parser.parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    found = facts(ROOT / "src" / project["project"]["name"], project["tool"]["insitu"]["packages"])
+    found = facts()
     if arguments.check:
         problems = over_budget(found, project["tool"]["insitu"])
         print("\n".join(problems))

@@ -27,6 +27,7 @@ TOUCHED_SHARE = 2.0
 """Times the budget in which a test that is touched directly may start."""
 ROOT = Path(__file__).parents[1]
 PUBLIC = ROOT / "src" / "insitu" / "__init__.py"
+REGISTRY = PUBLIC.with_name("registry.py")
 
 
 def git(*arguments: str) -> str:
@@ -47,7 +48,8 @@ def changed_files() -> set[str]:
 def modules() -> Mapping[str, Path]:
     """Files by what tests and modules call them: insitu.x.y, benchmarks.x; helpers of tests by their stem."""
     found = {path.stem: path for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith("test_")}
-    for top, folder in (("insitu", ROOT / "src"), ("benchmarks", ROOT)):
+    beside = [(path.name, path.parent) for path in (ROOT / "packages").glob("*/src/insitu_*")]
+    for top, folder in (("insitu", ROOT / "src"), ("benchmarks", ROOT), *beside):
         for path in (folder / top).rglob("*.py"):
             name = ".".join(path.relative_to(folder).with_suffix("").parts)
             found[name.removesuffix(".__init__")] = path
@@ -59,9 +61,11 @@ def named(file: Path) -> frozenset[Path]:
     """Files that a Python file imports or names, as in `[sys.executable, "-m", "insitu"]`; what starts a
     package as a program names its __main__."""
     text, known = file.read_text(), modules()
-    names = set(re.findall(r"\b(?:insitu|benchmarks)(?:\.\w+)+", text))
+    if file == REGISTRY:  # what the packages beside the core declare is found by name
+        text += "".join(path.read_text() for path in sorted((ROOT / "packages").glob("*/pyproject.toml")))
+    names = set(re.findall(r"\b(?:insitu\w*|benchmarks)(?:\.\w+)+", text))
     names |= {f"benchmarks.{name}" for name in re.findall(r'"-m", "benchmarks", "(\w+)"', text)}
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -95,7 +99,7 @@ def reached(file: Path) -> frozenset[Path]:
             continue
         if path.suffix == ".py" and path.is_file():
             waiting += named(path)
-            if path.is_relative_to(ROOT / "src"):
+            if "src" in path.relative_to(ROOT).parts:
                 waiting.append(path.parent / "__init__.py")
     return frozenset(seen)
 

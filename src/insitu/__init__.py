@@ -20,11 +20,9 @@ if TYPE_CHECKING:
         rollout_async,
         serve,
     )
-    from insitu.bridges.api import export_model, export_run, import_run, push
     from insitu.config import Config, load_config
     from insitu.errors import InsituError
     from insitu.storage.store import StepRecord
-    from insitu.suites.api import attack, attack_async, conformance, conformance_async
     from insitu.tools import (
         check_machine,
         export_tasks,
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
         validate,
         validate_async,
     )
-    from insitu.training.api import replay, replay_async, sft, sft_async, train, train_async
     from insitu.types import (
         Case,
         FileEntry,
@@ -60,6 +57,9 @@ if TYPE_CHECKING:
         Turn,
         Verdict,
     )
+    from insitu_bridges.api import export_model, export_run, import_run, push
+    from insitu_lab.api import attack, attack_async, conformance, conformance_async
+    from insitu_train.api import replay, replay_async, sft, sft_async, train, train_async
 
 from insitu._version import __version__ as __version__
 
@@ -126,17 +126,19 @@ __all__ = [
 _NAMES = {
     "insitu.agents.recipe": "Recipe",
     "insitu.api": "Run RunEvent ServedSession Server open_run rollout rollout_async serve",
-    "insitu.bridges.api": "export_model export_run import_run push",
     "insitu.config": "Config load_config",
     "insitu.errors": "InsituError",
     "insitu.storage.store": "StepRecord",
-    "insitu.suites.api": "attack attack_async conformance conformance_async",
     "insitu.tools": (
         "check_machine export_tasks grade grade_async install install_async list_tasks recover show_task"
         " track validate validate_async"
     ),
-    "insitu.training.api": "replay replay_async sft sft_async train train_async",
 }
+_OF_SATELLITES = frozenset(
+    "attack attack_async conformance conformance_async export_model export_run import_run push"
+    " replay replay_async sft sft_async train train_async".split()
+)
+"""What packages beside the core declare as entry points of `insitu.api`."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
@@ -144,4 +146,16 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that `import insitu` and `insitu --help` stay fast."""
     if name not in __all__:
         raise AttributeError(f"module 'insitu' has no attribute {name!r}")
+    if name in _OF_SATELLITES:
+        return _of_satellite(name)
     return getattr(importlib.import_module(_MODULES.get(name, "insitu.types")), name)
+
+
+def _of_satellite(name: str) -> Any:
+    from insitu.errors import ConfigError
+    from insitu.registry import find
+
+    try:
+        return find("api", name)
+    except ConfigError as error:  # what `from insitu import train` may raise
+        raise ImportError(f"insitu.{name}: {error}") from error

@@ -2,19 +2,21 @@
 
 An extension is named by a built-in name, an entry point of group `insitu.<kind>`, a dotted path
 `module:attribute` or a file path `file.py:attribute`, or it is a Python object. Files and modules are looked
-up in the installed packages, then in the current folder.
+up in the installed packages, then in the current folder. The packages beside the core (`SATELLITES`) are
+found by their entry points only.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -22,6 +24,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from insitu.errors import ConfigError
+from insitu.install_hints import install_extra
 
 Kind = Literal[
     "agents",
@@ -37,6 +40,7 @@ Kind = Literal[
     "fleets",
     "views",
     "commands",
+    "api",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -59,48 +63,12 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "folder": "insitu.tasks.own_formats:PlainFolder",
         "humaneval": "insitu.tasks.unit_tests:HumanEval",
         "unit_tests": "insitu.tasks.unit_tests:UnitTests",
-        "swe_bench": "insitu.tasks.swe:SWE_BENCH",
-        "swe_bench_folders": "insitu.tasks.swe:SweFolders",
-        "swe_bench_live": "insitu.tasks.swe:SWE_BENCH_LIVE",
-        "swe_gym": "insitu.tasks.swe:SWE_GYM",
-        "swe_rebench": "insitu.tasks.swe:SWE_REBENCH",
-        "swe_pro": "insitu.tasks.swe_more:ProFormat",
-        "swe_smith": "insitu.tasks.swe_more:SmithFormat",
-        "r2e_gym": "insitu.tasks.swe_more:R2eFormat",
-        "slime": "insitu.tasks.slime:SlimeFormat",
-        "terminus": "insitu.tasks.terminal:TerminusFormat",
-        "apps": "insitu.tasks.contests:APPS",
-        "taco": "insitu.tasks.contests:TACO",
-        "code_contests": "insitu.tasks.contests:CodeContests",
-        "live_code_bench": "insitu.tasks.live_code_bench:LiveCodeBench",
-        "mbpp": "insitu.tasks.function_sets:Mbpp",
-        "evalplus": "insitu.tasks.function_sets:EvalPlus",
-        "bigcodebench": "insitu.tasks.function_sets:BigCodeBench",
-        "polyglot": "insitu.tasks.polyglot:PolyglotFormat",
-        "harbor": "insitu.tasks.harbor:HarborFormat",
-        "terminal_bench": "insitu.tasks.harbor:TerminalBenchFormat",
-        "verifiers": "insitu.tasks.verifiers:Verifiers",
-        "openenv": "insitu.tasks.openenv:OpenEnv",
     },
     "runners": {
         "json_io": "insitu.grading.runners.json_io:JsonIoRunner",
         "stdio": "insitu.grading.runners.stdio:StdioRunner",
         "pytest": "insitu.grading.runners.pytest:PytestRunner",
         "command": "insitu.grading.runners.command:CommandRunner",
-        "swebench_log": "insitu.grading.runners.swebench_log:SwebenchLogRunner",
-        "harbor": "insitu.grading.runners.harbor:HarborRunner",
-    },
-    "rewards": {
-        "verifiers": "insitu.tasks.verifiers:reward",
-        "openenv": "insitu.tasks.openenv:reward",
-    },
-    "losses": {
-        "dppo": "insitu.training.loss.losses:dppo",
-        "ppo_clip": "insitu.training.loss.losses:ppo_clip",
-        "cispo": "insitu.training.loss.losses:cispo",
-        "gspo": "insitu.training.loss.losses:gspo",
-        "decoupled": "insitu.training.loss.losses:ppo_clip",
-        "nll": "insitu.training.loss.losses:nll",
     },
     "advantages": {
         name: f"insitu.plan.advantage:{name}" for name in ("dr_grpo", "grpo", "rloo", "maxrl", "zero")
@@ -109,29 +77,15 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "sandboxes": {
         "local": "insitu.runtime.sandboxes:local_backend",
         "docker": "insitu.runtime.sandboxes:docker_backend",
-        "harbor": "insitu.sandbox.harbor:harbor_backend",
     },
-    "fleets": {kind: "insitu.runtime.fleet.kind:NodeFleet" for kind in ("processes", "ray")},
     "engines": {
-        "embedded": "insitu.training.sampler:InLearner",
         "vllm": "insitu.engines.vllm:open_vllm",
         "sglang": "insitu.engines.sglang:open_sglang",
         "external": "insitu.engines.external:ExternalEngine",
-        "tinker": "insitu.training.sampler:InLearner",
         "upstream": "insitu.runtime.upstream:open_upstream",
     },
-    "views": {
-        "facts": "insitu.view.web.runs:facts_of",
-        "transcript": "insitu.view.rollout_text:transcript_of",
-        "diff": "insitu.view.rollout_text:diff_of",
-    },
     "commands": {
-        "train": "insitu.training.commands:COMMANDS",
-        "view": "insitu.view.commands:COMMANDS",
         "core": "insitu.cli.commands:COMMANDS",
-        "bridges": "insitu.bridges.commands:COMMANDS",
-        "fleet": "insitu.deploy.commands:COMMANDS",
-        "lab": "insitu.suites.commands:COMMANDS",
     },
     "trackers": {
         "wandb": "insitu.tracking.wandb:Wandb",
@@ -139,7 +93,43 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "tensorboard": "insitu.tracking.tensorboard:TensorBoard",
     },
 }
-"""Dotted paths of the extensions that ship with insitu, by kind and name; imported at first use."""
+"""Dotted paths of the core's extensions, by kind and name; imported at first use."""
+
+SATELLITES: Mapping[str, Mapping[str, str]] = {
+    "train": {
+        "verbs": "demo train sft replay",
+        "commands": "train",
+        "api": "replay replay_async sft sft_async train train_async",
+        "engines": "embedded tinker",
+        "losses": "dppo ppo_clip cispo gspo decoupled nll",
+    },
+    "view": {
+        "verbs": "view runs top show compare query",
+        "commands": "view",
+        "views": "facts transcript diff",
+    },
+    "bridges": {
+        "verbs": "export import push",
+        "commands": "bridges",
+        "api": "export_model export_run import_run push",
+    },
+    "tasksets": {
+        "tasks": (
+            "swe_bench swe_bench_folders swe_bench_live swe_gym swe_rebench swe_pro swe_smith r2e_gym slime"
+            " terminus apps taco code_contests live_code_bench mbpp evalplus bigcodebench polyglot harbor"
+            " terminal_bench verifiers openenv"
+        ),
+        "runners": "swebench_log harbor",
+        "rewards": "verifiers openenv",
+    },
+    "fleet": {"verbs": "deploy", "commands": "fleet", "fleets": "processes ray", "sandboxes": "harbor"},
+    "lab": {
+        "verbs": "attack conformance gpu-check",
+        "commands": "lab",
+        "api": "attack attack_async conformance conformance_async",
+    },
+}
+"""Names that the packages `insitu-<key>` declare, by kind or "verbs": what to install for one."""
 
 BUILT_IN_SOURCE = "built in"
 OBJECT = "object:"
@@ -160,15 +150,27 @@ class ExtensionInfo:
     """Why the entry point cannot be used; empty if it can."""
 
 
+def satellite_of(kind: str, name: str) -> str:
+    """Return the package beside the core that declares a name, else "" (`SATELLITES`)."""
+    return next((key for key, own in SATELLITES.items() if name in own.get(kind, "").split()), "")
+
+
+def shipped(kind: Kind) -> list[str]:
+    """Return the names of the core and of the packages beside it, installed or not."""
+    beside = (name for own in SATELLITES.values() for name in own.get(kind, "").split())
+    return list(dict.fromkeys([*BUILT_IN.get(kind, {}), *beside]))
+
+
 def names(kind: Kind) -> list[str]:
-    """Return the built-in names and those of entry points, in this order."""
-    return list(dict.fromkeys([*BUILT_IN.get(kind, {}), *(point.name for point in _points(kind))]))
+    """Return the names of the core, of insitu's installed packages, and of others, in this order."""
+    own, declared = BUILT_IN.get(kind, {}), [point.name for point in _points(kind)]
+    return list(dict.fromkeys([*(name for name in shipped(kind) if name in {*own, *declared}), *declared]))
 
 
 def find(kind: Kind, value: object) -> Any:
     """Return the extension that `value` names, or `value` itself if it is an object; raise ConfigError."""
     found = _find(kind, value)
-    if inspect.iscoroutinefunction(found) and kind != "rewards":
+    if inspect.iscoroutinefunction(found) and kind not in ("rewards", "api"):
         raise ConfigError(f"{kind}: {value} is a coroutine function, must be a plain one")
     return found
 
@@ -185,16 +187,18 @@ def _find(kind: Kind, value: object) -> Any:
         return load(target)
     if ":" in value:
         return load(value)
-    return _load_point(next(point for point in _points(kind) if point.name == value))
+    return _load_point(_named(kind, value)[0])
 
 
 def check(kind: Kind, name: str) -> None:
     """Raise ConfigError for a name that is neither known nor a path; import nothing."""
     if ":" in name or name in BUILT_IN.get(kind, {}):
         return
-    owners = [_source(point) for point in _points(kind) if point.name == name]
+    owners = [_source(point) for point in _named(kind, name)]
     if len(owners) > 1:
         raise ConfigError(f"{kind}: the name {name!r} is declared by {' and by '.join(owners)}")
+    if not owners and (package := satellite_of(kind, name)):
+        raise ConfigError(f"{kind}: {name} {not_installed(package)}")
     if not owners:
         known = names(kind)
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
@@ -243,7 +247,7 @@ def load(path: str) -> Any:
 
 
 def listing() -> Iterator[ExtensionInfo]:
-    """Yield every extension that has a name; entry points are imported, to report those that fail."""
+    """Yield every extension that has a name; those of others are imported, to report what fails."""
     for kind in KINDS:
         for name in BUILT_IN.get(kind, {}):
             yield ExtensionInfo(kind=kind, name=name, source=BUILT_IN_SOURCE)
@@ -251,16 +255,41 @@ def listing() -> Iterator[ExtensionInfo]:
             error = ""
             try:
                 check(kind, point.name)
-                _load_point(point)
+                if not _of_satellite(kind, point):  # insitu's own import torch
+                    _load_point(point)
             except ConfigError as failed:
                 error = str(failed)
             if point.name in BUILT_IN.get(kind, {}):
                 error = "the name is that of a built-in one, which is used"
+            elif point not in (used := _named(kind, point.name)):
+                error = f"the name is that of one of {_source(used[0])}, which is used"
             yield ExtensionInfo(kind=kind, name=point.name, source=_source(point), error=error)
 
 
-def _points(kind: Kind) -> list[EntryPoint]:
-    return sorted(entry_points(group=f"insitu.{kind}"), key=lambda point: point.name)
+def not_installed(package: str) -> str:
+    """Return "is in the package ..., which is not installed: " and the command that installs it."""
+    return f"is in the package insitu-{package}, which is not installed: {install_extra(package)}"
+
+
+def _points(kind: Kind) -> Sequence[EntryPoint]:
+    return _installed_points(f"insitu.{kind}", tuple(sys.path))
+
+
+@functools.cache
+def _installed_points(group: str, path: tuple[str, ...]) -> Sequence[EntryPoint]:
+    """Return the entry points of a group, which are those of this `sys.path`."""
+    return sorted(entry_points(group=group), key=lambda point: point.name)
+
+
+def _named(kind: Kind, name: str) -> Sequence[EntryPoint]:
+    """Return the entry points of a name: that of insitu's own package alone, where there is one."""
+    found = [point for point in _points(kind) if point.name == name]
+    return [point for point in found if _of_satellite(kind, point)] or found
+
+
+def _of_satellite(kind: Kind, point: EntryPoint) -> bool:
+    owner = satellite_of(kind, point.name)
+    return bool(owner) and point.dist is not None and point.dist.name == f"insitu-{owner}"
 
 
 def _source(point: EntryPoint) -> str:
@@ -278,7 +307,7 @@ def _load_point(point: EntryPoint) -> Any:
 
 def _import_module(name: str) -> ModuleType:
     # insitu's own modules need no folder of the user, where a folder `torch` would pass for the package.
-    if name.partition(".")[0] != "insitu":
+    if name.partition(".")[0].partition("_")[0] != "insitu":
         _append_path(Path.cwd())
     return importlib.import_module(name)
 

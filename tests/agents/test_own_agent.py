@@ -18,9 +18,9 @@ from insitu.doctor import examine
 from insitu.errors import ConfigError
 from insitu.runtime.agents import make_harness
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance.run import conform
-from insitu.suites.conformance.table import choose, print_report
 from insitu.types import Task
+from insitu_lab.conformance.run import conform
+from insitu_lab.conformance.table import choose, print_report
 
 ROOT = Path(__file__).parents[2]
 ACCESS = ModelAccess(public_id="pub", secret="secret-of-rollout", model="tiny")

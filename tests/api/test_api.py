@@ -193,7 +193,7 @@ def test_without_torch_every_call_says_what_to_install_before_it_writes(
     stored = tmp_path / "stored"
     with RunDir.create(load_config(None, [f"run.dir={stored}"])) as run, run.store():
         pass
-    monkeypatch.setattr("insitu.training.learner.process.find_spec", lambda name: None)
+    monkeypatch.setattr("insitu_train.learner.process.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     calls: dict[str, Callable[[], object]] = {
         "train": lambda: insitu.train(overrides=SMALL),

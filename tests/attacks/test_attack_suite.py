@@ -14,15 +14,6 @@ from rich.console import Console
 from insitu.cli import main
 from insitu.errors import ConfigError, TaskError
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.attacks.choose import chosen_attacks, chosen_runners
-from insitu.suites.attacks.matrix import ATTACKS, RESIDUAL, as_markdown, runners
-from insitu.suites.attacks.model import Move, Variant
-from insitu.suites.attacks.naive_grader import Trust
-from insitu.suites.attacks.run import AttackReport, run_matrix
-from insitu.suites.attacks.runner import NAIVE_WORK_BYTES, AttackRunner, Cell, Failure, try_play, try_variants
-from insitu.suites.attacks.table import print_report
-from insitu.suites.attacks.target import FAULTY, target_for, text
-from insitu.suites.attacks.user_tasks import as_target, run_user_tasks
 from insitu.types import (
     Check,
     Exchange,
@@ -35,6 +26,15 @@ from insitu.types import (
     Verdict,
     task_hash,
 )
+from insitu_lab.attacks.choose import chosen_attacks, chosen_runners
+from insitu_lab.attacks.matrix import ATTACKS, RESIDUAL, as_markdown, runners
+from insitu_lab.attacks.model import Move, Variant
+from insitu_lab.attacks.naive_grader import Trust
+from insitu_lab.attacks.run import AttackReport, run_matrix
+from insitu_lab.attacks.runner import NAIVE_WORK_BYTES, AttackRunner, Cell, Failure, try_play, try_variants
+from insitu_lab.attacks.table import print_report
+from insitu_lab.attacks.target import FAULTY, target_for, text
+from insitu_lab.attacks.user_tasks import as_target, run_user_tasks
 
 QUICK = "10,22,28,38,45,50"
 """One attack of every class."""

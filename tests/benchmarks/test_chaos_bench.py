@@ -20,12 +20,12 @@ from insitu import failpoint
 from insitu.attempt import AttemptSpec
 from insitu.collect.options import Slot
 from insitu.config import load_config
-from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, save_model
 from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import open_vllm
 from insitu.storage.run_dir import RunDir
 from insitu.tasks.toy import ToySource
 from insitu.types import Ledger, Limits, RequestKey, SamplingParams
+from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, save_model
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.vllm import listening
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import head
 from benchmarks._head_sides import Grads, Problem, insitu_side, problem
-from insitu.training.loss import chunked_logits as tiles
+from insitu_train.loss import chunked_logits as tiles
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.no_read_baseline import measure
 from insitu.config import demo_preset, load_config
-from insitu.demo.demonstrator import Habits
+from insitu_train.demo.demonstrator import Habits
 
 pytestmark = pytest.mark.slow
 

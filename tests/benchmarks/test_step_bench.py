@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import step
-from insitu.training.options import Lora
+from insitu_train.options import Lora
 
 pytestmark = pytest.mark.slow
 

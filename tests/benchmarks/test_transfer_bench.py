@@ -22,10 +22,10 @@ from insitu.agents.install import find
 from insitu.agents.recipe import named_recipe
 from insitu.chat.load import load_renderer
 from insitu.config import WARM_START
-from insitu.demo.demonstrator import Habits
-from insitu.demo.make_warm_start import write_renderer
 from insitu.tasks.toy import ToySource
 from insitu.types import Limits
+from insitu_train.demo.demonstrator import Habits
+from insitu_train.demo.make_warm_start import write_renderer
 
 ROOT = Path(__file__).parents[2]
 SHELL_AGENTS = [name for name, spelling in SPELLINGS.items() if spelling.command]

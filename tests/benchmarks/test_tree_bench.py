@@ -14,7 +14,7 @@ from benchmarks._tree_rows import Work, rows_of
 from benchmarks.tree import SMALL, operations
 from insitu.plan.prefix_tree import build_tree
 from insitu.plan.step import PlanRow
-from insitu.training.attention.tree import TreeAttend
+from insitu_train.attention.tree import TreeAttend
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -20,9 +20,9 @@ import torch
 from row_lab import PLAN, groups
 from slime_lab import Source
 
-from insitu.bridges import slime
-from insitu.bridges.rows import rows_of
 from insitu.config import load_config
+from insitu_bridges import slime
+from insitu_bridges.rows import rows_of
 
 MOCKED = ("ray", "sglang", "sglang_router", "megatron", "mbridge", "torch_memory_saver", "wandb")
 ARGS = SimpleNamespace(

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-from insitu.bridges import RolloutBatch
 from insitu.types import Group, Rollout
+from insitu_bridges import RolloutBatch
 
 
 class Source:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from row_lab import rollout
 from slime_lab import Source
 
-from insitu.bridges import slime
 from insitu.config import load_config
 from insitu.types import Group
+from insitu_bridges import slime
 
 config = load_config(None, ["eval.count=2", "engine.temperature=0.3"])  # what its suite asks for
 groups = [

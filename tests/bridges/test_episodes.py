@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from insitu.bridges.openenv.episodes import Episodes, Graded
-from insitu.bridges.openenv.settings import ServerSettings
-from insitu.bridges.openenv.tasks import EpisodeTasks, described
 from insitu.config import load_config
 from insitu.errors import ConfigError, TaskError
 from insitu.types import Task
+from insitu_bridges.openenv.episodes import Episodes, Graded
+from insitu_bridges.openenv.settings import ServerSettings
+from insitu_bridges.openenv.tasks import EpisodeTasks, described
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("insitu_env", "terminus_env", "mini_swe_env")

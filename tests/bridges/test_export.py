@@ -17,19 +17,19 @@ import pytest
 from run_lab import Flavour, make_rollout, make_run
 
 import insitu
-from insitu.bridges.equality import difference
-from insitu.bridges.export import FORMS as FORMS_OF_EXPORT
-from insitu.bridges.imports import read_export
-from insitu.bridges.jsonl import read_jsonl
-from insitu.bridges.parquet import read_parquet
-from insitu.bridges.records import ROWS, read_rollout
-from insitu.bridges.verbs import EXPORT_FORMS
 from insitu.cli import main
 from insitu.config import WARM_START
 from insitu.errors import InsituError, RecordError
 from insitu.plan.step import PlanConfig, plan_step
 from insitu.plan.stored import stored_groups
 from insitu.storage.run_dir import RunDir, read_store
+from insitu_bridges.equality import difference
+from insitu_bridges.export import FORMS as FORMS_OF_EXPORT
+from insitu_bridges.imports import read_export
+from insitu_bridges.jsonl import read_jsonl
+from insitu_bridges.parquet import read_parquet
+from insitu_bridges.records import ROWS, read_rollout
+from insitu_bridges.verbs import EXPORT_FORMS
 
 FORMS = ("jsonl", "parquet", "hf")
 

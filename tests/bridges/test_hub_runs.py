@@ -15,8 +15,8 @@ from insitu.cli import main
 from insitu.config import load_config
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.run_dir import read_store
-from insitu.training import hub_runs, hub_upload
-from insitu.training.api import from_hub
+from insitu_train import hub_runs, hub_upload
+from insitu_train.api import from_hub
 from tests.fakes.hub import FakeHub, fake_hub
 
 # The hub's own client passes `data=` to its HTTP library.

@@ -16,12 +16,12 @@ from insitu.config import WARM_START, Config, load_config
 from insitu.errors import ConfigError, RecordError
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
-from insitu.training.model.load import open_policy
-from insitu.training.options import TrainConfig
-from insitu.training.recovery import prune, written_steps
-from insitu.training.trainer import checkpoint
-from insitu.training.trainer.trainer import Trainer
 from insitu.types import Ledger
+from insitu_train.model.load import open_policy
+from insitu_train.options import TrainConfig
+from insitu_train.recovery import prune, written_steps
+from insitu_train.trainer import checkpoint
+from insitu_train.trainer.trainer import Trainer
 from tests.storage.helpers_record import make_rollout
 
 pytestmark = pytest.mark.slow

@@ -333,8 +333,8 @@ async def test_a_rollout_of_an_agent_is_graded(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_setting_is_one_line(variables: dict[str, str], said: str) -> None:
-    from insitu.bridges.openenv.settings import ServerSettings
     from insitu.errors import ConfigError
+    from insitu_bridges.openenv.settings import ServerSettings
 
     with pytest.raises(ConfigError, match=said):
         ServerSettings.read(os.environ | variables)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from insitu.bridges.targets import TARGETS
+from insitu_bridges.targets import TARGETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "bridges.md"
 BLOCK = re.compile(

@@ -15,18 +15,18 @@ from peer_code import prime_types, taken
 from played import AGENTS, played_group
 from row_lab import rollout, segment
 
-from insitu.bridges.rows import GroupRows, rows_of
-from insitu.bridges.slime import rewards, to_samples
-from insitu.bridges.to_openenv import to_openenv
-from insitu.bridges.to_prime import to_prime
-from insitu.bridges.to_skyrl import to_skyrl
-from insitu.bridges.to_tinker import datums, to_tinker
-from insitu.bridges.to_verifiers import to_verifiers
-from insitu.bridges.to_verl import to_verl
 from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.config.training import LossConfig
 from insitu.plan.step import PlanConfig, plan_step
 from insitu.types import Group, Ledger, Rollout, Status
+from insitu_bridges.rows import GroupRows, rows_of
+from insitu_bridges.slime import rewards, to_samples
+from insitu_bridges.to_openenv import to_openenv
+from insitu_bridges.to_prime import to_prime
+from insitu_bridges.to_skyrl import to_skyrl
+from insitu_bridges.to_tinker import datums, to_tinker
+from insitu_bridges.to_verifiers import to_verifiers
+from insitu_bridges.to_verl import to_verl
 
 pytestmark = pytest.mark.bridge
 REDUCERS = ("token", "rollout", "constant", "group")
@@ -76,7 +76,7 @@ def own_gradients(rows: Sequence[GroupRows], live: Live) -> dict[tuple[str, int]
     """Gradients of insitu's loss of the planned rows."""
     import torch
 
-    from insitu.training.loss.losses import LossInputs, token_loss
+    from insitu_train.loss.losses import LossInputs, token_loss
 
     total = torch.zeros((), dtype=torch.float64)
     for row in (row for group in rows for row in group.rows):

@@ -16,14 +16,14 @@ import pytest
 import torch
 from trl_cpu import arguments, toy_config
 
-from insitu.bridges import open_source, task_ids, trl
-from insitu.bridges.process import weights_folder
-from insitu.bridges.thread import SourceThread
-from insitu.bridges.trl.weights import write_weights
 from insitu.config import WARM_START, Config
-from insitu.engines.embedded.model import load_model
 from insitu.errors import ConfigError, EngineError, TaskError
 from insitu.storage.run_dir import read_store, read_summary
+from insitu_bridges import open_source, task_ids, trl
+from insitu_bridges.process import weights_folder
+from insitu_bridges.thread import SourceThread
+from insitu_bridges.trl.weights import write_weights
+from insitu_train.embedded.model import load_model
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +125,7 @@ def test_a_worker_under_a_trainer_until_its_child_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The calls that AsyncGRPOTrainer makes, in their order, with two versions."""
-    monkeypatch.setattr("insitu.bridges.trl.asynchronous.to_samples", _tuples)
+    monkeypatch.setattr("insitu_bridges.trl.asynchronous.to_samples", _tuples)
     args = arguments(per_device_train_batch_size=1, max_staleness=8)
     worker = trl.RolloutWorker(small(tmp_path), args)
     transfer = trl.Transfer(worker)
@@ -164,7 +164,7 @@ def test_a_worker_under_a_trainer_until_its_child_is_killed(
 
 def _tuples(groups: Any, first_group: int = 0) -> Any:
     """A conversion whose payload is the groups themselves: TRL is not installed."""
-    from insitu.bridges.rows import convert
+    from insitu_bridges.rows import convert
 
     return convert(list(groups), groups, [(row.rollout_id, row.segment) for g in groups for row in g.rows])
 
@@ -173,7 +173,7 @@ def _tuples(groups: Any, first_group: int = 0) -> Any:
 def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     """A parent that is killed leaves no process of the source behind."""
     code = (
-        "import sys, time; from pathlib import Path; from insitu.bridges.thread import SourceThread;"
+        "import sys, time; from pathlib import Path; from insitu_bridges.thread import SourceThread;"
         "from insitu.config import load_config;"
         "source = SourceThread(load_config(Path(sys.argv[1]))); print(source.source.pid, flush=True);"
         "time.sleep(600)"

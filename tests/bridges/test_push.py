@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "view" / "web"))
 from run_lab import make_run
 
 import insitu
-from insitu.bridges import push
 from insitu.config import WARM_START
 from insitu.errors import ConfigError, RecordError, SetupError
-from insitu.training import hub_upload
+from insitu_bridges import push
+from insitu_train import hub_upload
 from tests.fakes.hub import FakeHub, fake_hub
 
 # The hub's own client passes `data=` to its HTTP library.

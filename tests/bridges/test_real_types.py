@@ -17,16 +17,16 @@ import pytest
 from peer_code import prime_types, taken
 from played import AGENTS, played_group
 
-from insitu.bridges.rows import GroupRows, rows_of, step_tokens
-from insitu.bridges.targets import check_payload
-from insitu.bridges.to_openenv import to_openenv
-from insitu.bridges.to_prime import to_prime
-from insitu.bridges.to_skyrl import to_skyrl
-from insitu.bridges.to_tinker import datums, to_tinker
-from insitu.bridges.to_verifiers import to_verifiers
-from insitu.bridges.to_verl import to_verl
 from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.plan.step import PlanConfig
+from insitu_bridges.rows import GroupRows, rows_of, step_tokens
+from insitu_bridges.targets import check_payload
+from insitu_bridges.to_openenv import to_openenv
+from insitu_bridges.to_prime import to_prime
+from insitu_bridges.to_skyrl import to_skyrl
+from insitu_bridges.to_tinker import datums, to_tinker
+from insitu_bridges.to_verifiers import to_verifiers
+from insitu_bridges.to_verl import to_verl
 
 pytestmark = pytest.mark.bridge
 Groups = tuple[GroupRows, ...]

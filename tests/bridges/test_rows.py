@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from row_lab import PLAN, groups, rollout
 
-from insitu.bridges.rows import REFUSALS, GroupRows, convert, rows_of, unscored
 from insitu.errors import TrainError
 from insitu.plan.step import plan_step
 from insitu.types import EXCLUSIONS, Group, Status
+from insitu_bridges.rows import REFUSALS, GroupRows, convert, rows_of, unscored
 
 
 def all_rows(made: tuple[GroupRows, ...]) -> list[tuple[str, int]]:

@@ -19,12 +19,12 @@ from row_lab import PLAN, groups, rollout
 from slime_lab import Source
 from trl_cpu import toy_config
 
-from insitu.bridges import slime
-from insitu.bridges.rows import rows_of
-from insitu.bridges.thread import SourceThread
 from insitu.config import load_config
 from insitu.errors import ConfigError
 from insitu.types import Group, Ledger, Rollout, Status
+from insitu_bridges import slime
+from insitu_bridges.rows import rows_of
+from insitu_bridges.thread import SourceThread
 
 
 class State(Enum):

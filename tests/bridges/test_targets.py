@@ -17,23 +17,23 @@ from played import AGENTS, played_group
 from row_lab import rollout
 
 import insitu
-from insitu.bridges.calls import row_calls
-from insitu.bridges.equality import difference
-from insitu.bridges.records import StoredRollout, read_rollout, rollout_record, row_records
-from insitu.bridges.rows import GroupRows, rows_of, step_tokens
-from insitu.bridges.slime import to_samples
-from insitu.bridges.targets import TARGETS, check_payload, read_payload
-from insitu.bridges.to_openenv import to_openenv
-from insitu.bridges.to_prime import to_prime
-from insitu.bridges.to_skyrl import to_skyrl
-from insitu.bridges.to_tinker import to_tinker
-from insitu.bridges.to_verifiers import to_verifiers
-from insitu.bridges.to_verl import to_verl
 from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.cli import main
 from insitu.errors import RecordError
 from insitu.plan.step import PlanConfig, PlanRow
 from insitu.types import Group, Trajectory, Turn
+from insitu_bridges.calls import row_calls
+from insitu_bridges.equality import difference
+from insitu_bridges.records import StoredRollout, read_rollout, rollout_record, row_records
+from insitu_bridges.rows import GroupRows, rows_of, step_tokens
+from insitu_bridges.slime import to_samples
+from insitu_bridges.targets import TARGETS, check_payload, read_payload
+from insitu_bridges.to_openenv import to_openenv
+from insitu_bridges.to_prime import to_prime
+from insitu_bridges.to_skyrl import to_skyrl
+from insitu_bridges.to_tinker import to_tinker
+from insitu_bridges.to_verifiers import to_verifiers
+from insitu_bridges.to_verl import to_verl
 
 Groups = tuple[GroupRows, ...]
 

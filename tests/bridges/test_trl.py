@@ -15,11 +15,11 @@ import pytest
 from row_lab import PLAN, groups, rollout, segment
 from trl_cpu import arguments
 
-from insitu.bridges import trl
-from insitu.bridges.rows import rows_of
 from insitu.config import load_config
 from insitu.errors import ConfigError, TrainError
 from insitu.types import Group, Rollout, Status
+from insitu_bridges import trl
+from insitu_bridges.rows import rows_of
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ def test_a_session_factory_refuses_other_sampling() -> None:
 @pytest.mark.slow
 def test_neither_torch_nor_trl_is_imported_with_the_bridge() -> None:
     found = "sorted({'torch', 'trl', 'openenv', 'safetensors'} & set(sys.modules))"
-    code = f"import sys, insitu.bridges.trl; print({found})"
+    code = f"import sys, insitu_bridges.trl; print({found})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )

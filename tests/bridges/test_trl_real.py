@@ -26,18 +26,18 @@ from run_lab import Flavour, make_rollout
 from transformers import AutoModelForCausalLM
 from trl_cpu import async_args, async_trainer, stand_in_for_cuda, toy_config
 
-from insitu.bridges import SourceProcess, task_ids, trl
-from insitu.bridges.rows import rows_of
-from insitu.bridges.thread import SourceThread
 from insitu.concurrency import run_all
 from insitu.config import WARM_START, dump_toml
 from insitu.config.training import LossConfig
-from insitu.engines.embedded.model import load_model
 from insitu.plan.step import PlanConfig, plan_step
 from insitu.storage.run_dir import read_store
-from insitu.training.options import TrainConfig
-from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group, Rollout
+from insitu_bridges import SourceProcess, task_ids, trl
+from insitu_bridges.rows import rows_of
+from insitu_bridges.thread import SourceThread
+from insitu_train.embedded.model import load_model
+from insitu_train.options import TrainConfig
+from insitu_train.trainer.trainer import Trainer
 
 # The packages warn about one another.
 pytestmark = [pytest.mark.bridge, pytest.mark.filterwarnings("default")]

@@ -15,9 +15,9 @@ import pytest
 from tokenizers import Tokenizer
 from trl_cpu import toy_config
 
-from insitu.bridges import task_ids, verl
 from insitu.config import WARM_START, Config, dump_toml
 from insitu.errors import ConfigError
+from insitu_bridges import task_ids, verl
 from tests.fakes.sampler import ChanceModel
 
 STEP = 7

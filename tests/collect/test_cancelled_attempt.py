@@ -21,7 +21,6 @@ from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.options import CollectOptions
-from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.downtime import engine_down
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.host_tools import HostTool
@@ -44,6 +43,7 @@ from insitu.types import (
     Tree,
     Verdict,
 )
+from insitu_train.demo.make_warm_start import write_renderer
 from tests.fakes.agents import command_harness
 from tests.fakes.memory_sink import MemorySink
 from tests.fakes.sandbox import FakeBackend

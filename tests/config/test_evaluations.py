@@ -14,7 +14,7 @@ from insitu.config import dump_toml, load_config
 from insitu.errors import ConfigError
 from insitu.runtime.preflight import check_names, open_mix, prepare
 from insitu.storage.run_dir import name_run
-from insitu.training.evaluations import check_evaluations
+from insitu_train.evaluations import check_evaluations
 
 SETS = [
     {"name": "plus", "kinds": ["operator"]},

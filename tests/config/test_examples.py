@@ -9,7 +9,7 @@ import pytest
 
 from insitu import cli
 from insitu.config import load_config
-from insitu.training.options import TrainConfig
+from insitu_train.options import TrainConfig
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 

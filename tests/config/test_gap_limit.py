@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from insitu.config import demo_preset, load_config
-from insitu.training.options import TrainConfig
+from insitu_train.options import TrainConfig
 
 VLLM = "engine.kind=vllm engine.urls=http://127.0.0.1:1"
 HF = f"{VLLM} policy.kind=hf"

@@ -13,8 +13,8 @@ from insitu.config.base import marks
 from insitu.config.training import LossConfig, TrainTable
 from insitu.errors import ConfigError
 from insitu.plan.step import PlanConfig
-from insitu.training.loss.losses import LossInputs, token_loss
-from insitu.training.options import TrainConfig
+from insitu_train.loss.losses import LossInputs, token_loss
+from insitu_train.options import TrainConfig
 
 pytestmark = pytest.mark.slow
 

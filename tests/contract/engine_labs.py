@@ -20,9 +20,9 @@ from insitu.engines.http import HttpOptions
 from insitu.engines.scripted import ScriptedEngine
 from insitu.engines.sglang import open_sglang
 from insitu.engines.vllm import open_vllm
-from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
 from insitu.types import IntArray, RequestKey, SamplingParams
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec
 from tests.fakes.sampler import FakeSampler, Job
 from tests.fakes.sglang import serve_sglang
 from tests.fakes.vllm import serve_vllm

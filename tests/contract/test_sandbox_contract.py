@@ -11,11 +11,11 @@ import pytest
 
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.docker import DockerBackend
-from insitu.sandbox.docker_host import docker_environment
-from insitu.sandbox.harbor import HarborBackend
 from insitu.sandbox.local import LocalBackend, Mode
 from insitu.sandbox.setup_hints import find_bwrap
 from insitu.testing import SandboxContract
+from insitu_fleet.docker_host import docker_environment
+from insitu_fleet.harbor import HarborBackend
 from tests.fakes.harbor import FakeEnvironment
 
 pytestmark = pytest.mark.slow
@@ -138,7 +138,7 @@ class TestDockerHost(SandboxContract):
 
     @pytest.fixture
     def backend(self, image: str, cache: Path) -> SandboxBackend:
-        kind = "insitu.sandbox.docker_host:docker_environment"
+        kind = "insitu_fleet.docker_host:docker_environment"
         return HarborBackend(kind, image=image, make=docker_environment, cache=cache)
 
 

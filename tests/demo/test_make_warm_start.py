@@ -18,14 +18,22 @@ from insitu.agents.pi import RECIPE
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import WARM_START, demo_preset, load_config
-from insitu.demo.demonstrator import Habits
-from insitu.demo.make_warm_start import RECORDED, constant_ids, record, sent_prompt
-from insitu.demo.rendered_demonstrations import Demonstration, render
-from insitu.demo.sft_data import Phase, Recorded, SftJob, read_job, read_recorded, write_job, write_recorded
-from insitu.demo.sft_job import GATE, gate
-from insitu.engines.embedded.model import load_model
 from insitu.progress.plain import PlainView
 from insitu.tasks.toy import ToyProblem, make_problem
+from insitu_train.demo.demonstrator import Habits
+from insitu_train.demo.make_warm_start import RECORDED, constant_ids, record, sent_prompt
+from insitu_train.demo.rendered_demonstrations import Demonstration, render
+from insitu_train.demo.sft_data import (
+    Phase,
+    Recorded,
+    SftJob,
+    read_job,
+    read_recorded,
+    write_job,
+    write_recorded,
+)
+from insitu_train.demo.sft_job import GATE, gate
+from insitu_train.embedded.model import load_model
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +100,7 @@ def test_a_live_pi_sends_the_prompt_the_warm_start_knows_and_the_same_ids(
 ) -> None:
     if find(RECIPE) is None and not os.environ.get("INSITU_REQUIRE_PI"):
         pytest.skip("Pi is not installed; scripts/setup installs it")
-    monkeypatch.setattr("insitu.demo.make_warm_start.RECORDED", 24)
+    monkeypatch.setattr("insitu_train.demo.make_warm_start.RECORDED", 24)
     config = load_config(None, ["harness.workers=3"], demo_preset())
     view = PlainView(io.StringIO())
     prefix = asyncio.run(constant_ids(config, "pi", WARM_START, view))
@@ -125,7 +133,7 @@ async def test_the_recorded_agent_gets_the_window_of_a_run(monkeypatch: pytest.M
         started.append(ModelAccess(**values))
         return started[-1]
 
-    monkeypatch.setattr("insitu.demo.make_warm_start.ModelAccess", access)
+    monkeypatch.setattr("insitu_train.demo.make_warm_start.ModelAccess", access)
     config = load_config(None, ["model.max_context_tokens=16384"], demo_preset())
     await sent_prompt(config, "script", WARM_START, PlainView(io.StringIO()))
     assert [one.max_context_tokens for one in started] == [16384]

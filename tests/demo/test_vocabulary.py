@@ -7,8 +7,8 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
-from insitu.demo.vocabulary import CONTROL, build_tokenizer, prompt_lines, sampled_pieces
 from insitu.tasks import toy
+from insitu_train.demo.vocabulary import CONTROL, build_tokenizer, prompt_lines, sampled_pieces
 
 CONSTANT = "<|im_start|>system\nYou are an assistant with several tools.\n\nBe brief.<|im_end|>\n"
 
@@ -30,7 +30,7 @@ def test_no_piece_of_a_reply_spans_two_identifiers() -> None:
 
 def test_every_long_piece_is_agent_text(tokenizer: Tokenizer) -> None:
     """What is in the vocabulary beside bytes, markers and reply pieces stands in the agent's own text."""
-    from insitu.demo.vocabulary import AGENT_MESSAGES
+    from insitu_train.demo.vocabulary import AGENT_MESSAGES
 
     known = {*CONTROL, *sampled_pieces(), *prompt_lines(CONSTANT), *AGENT_MESSAGES}
     for piece, token in tokenizer.get_vocab().items():

@@ -22,8 +22,8 @@ PROGRAM = """
 import sys
 from insitu.config import WARM_START
 from insitu.cli import main
-from insitu.demo import make_warm_start as warm
-from insitu.demo.sft_data import read_recorded
+from insitu_train.demo import make_warm_start as warm
+from insitu_train.demo.sft_data import read_recorded
 from insitu.chat.load import load_renderer
 
 shipped, family = read_recorded(WARM_START / "recorded.npz"), load_renderer(WARM_START)

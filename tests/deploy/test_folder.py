@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from insitu.cli import main
-from insitu.deploy.folder import TARGETS, DeployOptions, Target, deploy
 from insitu.errors import ConfigError, SetupError
+from insitu_fleet.deploy.folder import TARGETS, DeployOptions, Target, deploy
 
 CONFIG = """
 [model]

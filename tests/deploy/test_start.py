@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from insitu.deploy.folder import DeployOptions, deploy
+from insitu_fleet.deploy.folder import DeployOptions, deploy
 
 pytestmark = pytest.mark.slow
 

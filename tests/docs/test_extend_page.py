@@ -23,7 +23,7 @@ from insitu.tasks.factory import open_source
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tasks.samplers import TaskDraws
 from insitu.testing import SandboxContract
-from insitu.training.loss.losses import LossInputs, token_loss
+from insitu_train.loss.losses import LossInputs, token_loss
 from tests.grading.test_reward import make, score
 
 pytestmark = pytest.mark.slow

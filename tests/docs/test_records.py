@@ -67,5 +67,5 @@ def test_a_record_is_one_page_with_its_state(path: Path) -> None:
 def test_a_page_of_internals_names_files_that_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w-]+(?:/[\w.-]+)*/[\w.-]+\.(?:py|js|md)|\w+\.py)`", text)) - {"app.py"}
-    known = [ROOT, ROOT / "src", ROOT / "src" / "insitu"]
+    known = [ROOT, ROOT / "src", ROOT / "src" / "insitu", *(ROOT / "packages").glob("*/src")]
     assert {name for name in named if not any((folder / name).exists() for folder in known)} == set()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from insitu.config import WARM_START
-from insitu.engines.embedded.model import load_model, save_model
 from insitu.storage.metrics import read_metrics
 from insitu.storage.run_dir import read_store
+from insitu_train.embedded.model import load_model, save_model
 from tests.e2e.test_runs import command, finish
 
 pytestmark = pytest.mark.full

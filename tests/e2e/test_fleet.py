@@ -26,23 +26,23 @@ from insitu.collect.breaker import LOST, Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.options import AttemptRunner, CollectOptions
 from insitu.config import Config, load_config
-from insitu.demo.demonstrator import edit
-from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import CaptureError, EngineError, SetupError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.install_hints import install_extra
 from insitu.runtime.agents import agents_of, find_setups, limits_of
-from insitu.runtime.fleet import controller as controller_module
-from insitu.runtime.fleet import ray_link
-from insitu.runtime.fleet.controller import Fleet, open_fleet
-from insitu.runtime.fleet.links import ProcessLink, code_identity
-from insitu.runtime.fleet.ray_relay import NodeRelay
 from insitu.runtime.run import open_agents
 from insitu.shutdown import descendants
 from insitu.storage.run_dir import RunDir
 from insitu.tasks.toy import ToySource
 from insitu.types import IntArray, Message, RequestKey, Rollout, Status, Task
+from insitu_fleet import controller as controller_module
+from insitu_fleet import ray_link
+from insitu_fleet.controller import Fleet, open_fleet
+from insitu_fleet.links import ProcessLink, code_identity
+from insitu_fleet.ray_relay import NodeRelay
+from insitu_train.demo.demonstrator import edit
+from insitu_train.demo.make_warm_start import write_renderer
 from tests.fakes.memory_sink import MemorySink
 
 pytestmark = pytest.mark.slow

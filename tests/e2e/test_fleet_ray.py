@@ -26,7 +26,7 @@ except ImportError:
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 
 LEASE_S = 8.0
-NODE = b"insitu.runtime.fleet.node"
+NODE = b"insitu_fleet.node"
 SOURCE = str(Path(__file__).parents[2] / "src")
 
 

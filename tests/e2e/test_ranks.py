@@ -47,7 +47,7 @@ def peers(root: int) -> list[int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"insitu.training.learner.ranks" in command:
+        if b"insitu_train.learner.ranks" in command:
             found.append(pid)
     return found
 

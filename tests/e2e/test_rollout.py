@@ -14,8 +14,6 @@ from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import Config, load_config
-from insitu.demo.demonstrator import call, edit
-from insitu.demo.make_warm_start import write_renderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
 from insitu.gateway.token_backend import TokenBackend
@@ -24,6 +22,8 @@ from insitu.runtime.run import open_runtime
 from insitu.runtime.sandboxes import make_pool
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
+from insitu_train.demo.demonstrator import call, edit
+from insitu_train.demo.make_warm_start import write_renderer
 from tests.fakes.agents import command_harness
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,8 @@ import pytest
 
 from insitu.shutdown import descendants
 from insitu.storage.run_dir import RunDir, has_rollouts, read_store
-from insitu.training.loop import START_MODEL
 from insitu.types import Status
+from insitu_train.loop import START_MODEL
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +202,7 @@ def test_a_learner_that_may_not_come_back_ends_the_run_at_once_with_one_line(tmp
 
 def is_learner(pid: int) -> bool:
     try:
-        return b"insitu.training.learner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"insitu_train.learner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -233,8 +233,8 @@ def test_an_evaluation_that_a_kill_cut_short_is_finished_on_resume(
 TIMED = """
 import asyncio, json, sys, time
 from insitu.config import demo_preset, load_config
-from insitu.training.run import run_training
-from insitu.training.loop import TrainOptions
+from insitu_train.run import run_training
+from insitu_train.loop import TrainOptions
 from insitu.progress.plain import PlainView
 config = load_config(None, sys.argv[1:], demo_preset())
 options = TrainOptions(began=time.monotonic() - 100, extra={"warm_start_s": 1.5})

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import insitu
-from insitu.bridges.equality import difference
 from insitu.config import WARM_START
 from insitu.storage.run_dir import read_store
-from insitu.training.service.checkpoint import read_checkpoint
 from insitu.types import Rollout
+from insitu_bridges.equality import difference
+from insitu_train.service.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from insitu.engines.embedded import weights as embedded_weights
-from insitu.engines.embedded.batch_invariance import verify_batch_invariance
-from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
-from insitu.engines.embedded.forward import CachedForward, DecodeSpan
-from insitu.engines.embedded.model import ModelConfig, initialise
-from insitu.engines.embedded.slots import draw, stream
-from insitu.engines.embedded.weights import SamplerWeights
 from insitu.errors import EngineError
 from insitu.types import RequestKey
+from insitu_train.embedded import weights as embedded_weights
+from insitu_train.embedded.batch_invariance import verify_batch_invariance
+from insitu_train.embedded.core import EmbeddedCore, EngineOptions
+from insitu_train.embedded.forward import CachedForward, DecodeSpan
+from insitu_train.embedded.model import ModelConfig, initialise
+from insitu_train.embedded.slots import draw, stream
+from insitu_train.embedded.weights import SamplerWeights
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
-from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise
 from insitu.errors import EngineError
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.embedded.core import EmbeddedCore, EngineOptions
+from insitu_train.embedded.model import ModelConfig, Qwen3, initialise
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
 from insitu.errors import EngineError
+from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -22,8 +22,8 @@ from insitu.engines.http import HttpOptions
 from insitu.engines.replicas import EngineSet
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError, EngineUnavailable, TrainError
-from insitu.training.weights.files import DiskPublisher, PublishOptions
 from insitu.types import Generation, RequestKey, SamplingParams
+from insitu_train.weights.files import DiskPublisher, PublishOptions
 from tests.fakes.exporter import FakeExporter
 from tests.fakes.vllm import FakeVllm, serve_vllm
 from tests.fakes.weight_folders import served_sums

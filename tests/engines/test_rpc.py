@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
-from insitu.engines.embedded.model import ModelConfig, initialise, save_model
-from insitu.engines.embedded.service import EngineService
 from insitu.engines.remote import ChildEngine
 from insitu.engines.rpc import Decoder, Frame, RpcClient, RpcPeer, encode
 from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import EngineError, TrainError
 from insitu.types import RequestKey, SamplingParams
+from insitu_train.embedded.core import EmbeddedCore, EngineOptions
+from insitu_train.embedded.model import ModelConfig, initialise, save_model
+from insitu_train.embedded.service import EngineService
 
 MODEL = ModelConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, head_dim=8, intermediate_size=48)
 OPTIONS = EngineOptions(max_rows=16, max_context=4096)
@@ -382,7 +382,7 @@ async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path)
     argv = [
         sys.executable,
         "-m",
-        "insitu.engines.embedded.service",
+        "insitu_train.embedded.service",
         str(tmp_path / "s"),
         str(tmp_path / "m"),
         "4096",

@@ -23,9 +23,9 @@ from insitu.grading.grader import Grader
 from insitu.install_hints import install_extra
 from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
-from insitu.sandbox.harbor import HarborBackend
-from insitu.suites.attacks.target import target_for, text
 from insitu.types import WORKDIR, HiddenTests, IntArray, Message, RequestKey
+from insitu_fleet.harbor import HarborBackend
+from insitu_lab.attacks.target import target_for, text
 from tests.fakes.harbor import local_environment
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,6 @@ import pytest
 
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
-from insitu.demo.demonstrator import call, edit
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, EngineError, RecordError, SetupError, TaskError, TrainError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
@@ -23,9 +22,10 @@ from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
 from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToyProblem, ToySource
-from insitu.training.loop import TrainOptions
-from insitu.training.run import run_training
 from insitu.types import IntArray, Limits, Message, RequestKey, Rollout
+from insitu_train.demo.demonstrator import call, edit
+from insitu_train.loop import TrainOptions
+from insitu_train.run import run_training
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ import pytest
 from test_rollout_verb import DONE, Scripted, run
 
 from insitu.config import load_config
-from insitu.demo.demonstrator import call
 from insitu.errors import ConfigError
 from insitu.storage.run_dir import read_store
 from insitu.types import IntArray, Message, RequestKey, Rollout
+from insitu_train.demo.demonstrator import call
 
 REPORT: dict[str, Any] = {
     "name": "report",

@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 
 from insitu.engines.safetensors_file import StoredTensor, digest, sums_of, write_manifest, write_tensors
-from insitu.training.weights.delta import write_delta
-from insitu.training.weights.files import ExportRequest, ExportResult
+from insitu_train.weights.delta import write_delta
+from insitu_train.weights.files import ExportRequest, ExportResult
 from tests.fakes.vllm import FakeVllm
 from tests.fakes.weight_folders import chance_tensors
 

@@ -19,8 +19,8 @@ import numpy as np
 from insitu.engines.base import EngineInfo, Receipt
 from insitu.errors import EngineError, TrainError
 from insitu.plan.step import StepPlan
-from insitu.training.options import StepResult
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.options import StepResult
 
 _START = "start"
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from written_model import Reply
 
-from insitu.suites.conformance.agent_tools import AGENT_TOOLS, Call
-from insitu.suites.conformance.scripted_policy import RIGHT, WRONG
+from insitu_lab.conformance.agent_tools import AGENT_TOOLS, Call
+from insitu_lab.conformance.scripted_policy import RIGHT, WRONG
 
 TASK, LOOK, EDIT, CHECK, ASK = " Lisbon", " Nairobi", " Quebec", " Havana", " Warsaw"
 PARTS, SEEN, AGAIN, SUMMARY = (" Kyoto", " Zurich"), " Dublin", " Athens", " Oslo"

@@ -25,9 +25,6 @@ from insitu.grading.grader import Grader
 from insitu.sandbox.base import SandboxBackend, SandboxSpec
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance.agent_tools import AGENT_TOOLS, AgentTools
-from insitu.suites.conformance.run import make_harness
-from insitu.suites.conformance.scripted_policy import FILES, PROMPT, RIGHT, ScriptedPolicy
 from insitu.types import (
     Case,
     GradingPlan,
@@ -42,6 +39,9 @@ from insitu.types import (
     Verdict,
     task_hash,
 )
+from insitu_lab.conformance.agent_tools import AGENT_TOOLS, AgentTools
+from insitu_lab.conformance.run import make_harness
+from insitu_lab.conformance.scripted_policy import FILES, PROMPT, RIGHT, ScriptedPolicy
 from tests.fakes.agents import command_harness
 
 pytestmark = pytest.mark.full

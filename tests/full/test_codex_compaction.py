@@ -12,8 +12,8 @@ import pytest
 from insitu.agents.codex import RECIPE
 from insitu.gateway.dialects.compaction import REQUEST
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance import run
-from insitu.suites.conformance.agent_tools import AGENT_TOOLS
+from insitu_lab.conformance import run
+from insitu_lab.conformance.agent_tools import AGENT_TOOLS
 
 pytestmark = pytest.mark.full
 

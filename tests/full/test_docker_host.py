@@ -26,7 +26,7 @@ def test_an_agent_works_there_and_is_graded_there(
         probe.connect(("192.0.2.1", 9))
         host = probe.getsockname()[0]
     there = [
-        "sandbox.environment=insitu.sandbox.docker_host:docker_environment",
+        "sandbox.environment=insitu_fleet.docker_host:docker_environment",
         f"sandbox.image={podman_image}",
         "sandbox.egress=open",
         "gateway.host=0.0.0.0",

@@ -19,10 +19,10 @@ from insitu.config import WARM_START
 from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
-from insitu.training.model.hf import HfPolicy, open_hf
-from insitu.training.weights.export import export
-from insitu.training.weights.files import ExportRequest
 from insitu.types import Generation, RequestKey, SamplingParams
+from insitu_train.model.hf import HfPolicy, open_hf
+from insitu_train.weights.export import export
+from insitu_train.weights.files import ExportRequest
 from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = pytest.mark.full

@@ -23,9 +23,9 @@ from written_model import table_of, written
 from insitu.agents.recipe import named_recipe
 from insitu.chat.load import load_renderer
 from insitu.chat.validation import CodecRenderer
-from insitu.engines.embedded.model import save_model
 from insitu.storage.run_dir import read_store
-from insitu.suites.conformance.scripted_policy import FILES
+from insitu_lab.conformance.scripted_policy import FILES
+from insitu_train.embedded.model import save_model
 from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = pytest.mark.full

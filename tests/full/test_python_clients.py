@@ -18,8 +18,8 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.rootfs import python_inside
-from insitu.suites.conformance.run import conform
 from insitu.types import Message
+from insitu_lab.conformance.run import conform
 
 pytestmark = pytest.mark.full
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from harbor.environments.base import BaseEnvironment, ExecResult, SandboxBuildFailedError
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.environments.factory import EnvironmentFactory
-from insitu.sandbox import harbor, harbor_sdk
+from insitu_fleet import harbor_sdk
+from insitu_fleet import harbor
 from tests.fakes.harbor import FakeEnvironment
 
 for name in ("start", "stop", "exec", "upload_file", "download_file"):

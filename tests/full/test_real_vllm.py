@@ -21,7 +21,6 @@ import torch
 from vllm_lab import CLOSE, FAMILY, PROMPT, ask, gap, our_logprobs
 
 from insitu.config import WARM_START, load_config
-from insitu.engines.embedded.model import load_model, save_model
 from insitu.engines.factory import open_engine
 from insitu.engines.http import HttpOptions
 from insitu.engines.probe import probe_engine
@@ -30,10 +29,11 @@ from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
 from insitu.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows
-from insitu.training.trainer.batch import make_batch
-from insitu.training.trainer.scoring_server import ScoringServer
-from insitu.training.trainer.served_reference import ServedReference
 from insitu.types import Ledger, Limits
+from insitu_train.embedded.model import load_model, save_model
+from insitu_train.trainer.batch import make_batch
+from insitu_train.trainer.scoring_server import ScoringServer
+from insitu_train.trainer.served_reference import ServedReference
 from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]

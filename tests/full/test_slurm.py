@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from insitu.deploy.folder import DeployOptions, deploy
+from insitu_fleet.deploy.folder import DeployOptions, deploy
 
 pytestmark = pytest.mark.full
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from vllm_lab import CLOSE, ask, gap, train
 
-from insitu.engines.embedded.model import load_model
 from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import open_vllm
 from insitu.storage.run_dir import read_store
+from insitu_train.embedded.model import load_model
 from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
 
 pytestmark = pytest.mark.full

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import _transfer_warm as warm
 from insitu.agents.install import find
 from insitu.agents.recipe import named_recipe
-from insitu.demo.make_warm_start import write_renderer
+from insitu_train.demo.make_warm_start import write_renderer
 
 pytestmark = pytest.mark.full
 

@@ -26,10 +26,10 @@ from insitu.gateway.text_log import spent_in
 from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import Grader
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance.agent_tools import AGENT_TOOLS
-from insitu.suites.conformance.run import make_harness
-from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
 from insitu.types import Case, GradingPlan, Limits, Oracle, Status, Task, Tree, Verdict, task_hash
+from insitu_lab.conformance.agent_tools import AGENT_TOOLS
+from insitu_lab.conformance.run import make_harness
+from insitu_lab.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
 
 pytestmark = pytest.mark.full
 

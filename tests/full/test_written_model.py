@@ -9,7 +9,7 @@ import pytest
 import torch
 from written_model import Reply, Table, table_of, written
 
-from insitu.engines.embedded.model import Qwen3
+from insitu_train.embedded.model import Qwen3
 
 pytestmark = pytest.mark.full
 

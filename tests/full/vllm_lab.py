@@ -17,10 +17,10 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.config import WARM_START
 from insitu.engines.base import Engine
-from insitu.engines.embedded.model import Qwen3
 from insitu.engines.factory import probe_prompt
 from insitu.storage.run_dir import read_store
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.embedded.model import Qwen3
 
 FAMILY = template_renderer(read_folder(WARM_START))
 PROMPT = probe_prompt(FAMILY)

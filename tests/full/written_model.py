@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from insitu.engines.embedded.model import ModelConfig, Qwen3
 from insitu.types import IntArray
+from insitu_train.embedded.model import ModelConfig, Qwen3
 
 SLOTS = 9
 """Tokens before the current one that a row can ask for."""

@@ -16,8 +16,8 @@ from insitu.config import load_config
 from insitu.storage.queries import RunReader
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
-from insitu.training.unparsed import UnparsedAlarm, unparsed_counts
 from insitu.types import OF_AGENT, IntArray, Message, Rollout, Task, Turn
+from insitu_train.unparsed import UnparsedAlarm, unparsed_counts
 from tests.fakes.attempts import fake_rollout
 
 GOOD = Message(role="assistant", text="", tool_calls=(call("read", '{"path": "a"}'),))

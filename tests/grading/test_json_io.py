@@ -16,9 +16,9 @@ from insitu.grading.runners.json_values import LONG, Digits, check_value, equal,
 from insitu.grading.trust import trust_of
 from insitu.sandbox.base import ExecResult
 from insitu.sandbox.local import LocalBackend
-from insitu.tasks.contests import _call
 from insitu.tasks.row_files import MAX_DIGITS
 from insitu.types import Case, FileEntry, GradingPlan, Oracle, Outcome, Task, task_hash
+from insitu_tasksets.contests import _call
 
 
 class Whole(int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from insitu.grading.runners.log_parsers import PARSERS, parse_log, read_log
+from insitu_tasksets.runners.log_parsers import PARSERS, parse_log, read_log
 
 LOGS = {
     "pytest": (

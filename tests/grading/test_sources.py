@@ -26,12 +26,12 @@ from insitu.config import load_config
 from insitu.evaluate.validate import with_gold
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.runners.find import runner_for
-from insitu.registry import BUILT_IN
+from insitu.registry import shipped
 from insitu.sandbox.local import LocalBackend
-from insitu.tasks import function_sets
 from insitu.tasks.base import Item
 from insitu.tasks.factory import open_rows
 from insitu.types import WORKDIR, FileEntry, Limits, Setup, Task, Tree, task_hash
+from insitu_tasksets import function_sets
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
 
@@ -557,8 +557,8 @@ SOURCES: Mapping[str, Callable[[Path], Path]] = {
 
 
 def test_no_source_is_left_out() -> None:
-    scored_by_rewards = set(BUILT_IN["rewards"])
-    assert set(SOURCES) == {*BUILT_IN["tasks"]} - {"toy"} - scored_by_rewards
+    scored_by_rewards = set(shipped("rewards"))
+    assert set(SOURCES) == {*shipped("tasks")} - {"toy"} - scored_by_rewards
 
 
 def in_place_of_image(item: Item) -> Item:

@@ -7,8 +7,6 @@ import pytest
 from insitu.errors import TaskError
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.runners.find import runner_for
-from insitu.grading.runners.harbor import read_reward
-from insitu.grading.runners.swebench_log import lays_tests
 from insitu.sandbox.local import LocalBackend
 from insitu.types import (
     Check,
@@ -22,6 +20,8 @@ from insitu.types import (
     Verdict,
     task_hash,
 )
+from insitu_tasksets.runners.harbor import read_reward
+from insitu_tasksets.runners.swebench_log import lays_tests
 
 
 def text(content: str) -> FileEntry:

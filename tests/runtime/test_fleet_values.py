@@ -9,9 +9,9 @@ import pytest
 from insitu.attempt import AttemptSpec
 from insitu.engines.rpc import Decoder, Frame, encode
 from insitu.errors import EngineError
-from insitu.runtime.fleet.values import pack, unpack
 from insitu.tasks.toy import ToySource
 from insitu.types import Limits
+from insitu_fleet.values import pack, unpack
 
 
 def carried(value: object) -> Any:

@@ -14,8 +14,8 @@ from insitu.errors import ConfigError, EngineError, SetupError
 from insitu.runtime.sandboxes import check_agents, make_backend, make_pool
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
-from insitu.training.run import check_trained
 from insitu.types import RequestKey, SamplingParams
+from insitu_train.run import check_trained
 
 SANDBOXES = """
 from insitu.sandbox.local import LocalBackend

@@ -12,8 +12,8 @@ from insitu.errors import ConfigError
 from insitu.evaluate.run import chosen_tasks, prepare_rollouts
 from insitu.runtime.preflight import open_mix
 from insitu.runtime.prompt_sizes import foreign_words
-from insitu.training.evaluations import check_evaluations
 from insitu.types import Task
+from insitu_train.evaluations import check_evaluations
 
 CASE = {"function": "add", "args": [2, 3], "expected": 5}
 

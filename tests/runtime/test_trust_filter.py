@@ -20,8 +20,8 @@ from insitu.runtime.preflight import filter_by_trust
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.base import Split
 from insitu.tasks.factory import open_source
-from insitu.training.alarms import verdict_counts
 from insitu.types import FileEntry, Outcome, Rollout, Task, Trust, Verdict
+from insitu_train.alarms import verdict_counts
 from tests.fakes.attempts import fake_rollout
 
 BASE = "def f(x):\n    return x\n"

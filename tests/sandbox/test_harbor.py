@@ -13,10 +13,10 @@ from sandbox_rig import out
 from insitu.errors import ImageMissing, PolicyUnsupported, SandboxLost, SandboxStartError, SetupError
 from insitu.grading.grader import Grader
 from insitu.sandbox.base import Bind, SandboxSpec, gateway_url, terminate
-from insitu.sandbox.harbor import HarborBackend
-from insitu.sandbox.harbor_sdk import of_kind
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.process_owner import owner
+from insitu_fleet.harbor import HarborBackend
+from insitu_fleet.harbor_sdk import of_kind
 from tests.fakes.harbor import FakeEnvironment
 
 pytestmark = pytest.mark.slow

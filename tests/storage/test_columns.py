@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from helpers_record import make_rollout
 
-from insitu.bridges import records
 from insitu.errors import RecordError
 from insitu.storage import rollout_rows
 from insitu.storage.columns import TableColumns
 from insitu.storage.store import Store
 from insitu.types import CallTimes, FileEntry, Rollout, Segment, Trajectory, Turn, Verdict
+from insitu_bridges import records
 
 
 def names(kind: Any) -> set[str]:

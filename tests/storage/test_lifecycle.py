@@ -19,9 +19,9 @@ from insitu.errors import RecordError
 from insitu.storage.attempts import ENDS
 from insitu.storage.lifecycle import REASONS, STATES, Reason
 from insitu.storage.store import Score, Store, add_ledgers
-from insitu.training.alarms import InfraFailureRate
-from insitu.training.batch_source import StoreSink
 from insitu.types import EXCLUSIONS, Ledger, Rollout, Status
+from insitu_train.alarms import InfraFailureRate
+from insitu_train.batch_source import StoreSink
 
 
 def slots(step: int = 1, group: int = 0, count: int = 4) -> list[Slot]:

@@ -10,10 +10,10 @@ import pytest
 
 from insitu import cli
 from insitu.errors import ConfigError
-from insitu.suites.api import gpu_check
-from insitu.suites.gpu import run
-from insitu.suites.gpu.slices import SLICES, GpuCheck, GpuSlice, overrides
-from insitu.training.gpu_checks import CHECKS
+from insitu_lab.api import gpu_check
+from insitu_lab.gpu import run
+from insitu_lab.gpu.slices import SLICES, GpuCheck, GpuSlice, overrides
+from insitu_lab.gpu_checks import CHECKS
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ import pytest
 
 from insitu.config import Config, load_config
 from insitu.grading.runners.find import runner_for
-from insitu.tasks import openenv, verifiers
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import open_rows
 from insitu.types import FileEntry, FinishedRollout, Limits, Outcome, Status, Task, Verdict
+from insitu_tasksets import openenv, verifiers
 
 TASKSET = """
 import verifiers.v1 as vf

@@ -17,11 +17,11 @@ import pytest
 
 from insitu.errors import TaskError
 from insitu.grading.runners.find import runner_for
-from insitu.tasks import function_sets
 from insitu.tasks.base import Item
-from insitu.tasks.contests import megabytes_of, seconds_of
 from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import format_of
+from insitu_tasksets import function_sets
+from insitu_tasksets.contests import megabytes_of, seconds_of
 
 
 def load(tmp_path: Path, name: str, *given: dict[str, Any], options: LoadOptions | None = None) -> list[Item]:

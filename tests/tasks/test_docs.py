@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from insitu.registry import BUILT_IN
+from insitu.registry import shipped
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import format_of
 
@@ -44,4 +44,4 @@ def test_an_example_row_loads(tmp_path: Path, name: str, row: dict[str, Any]) ->
 
 def test_every_source_is_described() -> None:
     assert {name for name, _ in examples()} == set(MARKS.values())
-    assert not [name for name in BUILT_IN["tasks"] if f"| `{name}` |" not in DOCS]
+    assert not [name for name in shipped("tasks") if f"| `{name}` |" not in DOCS]

@@ -16,13 +16,13 @@ import yaml
 from insitu.config import load_config
 from insitu.errors import TaskError
 from insitu.grading.runners.find import runner_for
-from insitu.grading.runners.log_parsers import PARSERS, read_log
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import format_of, open_rows
 from insitu.tasks.patch import apply_patch
-from insitu.tasks.swe_script import END, EXIT, REPOSITORIES, START, framed, without_patching
 from insitu.types import FileEntry, Limits
+from insitu_tasksets.runners.log_parsers import PARSERS, read_log
+from insitu_tasksets.swe_script import END, EXIT, REPOSITORIES, START, framed, without_patching
 
 
 def load(tmp_path: Path, name: str, *given: dict[str, Any], assets: Path | None = None) -> list[Item]:

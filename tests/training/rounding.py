@@ -13,7 +13,7 @@ from copy import deepcopy
 
 import torch
 
-from insitu.engines.embedded.model import Qwen3
+from insitu_train.embedded.model import Qwen3
 
 UNIT = 2.0**-24
 """Largest relative error of one rounding to float32."""

@@ -11,9 +11,9 @@ from train_lab import rollout, segment
 
 from insitu.chat.load import load_renderer
 from insitu.config import WARM_START, Config, load_config
-from insitu.engines.embedded.model import ModelConfig, initialise, save_model
 from insitu.storage.run_dir import RunDir
 from insitu.types import Message, Rollout, Status
+from insitu_train.embedded.model import ModelConfig, initialise, save_model
 
 FAMILY = load_renderer(WARM_START)
 

@@ -18,16 +18,16 @@ import torch
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
 from insitu.plan.step import StepPlan
-from insitu.training.model import shard as sharding
-from insitu.training.model.base import Policy
-from insitu.training.model.hf import HfPolicy, open_hf
-from insitu.training.model.parity import logprobs
-from insitu.training.model.parts import PartFiles
-from insitu.training.model.shard import gathered, open_sharded
-from insitu.training.options import Lora, OptimConfig, TrainConfig
-from insitu.training.trainer import checkpoint
-from insitu.training.trainer.distributed import Ranks, Sharded, join, leave
-from insitu.training.trainer.trainer import Trainer
+from insitu_train.model import shard as sharding
+from insitu_train.model.base import Policy
+from insitu_train.model.hf import HfPolicy, open_hf
+from insitu_train.model.parity import logprobs
+from insitu_train.model.parts import PartFiles
+from insitu_train.model.shard import gathered, open_sharded
+from insitu_train.options import Lora, OptimConfig, TrainConfig
+from insitu_train.trainer import checkpoint
+from insitu_train.trainer.distributed import Ranks, Sharded, join, leave
+from insitu_train.trainer.trainer import Trainer
 
 DEADLINE_S = 600.0
 CPU = torch.device("cpu")

@@ -17,11 +17,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3_5ForConditi
 from insitu.engines.safetensors_file import read_folder
 from insitu.engines.weight_mapping import map_weights
 from insitu.errors import TrainError
-from insitu.training.model import parity as proof
-from insitu.training.model.hf import HfPolicy, open_hf
-from insitu.training.options import Lora
-from insitu.training.weights.export import export
-from insitu.training.weights.files import ExportRequest
+from insitu_train.model import parity as proof
+from insitu_train.model.hf import HfPolicy, open_hf
+from insitu_train.options import Lora
+from insitu_train.weights.export import export
+from insitu_train.weights.files import ExportRequest
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from insitu.training.attention import rows
-from insitu.training.attention.rows import Causal, Shared
-from insitu.training.attention.tree import Piece, TreeAttend, by_pieces
+from insitu_train.attention import rows
+from insitu_train.attention.rows import Causal, Shared
+from insitu_train.attention.tree import Piece, TreeAttend, by_pieces
 
 pytestmark = pytest.mark.slow
 

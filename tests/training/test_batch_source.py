@@ -19,11 +19,11 @@ from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tasks.toy import ToySource
-from insitu.training.alarms import InfraFailureRate
-from insitu.training.batch_source import Batches, StoreSink, collect_options, open_batches, resume_state
-from insitu.training.recovery import check_steps
-from insitu.training.step_metrics import ahead_summary
 from insitu.types import Group, Limits, Status
+from insitu_train.alarms import InfraFailureRate
+from insitu_train.batch_source import Batches, StoreSink, collect_options, open_batches, resume_state
+from insitu_train.recovery import check_steps
+from insitu_train.step_metrics import ahead_summary
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.simulated_attempts import Chances, SimulatedAttempts, with_tokens
 from tests.fakes.virtual_time import run_virtual

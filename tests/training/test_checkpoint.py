@@ -16,9 +16,9 @@ from transformers import Qwen3ForCausalLM
 from insitu.engines.safetensors_file import read_folder
 from insitu.errors import TrainError
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.training.options import OptimConfig, TrainConfig
-from insitu.training.trainer import checkpoint
-from insitu.training.trainer.trainer import Trainer
+from insitu_train.options import OptimConfig, TrainConfig
+from insitu_train.trainer import checkpoint
+from insitu_train.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from insitu.errors import TrainError
 from insitu.plan.packing import MicroBatch
 from insitu.plan.step import PlanConfig
 from insitu.storage.store import Store
-from insitu.training.sft.run import plan_examples, schedule
-from insitu.training.sft.selection import Selection, SelectionRules, choose, explain, stored_tokens
 from insitu.types import Rollout, Status
+from insitu_train.sft.run import plan_examples, schedule
+from insitu_train.sft.selection import Selection, SelectionRules, choose, explain, stored_tokens
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import torch
 
 from insitu.engines.safetensors_file import StoredTensor, read_folder, sums_of, write_manifest, write_tensors
 from insitu.errors import EngineError
-from insitu.training.weights.delta import apply_delta, difference, read_delta, write_delta
+from insitu_train.weights.delta import apply_delta, difference, read_delta, write_delta
 
 
 def stored(values: np.ndarray, dtype: str) -> StoredTensor:

@@ -12,9 +12,9 @@ from train_lab import group, rollout, segment
 
 from insitu.config import WARM_START
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec, computing
-from insitu.training.options import OptimConfig, TrainConfig
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec, computing
+from insitu_train.options import OptimConfig, TrainConfig
 
 pytestmark = pytest.mark.slow
 

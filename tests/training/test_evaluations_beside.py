@@ -21,11 +21,11 @@ from insitu.storage.score import Score
 from insitu.storage.wall_clock import WallClock
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tasks.toy import ToySource
-from insitu.training.learner.supervisor import LearnerSupervisor
-from insitu.training.loop import RunAgents, RunParts, TrainingLoop
-from insitu.training.options import StepResult
-from insitu.training.recovery import committed
 from insitu.types import Limits, Rollout
+from insitu_train.learner.supervisor import LearnerSupervisor
+from insitu_train.loop import RunAgents, RunParts, TrainingLoop
+from insitu_train.options import StepResult
+from insitu_train.recovery import committed
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.learner import FakeLearner
 from tests.fakes.simulated_attempts import Chances, SimulatedAttempts

@@ -13,9 +13,9 @@ from test_architectures import opened
 from insitu.engines.safetensors_file import read_folder
 from insitu.engines.weight_mapping import map_weights
 from insitu.errors import EngineError
-from insitu.training.learner.transfer import published
-from insitu.training.weights.export import export
-from insitu.training.weights.files import ExportRequest
+from insitu_train.learner.transfer import published
+from insitu_train.weights.export import export
+from insitu_train.weights.files import ExportRequest
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from train_lab import small_model
 
-from insitu.engines.embedded.weights import checksum, checksum_of
-from insitu.training.learner import main as fingerprint
-from insitu.training.learner.main import WeightChecksum
+from insitu_train.embedded.weights import checksum, checksum_of
+from insitu_train.learner import main as fingerprint
+from insitu_train.learner.main import WeightChecksum
 
 pytestmark = pytest.mark.slow
 

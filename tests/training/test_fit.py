@@ -20,13 +20,13 @@ from transformers import (
 )
 
 from insitu.errors import TrainError
-from insitu.training.memory.meta_run import BatchShape
-from insitu.training.memory.plan import LADDER, MemoryPlanner, load_of
-from insitu.training.memory.predict import GIB, MemoryModel, MemoryPrediction
-from insitu.training.model.base import PLAIN, MemoryOptions
-from insitu.training.options import Lora
-from insitu.training.trainer.distributed import Ranks
-from insitu.training.trainer.trainer import Trainer
+from insitu_train.memory.meta_run import BatchShape
+from insitu_train.memory.plan import LADDER, MemoryPlanner, load_of
+from insitu_train.memory.predict import GIB, MemoryModel, MemoryPrediction
+from insitu_train.model.base import PLAIN, MemoryOptions
+from insitu_train.options import Lora
+from insitu_train.trainer.distributed import Ranks
+from insitu_train.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_a_refusal_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.training.memory.plan.available_memory", lambda: 8 * GIB)
+    monkeypatch.setattr("insitu_train.memory.plan.available_memory", lambda: 8 * GIB)
     policy = opened(a_folder("wide", tmp_path / "model"))
     alone, both = (MemoryPlanner.of(policy, 0.0, ranks=n) for n in (1, 2))
     assert both.limit == pytest.approx(alone.limit / 2, rel=0.01)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from insitu.config import load_config
-from insitu.training.learner.process import ALLOCATOR, VISIBLE, LearnerSpec, computing, least_used
-from insitu.training.loss import chunked_logits as tiles
-from insitu.training.loss.chunked_logits import TorchBackend, backend, triton_works
+from insitu_train.learner.process import ALLOCATOR, VISIBLE, LearnerSpec, computing, least_used
+from insitu_train.loss import chunked_logits as tiles
+from insitu_train.loss.chunked_logits import TorchBackend, backend, triton_works
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Any:
     root, errors = types.ModuleType("triton"), types.ModuleType("triton.errors")
     root.__spec__ = importlib.machinery.ModuleSpec("triton", None)
     errors.TritonError = type("TritonError", (Exception,), {})  # type: ignore[attr-defined]
-    kernels = types.ModuleType("insitu.training.loss.triton_kernels")
+    kernels = types.ModuleType("insitu_train.loss.triton_kernels")
     for name, module in (("triton", root), ("triton.errors", errors), (kernels.__name__, kernels)):
         monkeypatch.setitem(sys.modules, name, module)
     triton_works.cache_clear()

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train_lab import VOCAB, small_model
 
 from insitu.errors import TrainError
-from insitu.training.loss import chunked_logits as tiles
-from insitu.training.loss import fused_head as objective
-from insitu.training.loss.chunked_logits import BUDGET, SLACK, tiling
-from insitu.training.memory.meta_run import MemoryMeter
+from insitu_train.loss import chunked_logits as tiles
+from insitu_train.loss import fused_head as objective
+from insitu_train.loss.chunked_logits import BUDGET, SLACK, tiling
+from insitu_train.memory.meta_run import MemoryMeter
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

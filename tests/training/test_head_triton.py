@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import torch
 torch.set_num_threads(1)
-from insitu.training.loss import chunked_logits as tiles, fused_head, triton_kernels as kernels
+from insitu_train.loss import chunked_logits as tiles, fused_head, triton_kernels as kernels
 
 torch.manual_seed(0)
 tiles.CPU_TILE, kernels.BLOCK = (5, 48), 32
@@ -62,7 +62,7 @@ print("agreed")
 COMPILES = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from insitu.training.loss import triton_kernels as kernels
+from insitu_train.loss import triton_kernels as kernels
 
 def build(kernel, given, kinds):
     names = kernel.arg_names

@@ -20,19 +20,19 @@ from train_lab import VOCAB, group, rollout, segment, small_model
 from insitu.capture.segments import version_row
 from insitu.config import load_config
 from insitu.engines.base import Engine
-from insitu.engines.embedded.model import load_model, save_model
-from insitu.engines.embedded.weights import checksum
 from insitu.errors import EngineError, RecordError, TrainError
 from insitu.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.storage.scores import read_row, score_file
 from insitu.storage.store import Store
-from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
-from insitu.training.learner.serialization import decode_plan, encode_plan
-from insitu.training.loop import REFERENCE, START_MODEL, check_start_model, keep_start_model
-from insitu.training.options import OptimConfig, TrainConfig, dump_config, parse_config
-from insitu.training.weights.files import ExportRequest
 from insitu.types import Group, RequestKey, SamplingParams
+from insitu_train.embedded.model import load_model, save_model
+from insitu_train.embedded.weights import checksum
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec
+from insitu_train.learner.serialization import decode_plan, encode_plan
+from insitu_train.loop import REFERENCE, START_MODEL, check_start_model, keep_start_model
+from insitu_train.options import OptimConfig, TrainConfig, dump_config, parse_config
+from insitu_train.weights.files import ExportRequest
 
 pytestmark = pytest.mark.slow
 
@@ -319,8 +319,8 @@ def test_deadlines_are_those_of_the_configuration(model_folder: Path) -> None:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec
 async def main():
     async with Learner.start(LearnerSpec(model=Path(sys.argv[1]), max_context=128)) as learner:
         print(learner.pid, flush=True)

@@ -15,19 +15,19 @@ from train_lab import CONFIG, small_model
 from transformers import Qwen3ForCausalLM
 
 from insitu.config import load_config
-from insitu.engines.embedded.model import load_model, save_model
 from insitu.engines.http import HttpOptions
 from insitu.engines.vllm import open_vllm
 from insitu.errors import ConfigError, TrainError
-from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
-from insitu.training.memory.plan import MemoryPlanner
-from insitu.training.model.load import open_policy
-from insitu.training.options import Lora, OptimConfig, PolicyConfig, TrainConfig, dump_config, parse_config
-from insitu.training.trainer.trainer import Trainer
-from insitu.training.weights.export import export
-from insitu.training.weights.files import DiskPublisher, ExportRequest, PublishOptions
 from insitu.types import RequestKey, SamplingParams
+from insitu_train.embedded.model import load_model, save_model
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec
+from insitu_train.memory.plan import MemoryPlanner
+from insitu_train.model.load import open_policy
+from insitu_train.options import Lora, OptimConfig, PolicyConfig, TrainConfig, dump_config, parse_config
+from insitu_train.trainer.trainer import Trainer
+from insitu_train.weights.export import export
+from insitu_train.weights.files import DiskPublisher, ExportRequest, PublishOptions
 from tests.fakes.vllm import serve_vllm
 
 pytestmark = pytest.mark.slow

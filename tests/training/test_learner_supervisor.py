@@ -19,10 +19,10 @@ from insitu.gateway.session_spec import SessionStats
 from insitu.plan.step import StepPlan
 from insitu.storage.checkpoint_files import verify
 from insitu.storage.files import sha256_of
-from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine, Trained
-from insitu.training.options import StepResult
-from insitu.training.recovery import Committed, CommittedStep, prune, written_steps
 from insitu.types import Ledger, RequestKey, SamplingParams
+from insitu_train.learner.supervisor import LearnerSupervisor, RetryingEngine, Trained
+from insitu_train.options import StepResult
+from insitu_train.recovery import Committed, CommittedStep, prune, written_steps
 from tests.fakes.learner import FakeLearner
 
 STEPS = 3

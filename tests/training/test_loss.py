@@ -14,7 +14,7 @@ import torch
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
-from insitu.training.loss.losses import LossInputs, TokenLoss, divergence, token_loss
+from insitu_train.loss.losses import LossInputs, TokenLoss, divergence, token_loss
 
 # Unmarked as slow: `scripts/test --fast` guards the signs of the losses too.
 pytestmark = [pytest.mark.numeric]

@@ -15,7 +15,7 @@ from trl_lab import Host, assigned, sampler_ratio
 from insitu.config.training import LossConfig
 from insitu.plan.advantage import advantages, overlong_penalty
 from insitu.plan.step import PlanConfig, plan_step
-from insitu.training.loss.losses import LossInputs, token_loss
+from insitu_train.loss.losses import LossInputs, token_loss
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -26,23 +26,23 @@ from transformers import (
 )
 
 from insitu.config.training import LossConfig
-from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
-from insitu.engines.embedded.weights import checksum
 from insitu.errors import TrainError
 from insitu.plan.packing import MicroBatch
 from insitu.plan.prefix_tree import build_tree
 from insitu.plan.step import StepPlan
-from insitu.training.loss.fused_head import score
-from insitu.training.memory.meta_run import BatchShape
-from insitu.training.memory.peak import peak_bytes
-from insitu.training.memory.plan import KEPT_FREE, LADDER, MemoryPlanner, load_of
-from insitu.training.memory.predict import GIB, BuiltinMemory, MemoryModel
-from insitu.training.model.base import PLAIN, MemoryOptions
-from insitu.training.model.hf import HfPolicy
-from insitu.training.options import Lora, PolicyConfig
-from insitu.training.trainer.batch import make_batch, states
-from insitu.training.trainer.reference import Reference
-from insitu.training.trainer.trainer import Trainer
+from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
+from insitu_train.embedded.weights import checksum
+from insitu_train.loss.fused_head import score
+from insitu_train.memory.meta_run import BatchShape
+from insitu_train.memory.peak import peak_bytes
+from insitu_train.memory.plan import KEPT_FREE, LADDER, MemoryPlanner, load_of
+from insitu_train.memory.predict import GIB, BuiltinMemory, MemoryModel
+from insitu_train.model.base import PLAIN, MemoryOptions
+from insitu_train.model.hf import HfPolicy
+from insitu_train.options import Lora, PolicyConfig
+from insitu_train.trainer.batch import make_batch, states
+from insitu_train.trainer.reference import Reference
+from insitu_train.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -15,15 +15,15 @@ from train_lab import group, rollout, segment
 from transformers import AutoModelForCausalLM
 
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.training.loss.losses import LossInputs, token_loss
-from insitu.training.memory.plan import load_of
-from insitu.training.memory.predict import MemoryModel
-from insitu.training.model.base import PLAIN, MemoryOptions
-from insitu.training.model.hf import HfPolicy, open_hf
-from insitu.training.options import Lora, OptimConfig, TrainConfig
-from insitu.training.trainer.trainer import Trainer
-from insitu.training.weights.export import export
-from insitu.training.weights.files import ExportRequest
+from insitu_train.loss.losses import LossInputs, token_loss
+from insitu_train.memory.plan import load_of
+from insitu_train.memory.predict import MemoryModel
+from insitu_train.model.base import PLAIN, MemoryOptions
+from insitu_train.model.hf import HfPolicy, open_hf
+from insitu_train.options import Lora, OptimConfig, TrainConfig
+from insitu_train.trainer.trainer import Trainer
+from insitu_train.weights.export import export
+from insitu_train.weights.files import ExportRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.numeric]
 

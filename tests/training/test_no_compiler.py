@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from insitu.engines.embedded.model import ModelConfig
-from insitu.training.memory.meta_run import AttentionShape, BatchShape
-from insitu.training.memory.predict import BuiltinMemory, at_most
-from insitu.training.model.base import PLAIN
-from insitu.training.trainer.optimizer import AdamW
+from insitu_train.embedded.model import ModelConfig
+from insitu_train.memory.meta_run import AttentionShape, BatchShape
+from insitu_train.memory.predict import BuiltinMemory, at_most
+from insitu_train.model.base import PLAIN
+from insitu_train.trainer.optimizer import AdamW
 
 pytestmark = pytest.mark.slow
 
 STEP = """
 import sys
 from train_lab import sampled_groups, small_model
-import insitu.training.learner.main
-from insitu.training.options import TrainConfig
+import insitu_train.learner.main
+from insitu_train.options import TrainConfig
 from insitu.plan.step import PlanConfig, plan_step
-from insitu.training.trainer.trainer import Trainer
+from insitu_train.trainer.trainer import Trainer
 
 model = small_model()
 trainer = Trainer(model, TrainConfig())

@@ -14,15 +14,15 @@ from rounding import apart, rounding
 from train_lab import group, rollout, sampled_groups, segment, slow_logprobs, small_model
 
 from insitu.config.training import LossConfig
-from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.training.loss.inputs import StepInputs
-from insitu.training.options import TrainConfig
-from insitu.training.trainer import checkpoint
-from insitu.training.trainer.reference import Reference, read_reference
-from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group, Rollout
+from insitu_train.embedded.model import Qwen3, save_model
+from insitu_train.loss.inputs import StepInputs
+from insitu_train.options import TrainConfig
+from insitu_train.trainer import checkpoint
+from insitu_train.trainer.reference import Reference, read_reference
+from insitu_train.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

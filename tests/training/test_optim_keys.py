@@ -7,7 +7,7 @@ import pytest
 from insitu.config import dump_toml as toml_of
 from insitu.config import load_config
 from insitu.errors import ConfigError
-from insitu.training.options import OptimConfig, TrainConfig, dump_config, parse_config, rate
+from insitu_train.options import OptimConfig, TrainConfig, dump_config, parse_config, rate
 
 
 def optim(*overrides: str) -> OptimConfig:

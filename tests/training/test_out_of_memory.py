@@ -11,11 +11,11 @@ import torch
 from test_policy_hf import LOOSE, a_plan, equal, opened, trained
 from train_lab import small_model
 
-from insitu.engines.embedded.model import save_model
 from insitu.errors import TrainError
-from insitu.training.memory.plan import LADDER
-from insitu.training.model.base import MemoryOptions
-from insitu.training.trainer.trainer import Trainer
+from insitu_train.embedded.model import save_model
+from insitu_train.memory.plan import LADDER
+from insitu_train.model.base import MemoryOptions
+from insitu_train.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 

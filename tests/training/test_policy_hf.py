@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from train_lab import sampled_groups, small_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
-from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import TrainError
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.training.model.base import MemoryOptions, Policy
-from insitu.training.model.hf import HfPolicy, adopt, open_hf
-from insitu.training.options import Lora, OptimConfig, TrainConfig
-from insitu.training.trainer import checkpoint
-from insitu.training.trainer.trainer import Trainer
+from insitu_train.embedded.model import Qwen3, save_model
+from insitu_train.model.base import MemoryOptions, Policy
+from insitu_train.model.hf import HfPolicy, adopt, open_hf
+from insitu_train.options import Lora, OptimConfig, TrainConfig
+from insitu_train.trainer import checkpoint
+from insitu_train.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

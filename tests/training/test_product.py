@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from train_lab import VOCAB
 
-from insitu.training.loss import chunked_logits as tiles
-from insitu.training.loss import mixed_matmul as ways
-from insitu.training.loss.fused_head import objective
-from insitu.training.loss.mixed_matmul import Method, method_of, product
+from insitu_train.loss import chunked_logits as tiles
+from insitu_train.loss import mixed_matmul as ways
+from insitu_train.loss.fused_head import objective
+from insitu_train.loss.mixed_matmul import Method, method_of, product
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

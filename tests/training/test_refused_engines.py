@@ -13,8 +13,8 @@ from insitu.config import load_config
 from insitu.errors import ConfigError, TaskError
 from insitu.progress.plain import PlainView
 from insitu.storage.run_dir import RunDir
-from insitu.training.loop import TrainOptions
-from insitu.training.run import run_training
+from insitu_train.loop import TrainOptions
+from insitu_train.run import run_training
 
 pytestmark = pytest.mark.slow
 

@@ -16,15 +16,15 @@ from train_lab import group, rollout, segment
 from insitu.errors import ConfigError, TrainError
 from insitu.plan.prefix import sort_rows
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.training.learner.serialization import decode_plan, encode_plan
-from insitu.training.loss.losses import LossInputs, token_loss
-from insitu.training.model.base import PLAIN, MemoryOptions
-from insitu.training.model.experts import routers
-from insitu.training.model.hf import HfPolicy, decoder_layers, open_hf
-from insitu.training.model.load import open_policy
-from insitu.training.options import PolicyConfig
-from insitu.training.trainer.trainer import Trainer
 from insitu.types import ExpertArray
+from insitu_train.learner.serialization import decode_plan, encode_plan
+from insitu_train.loss.losses import LossInputs, token_loss
+from insitu_train.model.base import PLAIN, MemoryOptions
+from insitu_train.model.experts import routers
+from insitu_train.model.hf import HfPolicy, decoder_layers, open_hf
+from insitu_train.model.load import open_policy
+from insitu_train.options import PolicyConfig
+from insitu_train.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.numeric]
 

@@ -19,21 +19,21 @@ from test_learner import collect
 from train_lab import sampled_groups, small_model
 
 from insitu.config import load_config
-from insitu.engines.embedded.model import save_model
 from insitu.errors import ConfigError, EngineError, TrainError
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.storage.scores import read_row
-from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
-from insitu.training.learner.supervisor import LearnerSupervisor, RetryingEngine
-from insitu.training.options import LossConfig, OptimConfig, PolicyConfig, ServiceOptions, TrainConfig
-from insitu.training.service.main import Published, SamplingCommands, probe_ids
-from insitu.training.service.reduction import Reduction, find_reduction
-from insitu.training.service.session import Service, TrainingRun
-from insitu.training.service.trainer import HalfDoneError, ServiceTrainer
-from insitu.training.trainer.trainer import Trainer
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu.types.codec import VALUES
+from insitu_train.embedded.model import save_model
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec
+from insitu_train.learner.supervisor import LearnerSupervisor, RetryingEngine
+from insitu_train.options import LossConfig, OptimConfig, PolicyConfig, ServiceOptions, TrainConfig
+from insitu_train.service.main import Published, SamplingCommands, probe_ids
+from insitu_train.service.reduction import Reduction, find_reduction
+from insitu_train.service.session import Service, TrainingRun
+from insitu_train.service.trainer import HalfDoneError, ServiceTrainer
+from insitu_train.trainer.trainer import Trainer
 
 SDK = Path(__file__).parents[1] / "fakes" / "tinker_sdk"
 
@@ -182,7 +182,7 @@ def test_a_missing_sdk_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch
     def missing(name: str) -> ModuleType:
         raise ImportError(name)
 
-    monkeypatch.setattr("insitu.training.service.session.import_module", missing)
+    monkeypatch.setattr("insitu_train.service.session.import_module", missing)
     with pytest.raises(ConfigError, match=r"tinker is not installed: .*\[tinker\]"):
         Service(options(folder))
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise
 from insitu.errors import TrainError
-from insitu.training.options import OptimConfig, rate
-from insitu.training.sft.trainer import Sft, SftConfig, SftTensors
+from insitu_train.embedded.model import ModelConfig, Qwen3, initialise
+from insitu_train.options import OptimConfig, rate
+from insitu_train.sft.trainer import Sft, SftConfig, SftTensors
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

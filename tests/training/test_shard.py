@@ -21,20 +21,20 @@ from transformers import CONFIG_MAPPING
 
 from insitu.config import load_config
 from insitu.config.training import LossConfig
-from insitu.engines.embedded.model import save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.plan.step import StepPlan
-from insitu.training.learner.client import Learner
-from insitu.training.learner.process import LearnerSpec
-from insitu.training.memory.plan import LADDER
-from insitu.training.model.hf import HfPolicy, decoder_layers, empty_model
-from insitu.training.model.load import device_of
-from insitu.training.model.parts import enough, kinds
-from insitu.training.options import Lora, OptimConfig, PolicyConfig, TrainConfig
-from insitu.training.trainer import checkpoint
-from insitu.training.trainer.distributed import Sharded
-from insitu.training.trainer.optimizer import Optimiser
-from insitu.training.weights.files import ExportRequest
+from insitu_train.embedded.model import save_model
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec
+from insitu_train.memory.plan import LADDER
+from insitu_train.model.hf import HfPolicy, decoder_layers, empty_model
+from insitu_train.model.load import device_of
+from insitu_train.model.parts import enough, kinds
+from insitu_train.options import Lora, OptimConfig, PolicyConfig, TrainConfig
+from insitu_train.trainer import checkpoint
+from insitu_train.trainer.distributed import Sharded
+from insitu_train.trainer.optimizer import Optimiser
+from insitu_train.weights.files import ExportRequest
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -20,23 +20,23 @@ from tokenizers.models import WordLevel
 from train_lab import CONFIG, VOCAB, group, rollout, sampled_groups, segment, slow_logprobs, small_model
 
 from insitu.config import load_config
-from insitu.engines.embedded.model import Qwen3, initialise, save_model
 from insitu.errors import ConfigError, TrainError
 from insitu.plan.step import PlanConfig, plan_digest, plan_step, use_of
 from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import name_run
-from insitu.training.checks import check_reference
-from insitu.training.learner.serialization import decode_plan, encode_plan
-from insitu.training.loss.losses import LossConfig
-from insitu.training.options import TrainConfig
-from insitu.training.step_metrics import step_metrics
-from insitu.training.trainer import scoring_server
-from insitu.training.trainer.batch import make_batch
-from insitu.training.trainer.reference import Reference, References, read_reference
-from insitu.training.trainer.scoring_server import ScoringServer
-from insitu.training.trainer.served_reference import ServedReference
-from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group
+from insitu_train.checks import check_reference
+from insitu_train.embedded.model import Qwen3, initialise, save_model
+from insitu_train.learner.serialization import decode_plan, encode_plan
+from insitu_train.loss.losses import LossConfig
+from insitu_train.options import TrainConfig
+from insitu_train.step_metrics import step_metrics
+from insitu_train.trainer import scoring_server
+from insitu_train.trainer.batch import make_batch
+from insitu_train.trainer.reference import Reference, References, read_reference
+from insitu_train.trainer.scoring_server import ScoringServer
+from insitu_train.trainer.served_reference import ServedReference
+from insitu_train.trainer.trainer import Trainer
 
 DISTILLED = LossConfig(kl="k3", kl_weight=1.0, dppo_tau=0.0)
 

@@ -14,12 +14,12 @@ from train_lab import CONFIG, group, rollout, sampled_groups, segment, slow_logp
 from transformers import Qwen3ForCausalLM
 
 from insitu.config.training import LossConfig, LossName
-from insitu.engines.embedded.model import Qwen3, save_model
 from insitu.errors import BadStepError, TrainError
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
-from insitu.training.options import OptimConfig, TrainConfig
-from insitu.training.trainer.trainer import Trainer
 from insitu.types import Group
+from insitu_train.embedded.model import Qwen3, save_model
+from insitu_train.options import OptimConfig, TrainConfig
+from insitu_train.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

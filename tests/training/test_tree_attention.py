@@ -11,9 +11,9 @@ from torch import Tensor
 from train_lab import VOCAB, small_model
 
 from insitu.plan.prefix_tree import Tree, build_tree
-from insitu.training.attention.flex import FlexAttend, block_mask
-from insitu.training.attention.tree import TreeAttend, pairs, tree_pieces, visible
 from insitu.types import BoolArray, FloatArray, IntArray
+from insitu_train.attention.flex import FlexAttend, block_mask
+from insitu_train.attention.tree import TreeAttend, pairs, tree_pieces, visible
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

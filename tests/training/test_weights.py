@@ -17,9 +17,9 @@ from insitu.engines.replicas import EngineSet
 from insitu.engines.safetensors_file import read_folder, read_manifest, sums_of
 from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
-from insitu.training.weights.files import DeltaPublisher, DiskPublisher, PublishOptions
-from insitu.training.weights.gpu import TransferPublisher, Transport
 from insitu.types import RequestKey, SamplingParams
+from insitu_train.weights.files import DeltaPublisher, DiskPublisher, PublishOptions
+from insitu_train.weights.gpu import TransferPublisher, Transport
 from tests.fakes.exporter import FakeExporter, FakeTransfers
 from tests.fakes.sglang import serve_sglang
 from tests.fakes.vllm import FakeVllm, serve_vllm

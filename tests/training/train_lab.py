@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from insitu.engines.embedded.model import ModelConfig, Qwen3, initialise
 from insitu.types import Group, IntArray, Ledger, Rollout, Segment, Status, Timings, Trajectory
+from insitu_train.embedded.model import ModelConfig, Qwen3, initialise
 
 torch.set_num_threads(1)
 VOCAB = 50

@@ -21,7 +21,7 @@ from insitu.progress.live import LiveView, agent_line, sparkline
 from insitu.progress.plain import PlainView
 from insitu.storage.run_dir import RunDir
 from insitu.storage.timeline import Timeline
-from insitu.view.watch import watch
+from insitu_view.watch import watch
 
 DEADLINE_S = 60
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 from recordings_lab import FOLDER, Echo, Recording, echoes, read, requests, said
 
-from insitu.suites.conformance.anonymise import masked
 from insitu.types import ModelRequest, ToolCall
+from insitu_lab.conformance.anonymise import masked
 
 AGENTS = sorted(path.name.split(".")[0] for path in FOLDER.glob("*.jsonl.xz"))
 

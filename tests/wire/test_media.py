@@ -13,8 +13,8 @@ from gateway_rig import Rig, call
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway.routes import parse_path
 from insitu.gateway.server import DIALECTS
-from insitu.training.step_metrics import _means
 from insitu.types import PARTS_LEFT_OUT, Message, Rollout, Status, Timings
+from insitu_train.step_metrics import _means
 
 PNG = "iVBORw0KGgo="
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}

@@ -3,8 +3,8 @@
 Configured by INSITU_ENV_CONFIG, INSITU_ENV_TRUST_CALLERS and MAX_CONCURRENT_ENVS (README.md).
 """
 
-from insitu.bridges.openenv.agent import AgentEnvironment
-from insitu.bridges.openenv.environment import make_app
+from insitu_bridges.openenv.agent import AgentEnvironment
+from insitu_bridges.openenv.environment import make_app
 
 app = make_app("mini_swe_env", AgentEnvironment)
 

@@ -3,7 +3,7 @@
 Configured by INSITU_ENV_CONFIG, INSITU_ENV_TRUST_CALLERS and MAX_CONCURRENT_ENVS (README.md).
 """
 
-from insitu.bridges.openenv.environment import make_app
+from insitu_bridges.openenv.environment import make_app
 
 app = make_app("terminus_env")
 

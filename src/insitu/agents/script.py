@@ -6,7 +6,7 @@ from pathlib import Path
 
 from insitu.agents.recipe import Recipe, read_files
 
-SCRIPT_AGENT = Path(__file__).parent.parent / "demo" / "script_agent.py"
+SCRIPT_AGENT = Path(__file__).with_name("script_agent.py")
 
 RECIPE = Recipe(
     name="script",

@@ -14,7 +14,7 @@ from insitu._version import __version__
 from insitu.cli.completion import candidates
 from insitu.command import Command, Group
 from insitu.errors import ConfigError
-from insitu.registry import find, names
+from insitu.registry import find, names, not_installed, satellite_of
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")
 
@@ -67,6 +67,8 @@ def parse(argv: Sequence[str] | None) -> tuple[Command, argparse.Namespace]:
     argv = sys.argv[1:] if argv is None else argv
     found = commands()
     chosen = next((word for word in argv if not word.startswith("-")), "")
+    if chosen not in found and (package := satellite_of("verbs", chosen)):
+        raise ConfigError(f"{chosen} {not_installed(package)}")
     parser, parsers = _parsers(found, chosen)
     if os.environ.get("INSITU_COMPLETE"):
         print("\n".join(candidates(argv, parsers)))

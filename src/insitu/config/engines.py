@@ -18,11 +18,11 @@ from insitu.config.base import (
     only,
     unless,
 )
-from insitu.registry import BUILT_IN
+from insitu.registry import shipped
 from insitu.types import MIN_TEMPERATURE
 
 _EMBEDDED = only("kind", "embedded")
-_KNOWN = BUILT_IN["engines"]
+_KNOWN = shipped("engines")
 _SERVER = only("kind", "vllm", "sglang", known=_KNOWN)
 _PROVIDER = only("kind", "upstream")
 _NAMED = only("kind", "upstream", "tinker")

@@ -23,7 +23,7 @@ from insitu.config.tables import Config
 from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
 from insitu.errors import ConfigError, boundary
 
-WARM_START = Path(__file__).parents[1] / "demo" / "warm_start"
+WARM_START = Path(__file__).parents[1] / "warm_start"
 """The model folder that ships with the package."""
 EXAMPLES = Path(__file__).parents[1] / "examples"
 """The example configurations that ship with the package."""

@@ -97,7 +97,7 @@ class TaskSetTable(Table):
 
     @model_validator(mode="after")
     def _fits_source(self) -> Self:
-        if self.source in registry.BUILT_IN["tasks"] and self.source != "toy" and not self.path:
+        if self.source in registry.shipped("tasks") and self.source != "toy" and not self.path:
             raise ValueError(f"source = {self.source!r} needs path: the file or folder of the data set")
         if len(self.agents) == 1:
             raise ValueError("agents names several agents; the keys of one belong into harness")

@@ -87,7 +87,7 @@ def make_backend(config: Config, kind: str = "", *, work_bytes: int = WORK_BYTES
     """
     kind = kind or config.sandbox.backend
     found = registry.find("sandboxes", kind)
-    if kind in registry.BUILT_IN["sandboxes"]:
+    if kind in registry.shipped("sandboxes"):
         return cast("SandboxBackend", found(config, work_bytes))
     with user_code(SetupError, f"sandbox.backend {kind}"):
         made = found if isinstance(found, SandboxBackend) and not isinstance(found, type) else found(config)

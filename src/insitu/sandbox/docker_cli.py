@@ -49,7 +49,7 @@ class Cli:
             raise SetupError(
                 f"DOCKER_HOST is {host}: the daemon must run on this machine (unix://...); for one elsewhere"
                 ' set sandbox.backend = "harbor" and sandbox.environment = '
-                '"insitu.sandbox.docker_host:docker_environment"'
+                '"insitu_fleet.docker_host:docker_environment"'
             )
         self.program = found
         self.name = Path(program).name

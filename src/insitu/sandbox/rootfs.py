@@ -138,7 +138,8 @@ def hidden_folders(asked: Iterable[Path]) -> tuple[Path, ...]:
     """
     package = Path(__file__).resolve().parent.parent
     checkout = package.parent.parent
-    own = [package, *([checkout] if (checkout / "pyproject.toml").exists() else [])]
+    own = [package, *package.parent.glob("insitu_*")]
+    own += [checkout] if (checkout / "pyproject.toml").exists() else []
     found = {path.resolve() for path in (*own, Path(), *asked)} - {Path("/")}
     for path in found:
         inner = path.parts[2:]

@@ -75,8 +75,8 @@ class Engine:
         self.receipt = self._read(folder, 0)
 
     def _read(self, folder: Path, version: int) -> Receipt:
-        from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
-        from insitu.engines.embedded.model import load_model
+        from insitu_train.embedded.core import EmbeddedCore, EngineOptions
+        from insitu_train.embedded.model import load_model
 
         options = EngineOptions(max_rows=4, max_context=self._max_context)
         self._core = EmbeddedCore(load_model(folder), options, version=version)

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from insitu.engines.embedded.core import EmbeddedCore, EngineOptions
-from insitu.engines.embedded.model import Qwen3, load_model
 from insitu.errors import EngineError
 from insitu.types import Generation, RequestKey, SamplingParams
+from insitu_train.embedded.core import EmbeddedCore, EngineOptions
+from insitu_train.embedded.model import Qwen3, load_model
 
 __version__ = "0.9.0-fake"
 _models: dict[str, Qwen3] = {}

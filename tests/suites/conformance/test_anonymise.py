@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from insitu.suites.conformance.anonymise import masked
+from insitu_lab.conformance.anonymise import masked
 
 PROSE = "You are Some Agent. Be kind to 3 users, always."
 TOOL = {

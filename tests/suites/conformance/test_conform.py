@@ -14,11 +14,11 @@ from insitu.agents.recipe import Recipe, named_recipe
 from insitu.errors import ConfigError, SetupError
 from insitu.gateway.request import GatewayCounters
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance import checks, run
-from insitu.suites.conformance.agent_tools import AgentTools
-from insitu.suites.conformance.checks import ConformanceResult
-from insitu.suites.conformance.table import choose
 from insitu.types import Ledger, Trajectory
+from insitu_lab.conformance import checks, run
+from insitu_lab.conformance.agent_tools import AgentTools
+from insitu_lab.conformance.checks import ConformanceResult
+from insitu_lab.conformance.table import choose
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session_spec import SessionStats
 from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.local import LocalBackend
-from insitu.suites.conformance.agent_tools import AGENT_TOOLS
-from insitu.suites.conformance.run import make_harness
-from insitu.suites.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
 from insitu.types import Limits, Task
+from insitu_lab.conformance.agent_tools import AGENT_TOOLS
+from insitu_lab.conformance.run import make_harness
+from insitu_lab.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,10 @@ from insitu.agents.recipe import shipped_recipes
 from insitu.chat.open_renderer import Splitter
 from insitu.chat.renderer import ParsedReply
 from insitu.chat.template import TemplateRenderer
-from insitu.suites.conformance import checks
-from insitu.suites.conformance.agent_tools import AGENT_TOOLS
-from insitu.suites.conformance.scripted_policy import (
+from insitu.types import IntArray, Message, RequestKey, ToolSpec
+from insitu_lab.conformance import checks
+from insitu_lab.conformance.agent_tools import AGENT_TOOLS
+from insitu_lab.conformance.scripted_policy import (
     MAIN,
     MOST_LOOKS,
     PROMPT,
@@ -21,7 +22,6 @@ from insitu.suites.conformance.scripted_policy import (
     ScriptedPolicy,
     read_prompt,
 )
-from insitu.types import IntArray, Message, RequestKey, ToolSpec
 
 TEXTS = ("def area(w, h):\n    return w + h\n", "café 日本 🙂", "<|im_end|> <tool_call>", "")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from insitu.training.alarms import CollapseAlarm
+from insitu_train.alarms import CollapseAlarm
 
 
 def steps(

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from insitu.attempt import AttemptSpec
 from insitu.tasks.user_functions import CHECKER_FAILED
-from insitu.training.alarms import InfraFailureRate
 from insitu.types import Ledger, Outcome, Rollout, Task, Verdict
+from insitu_train.alarms import InfraFailureRate
 from tests.fakes.attempts import fake_rollout
 
 

@@ -25,14 +25,14 @@ from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
 from insitu.storage.wall_clock import WallClock
 from insitu.tracking.names import EVALUATION
-from insitu.training.alarms import SpikeDetector, lost_share, why_untrained
-from insitu.training.evaluations import EvalResult, heldout_summary
-from insitu.training.learner.supervisor import LearnerSupervisor
-from insitu.training.loop import RunParts, TrainingLoop, TrainOptions
-from insitu.training.options import StepResult, gaps
-from insitu.training.run import run_training
-from insitu.training.step_metrics import step_metrics
 from insitu.types import Group, Ledger, Outcome, Rollout, Task, Turn, Verdict
+from insitu_train.alarms import SpikeDetector, lost_share, why_untrained
+from insitu_train.evaluations import EvalResult, heldout_summary
+from insitu_train.learner.supervisor import LearnerSupervisor
+from insitu_train.loop import RunParts, TrainingLoop, TrainOptions
+from insitu_train.options import StepResult, gaps
+from insitu_train.run import run_training
+from insitu_train.step_metrics import step_metrics
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.learner import FakeLearner
 from tests.fakes.simulated_attempts import with_tokens
@@ -276,7 +276,7 @@ def test_a_kill_between_a_commit_and_its_line_costs_the_line_until_the_resume_on
     asyncio.run(until_killed())
     assert steps_of(path) == [1]
     stops = SetupError("the test stops here")
-    monkeypatch.setattr("insitu.training.run.assemble", Mock(side_effect=stops))
+    monkeypatch.setattr("insitu_train.run.assemble", Mock(side_effect=stops))
     for _ in range(2):
         with pytest.raises(SetupError):
             asyncio.run(run_training(config(path), cast(Any, Reports()), TrainOptions(resume=path)))

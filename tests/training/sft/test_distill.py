@@ -21,8 +21,8 @@ from insitu.gateway.provider_usage import Usage
 from insitu.gateway.recorded_call import parse_recorded_call
 from insitu.gateway.server import DIALECTS
 from insitu.gateway.text_log import TextCall, TextRecord, last_record
-from insitu.training.sft.distill import distill_session
 from insitu.types import Message, Reply, Segment, ToolCall
+from insitu_train.sft.distill import distill_session
 
 FAMILY = load_renderer(WARM_START)
 ENVELOPE = Envelope(id="ab", created=1, model="big")

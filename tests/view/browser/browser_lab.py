@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from insitu.view.web.serve import Viewer, serving
+from insitu_view.web.serve import Viewer, serving
 
 WAIT_MS = 60_000
 

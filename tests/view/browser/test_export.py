@@ -13,7 +13,7 @@ from addresses import FOREIGN, HOSTILE, ROLLOUT, addresses, task_of
 from browser_lab import WAIT_MS, Tab
 
 from insitu.storage.queries import FILTERS, SORTS, RunReader
-from insitu.view.web.export import ExportOptions, export
+from insitu_view.web.export import ExportOptions, export
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from web_lab import viewing
 
 from insitu.agents.install import find_node
 from insitu.errors import SetupError
-from insitu.view.web import serve
+from insitu_view.web import serve
 
 STATIC = Path(serve.__file__).parent / "static"
 OWN = sorted(path for path in STATIC.rglob("*.js") if path.parent.name != "vendor")

@@ -15,8 +15,8 @@ import pytest
 from run_lab import make_run
 
 from insitu.errors import ConfigError, SetupError
-from insitu.view.web.bundle import bundle
-from insitu.view.web.export import ExportOptions, export
+from insitu_view.web.bundle import bundle
+from insitu_view.web.export import ExportOptions, export
 
 
 def write(run: Path, file: Path, **options: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 from web_lab import viewing
 
 from insitu.errors import ConfigError, RecordError, SetupError
-from insitu.view.web.serve import serving
+from insitu_view.web.serve import serving
 
 
 async def test_the_token_of_the_address_becomes_a_cookie(lab_run: Path) -> None:

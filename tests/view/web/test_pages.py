@@ -20,7 +20,7 @@ from web_lab import Client, viewing
 from insitu.storage.queries import FILTERS, SORTS
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
-from insitu.view.web import search
+from insitu_view.web import search
 from tests.fakes.old_store import make_old
 
 ONE = "train/00002/000/00"

@@ -11,10 +11,10 @@ from samples_lab import AFTER, BEFORE, STEP, UNGRADED, Rewards, put, stored
 from insitu.cli import main
 from insitu.progress.base import rounded
 from insitu.storage.run_dir import RunDir, read_store
-from insitu.view.curve import curve_of
-from insitu.view.web.findings import compare_tasks
-from insitu.view.web.pages import heldout
-from insitu.view.web.runs import RunHandle, run_info
+from insitu_view.curve import curve_of
+from insitu_view.web.findings import compare_tasks
+from insitu_view.web.pages import heldout
+from insitu_view.web.runs import RunHandle, run_info
 
 
 @pytest.mark.parametrize(("before", "after"), [(BEFORE, AFTER), (BEFORE, UNGRADED)])

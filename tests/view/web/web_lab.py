@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from insitu.view.web.serve import Viewer, serving
+from insitu_view.web.serve import Viewer, serving
 
 
 @dataclass

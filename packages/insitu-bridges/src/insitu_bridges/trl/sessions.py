@@ -1,0 +1,84 @@
+"""Sessions of OpenEnv for TRL's harness worker: insitu runs the agent, TRL samples at its own server.
+
+`engine.kind` is "vllm" at that server, whose weights TRL changes and whose versions TRL counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from insitu.config import Config
+from insitu.errors import ConfigError, TrainError
+from insitu.plan.step import PlanConfig
+from insitu_bridges.rows import rows_alone
+from insitu_bridges.thread import SourceThread
+from insitu_bridges.to_openenv import training_trace
+from insitu_bridges.trl.rollout_func import task_id
+from insitu_bridges.trl.weights import SourceOwner
+
+
+class HarnessSession:
+    """One rollout; has the methods of an OpenEnv ResourceSession that owns its loop."""
+
+    def __init__(self, source: SourceThread, plan: PlanConfig, task: str, key: int) -> None:
+        """Start the agent."""
+        self._plan = plan
+        self._running = source.submit(lambda child: child.run(task, key))
+
+    def initial_messages(self) -> list[Any]:
+        return []
+
+    def list_tools(self) -> list[Any]:
+        return []
+
+    def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        raise TrainError(f"the agent has its own tools: {name} is not called from outside")
+
+    def wait_for_completion(self, timeout_s: float | None = None) -> int:
+        """Return 0 when the rollout is graded. Raises TimeoutError, and what ended the source."""
+        self._running.result(timeout_s)
+        return 0
+
+    def fetch_training_trace(self) -> Any:
+        """Return the TrainingTrace of the finished rollout."""
+        from openenv.core.harness import TrainingTrace
+
+        return TrainingTrace(**training_trace(rows_alone(self._running.result(0), self._plan)))
+
+    def verify(self, transcript: Any, final_state: Any = None) -> Any:
+        """Return the VerifyResult; its reward is None when the rollout was not graded."""
+        from openenv.core.harness import VerifyResult
+
+        return VerifyResult(env_reward=self._running.result(0).reward, done=True)
+
+    def close(self) -> None:
+        """End the agent if it is still running."""
+        self._running.cancel()
+
+
+class SessionFactory(SourceOwner):
+    """Makes sessions: `HarnessRolloutWorker(harness_session_factory=partial(SessionFactory, config))`.
+
+    Prompts are ids of tasks (`insitu_bridges.task_ids`).
+    """
+
+    def __init__(self, config: Config | Path | str, sampling: Mapping[str, Any] | None = None) -> None:
+        """Check the sampling parameters of the trainer; the source is opened with the first session.
+
+        Raises ConfigError for parameters that the engine does not sample with.
+        """
+        super().__init__(config)
+        self._keys = itertools.count()
+        neutral = {"top_p": 1.0, "top_k": (0, -1), "min_p": 0.0, "repetition_penalty": 1.0}
+        neutral["temperature"] = self.config.engine.temperature
+        for name, value in (sampling or {}).items():
+            allowed = neutral.get(name, value)
+            if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
+                raise ConfigError(f"{name} {value} of the trainer: insitu samples with {allowed}")
+
+    def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> HarnessSession:
+        """Start a rollout of the task with this id."""
+        return HarnessSession(self.source, self._plan, task_id(task), next(self._keys))

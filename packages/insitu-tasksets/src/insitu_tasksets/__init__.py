@@ -1,0 +1,1 @@
+"""Public task sets: SWE-bench and its kin, contests, functions, Harbor, verifiers, OpenEnv."""

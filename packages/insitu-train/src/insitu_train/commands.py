@@ -1,0 +1,36 @@
+"""The verbs of training."""
+
+from __future__ import annotations
+
+from insitu.command import Command
+
+COMMANDS = (
+    Command(
+        name="demo",
+        group="train",
+        text="watch a small model learn to use a coding agent, on a CPU",
+        example="--agent script run.seed=3",
+        run="insitu_train.demo.verbs:demo",
+    ),
+    Command(
+        name="train",
+        group="train",
+        text="train from a configuration file",
+        example="my.toml run.steps=8 train.lr=1e-4",
+        run="insitu_train.verbs:train",
+    ),
+    Command(
+        name="sft",
+        group="train",
+        text="imitate the best rollouts of a run (supervised fine-tuning)",
+        example="runs/DIR sft.min_reward=0.5",
+        run="insitu_train.verbs:sft",
+    ),
+    Command(
+        name="replay",
+        group="look",
+        text="repeat a stored run's training and compare it bit for bit",
+        example="runs/DIR",
+        run="insitu_train.verbs:replay",
+    ),
+)

@@ -1,0 +1,109 @@
+"""`insitu demo`: `insitu train` with a preset, a warm start and example rollouts in the report.
+
+The run itself is `training.loop` on examples/demo.toml. The warm start is shipped, or made with
+--from-scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from insitu.chat.load import load_renderer
+from insitu.chat.renderer import ChatRenderer
+from insitu.config import Config, model_folder
+from insitu.progress.base import View
+from insitu.storage.run_dir import read_config, read_store
+from insitu.storage.store import Store
+from insitu.types import IntArray, Rollout
+from insitu_train.learner.process import require_learner
+from insitu_train.loop import TrainOptions
+from insitu_train.run import run_training
+from insitu_view.report import ShownRollout, ShownTurn
+from insitu_view.run_report import finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """Options of the command line."""
+
+    from_scratch: bool = False
+    """Make the warm start; rejected together with `resume`."""
+    resume: Path | None = None
+    began: float = field(default_factory=monotonic)
+    """Start time of the process, see `training.loop.TrainOptions`."""
+
+
+async def run_demo(config: Config, view: View, options: DemoOptions) -> str:
+    """Run the demo, write its report and return it. Raises InsituError.
+
+    The time of a warm start made here is part of `wall_s` and is reported as `warm_start_s`.
+    """
+    extra: dict[str, float] = {}
+    if options.from_scratch and options.resume is None:
+        from insitu_train.demo.make_warm_start import make_warm_start
+
+        require_learner(config)
+        start = monotonic()
+        folder = await make_warm_start(config, view)
+        extra["warm_start_s"] = round(monotonic() - start, 1)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    chosen = TrainOptions(resume=options.resume, began=options.began, extra=extra)
+    summary = await run_training(config, view, chosen)
+    return write_report(Path(config.run.dir), summary)
+
+
+def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:
+    """Write curve.svg and report.txt of a finished run, with one task before and after training."""
+    config = read_config(run_dir)
+    with read_store(run_dir) as store:
+        rollouts = _pair(store, config, load_renderer(model_folder(config), config.model.renderer))
+    return finish(run_dir, summary, rollouts)
+
+
+def _pair(store: Store, config: Config, renderer: ChatRenderer) -> tuple[ShownRollout, ...]:
+    """Return one held-out task before and after training: the first that was learned, else the first."""
+    before = store.rollouts("eval_before", 0)
+    last = store.last_step()
+    after = {r.task_id: r for r in store.rollouts("eval_after", 0 if last is None else last.step)}
+    pairs = [(b, after[b.task_id]) for b in before if b.task_id in after]
+    learned = [p for p in pairs if p[0].reward == 0.0 and p[1].reward == 1.0]
+    if not pairs:
+        return ()
+    first, then = (learned or pairs)[0]
+    return (shown(first, renderer, "before training"), shown(then, renderer, "after training"))
+
+
+def shown(rollout: Rollout, renderer: ChatRenderer, when: str) -> ShownRollout:
+    """Return a stored rollout decoded turn by turn, without the agent's constant prompt."""
+    turns: list[ShownTurn] = []
+    for turn in rollout.trajectory.turns:
+        context = renderer.decode(turn.context_ids)
+        if turn.parent < 0:
+            turns.append(ShownTurn(speaker="task", text=_between(context, "<|im_start|>user\n")))
+        else:
+            turns.append(ShownTurn(speaker="tool", text=_between(context, "<tool_response>\n")))
+        turns.append(ShownTurn(speaker="model", text=_reply_text(renderer, turn.ids)))
+    verdict = rollout.verdict
+    outcome = (
+        "not graded"
+        if verdict is None
+        else (f"{verdict.outcome.value}, {verdict.passed} of {verdict.total} cases")
+    )
+    return ShownRollout(title=f"{rollout.task_id} {when}", turns=tuple(turns), verdict=outcome)
+
+
+def _between(text: str, start: str) -> str:
+    tail = text.rsplit(start, 1)[-1]
+    for end in ("\n</tool_response>", "<|im_end|>"):
+        tail = tail.split(end, 1)[0]
+    return tail
+
+
+def _reply_text(renderer: ChatRenderer, ids: IntArray) -> str:
+    parsed = renderer.parse(ids)
+    calls = [f"{c.name} {c.arguments}" for c in parsed.calls]
+    return "\n".join([*([parsed.text] if parsed.text else []), *calls])

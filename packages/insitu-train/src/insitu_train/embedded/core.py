@@ -1,0 +1,404 @@
+"""EmbeddedCore: continuous-batching sampler in torch fp32 on CPU, inside the learner's process.
+
+Invariant: a request's ids and logprobs, bit for bit, are a function of the weights, its prompt, its
+parameters and its key; not of other requests, cache hits, prefill chunks or arrival order. The owner calls
+`submit`, then `step` until `busy` is False; results come through each request's callback, inside `step`. Not
+thread-safe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from insitu.engines.base import Receipt
+from insitu.errors import EngineError, boundary
+from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.embedded.attention import BLOCK
+from insitu_train.embedded.batch_invariance import verify_batch_invariance
+from insitu_train.embedded.forward import ROWS, CachedForward, DecodeSpan, PrefillTile
+from insitu_train.embedded.model import Qwen3, load_model
+from insitu_train.embedded.prefix_cache import TILE, PrefixCache, tile_names
+from insitu_train.embedded.slots import DecodeSlots, stream
+from insitu_train.embedded.weights import SamplerWeights, checksum
+
+_WORTH = 3
+"""Number of other requests from which a shared prefix is read once for all."""
+_PATIENCE = 4
+"""Prefill passes that decoding rows wait for: a step with more rows costs little more."""
+
+Done = Callable[[Generation | EngineError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Shape of the engine; results may depend on `threads` only."""
+
+    max_rows: int = 32
+    """Concurrent requests; a multiple of 4."""
+    max_context: int = 2048
+    """Prompt plus sampled tokens of one request."""
+    threads: int = 1
+    """Torch threads while the engine runs, set again at each step."""
+    prefill_tiles: int = 8
+    """Most 16-token tiles of prompt per forward pass."""
+    cache_tokens: int = 65536
+    """Prompt tokens in the prefix cache; 0 = none."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request: waiting, prefilling (slot set), decoding (`filled` == prompt - 1)."""
+
+    number: int
+    prompt: IntArray
+    params: SamplingParams
+    uniform: npt.NDArray[np.float64]
+    names: list[bytes]
+    done: Done
+    limit: int
+    """Most tokens to sample: max_tokens or what the context leaves."""
+    slot: int = -1
+    filled: int = 0
+    """Prompt tiles whose keys and values the slot holds."""
+    count: int = 0
+    """Tokens sampled."""
+    first_s: float | None = None
+    cached: int = 0
+
+
+@dataclass(slots=True)
+class _EngineStats:
+    """Counters since the start."""
+
+    steps: int = 0
+    decoded: int = 0
+    """Tokens sampled."""
+    prefilled: int = 0
+    """Prompt tokens computed, padding included."""
+    reused: int = 0
+    """Prompt tokens copied from the prefix cache."""
+    shared: int = 0
+    """Decode steps that read a common prefix once."""
+    moved: int = 0
+    """Requests moved to a lower slot, so that a step has fewer rows."""
+
+
+class EmbeddedCore:
+    """Continuous-batching sampler; `refresh` loads the model's current weights under a new version."""
+
+    def __init__(self, model: Qwen3, options: EngineOptions, *, version: int = 0) -> None:
+        """Create the sampler; raise EngineError for invalid options or a failed self-check."""
+        _check_options(model, options)
+        self.options = options
+        self.stats = _EngineStats()
+        self._model = model
+        self._pin_threads()
+        with torch.inference_mode():
+            self._forward = CachedForward(
+                SamplerWeights(model), options.max_rows, options.max_context, options.prefill_tiles
+            )
+            self._cache = PrefixCache(model.config, options.cache_tokens // TILE)
+        self._receipt = Receipt(version=version, checksum=checksum(model))
+        self._numbers = itertools.count(1)
+        self._waiting: deque[_Request] = deque()
+        self._prefilling: list[_Request] = []
+        self._settled: deque[tuple[Done, Generation | EngineError]] = deque()
+        self._decoding: list[_Request] = []
+        self._free = list(range(options.max_rows))
+        self._paused = False
+        self._held: list[_Request] = []
+        """Requests that came in during a pause."""
+        self._rows = DecodeSlots(self._forward, options.max_context)
+        self._slots = np.zeros(0, np.int64)
+        """Slots of `_decoding`, in its order; recomputed with `_trunk` when `_changed`."""
+        self._trunk = 0
+        self._changed = True
+        self._passes = 0
+        """Prefill passes since the last decode step."""
+        verify_batch_invariance(self._forward)
+
+    # ------------------------------------------------------------------ control
+
+    @property
+    def receipt(self) -> Receipt:
+        """Receipt of the current weights."""
+        return self._receipt
+
+    @property
+    def shapes_pinned(self) -> bool:
+        """Whether the self-check pinned every shape (slower)."""
+        return self._forward.fixed
+
+    @property
+    def keeps_sampled(self) -> bool:
+        """Whether sampled tokens' keys and values may be cached."""
+        return self._forward.unified
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self._cache
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def busy(self) -> bool:
+        """True when `step` has something to do."""
+        return bool(self.running or self._waiting)
+
+    def pause(self) -> None:
+        """Hold requests that come from now on; earlier ones are finished. Idle when `busy` is False."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._waiting += self._held
+        self._held.clear()
+
+    def refresh(self, version: int) -> Receipt:
+        """Copy the model's current weights. Raises EngineError while a request runs."""
+        if self.running:
+            raise EngineError(f"cannot load weights while {self.running} requests run: pause first")
+        with torch.inference_mode():
+            self._forward.reset(SamplerWeights(self._model))
+        self._cache.clear()
+        self._receipt = Receipt(version=version, checksum=checksum(self._model))
+        return self._receipt
+
+    def load(self, folder: Path, version: int) -> Receipt:
+        """Replace the model's weights by those of a folder and refresh. Raises EngineError."""
+        with boundary(EngineError, f"load {folder}"):
+            try:
+                self._model.load_state_dict(load_model(folder).state_dict())
+            except RuntimeError as error:  # other shapes
+                raise ValueError(str(error)) from error
+        return self.refresh(version)
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, ids: IntArray, params: SamplingParams, key: RequestKey, done: Done) -> int:
+        """Queue a request; `done` gets its Generation, or an EngineError, inside a later `step`.
+
+        ids [n] int32, n >= 1. Returns a number for `abort`. Raises EngineError for no ids, ids outside the
+        vocabulary, or a prompt that leaves no room in the context.
+        """
+        room = self.options.max_context - len(ids)
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._model.config.vocab_size:
+            raise EngineError(f"a prompt needs ids between 0 and {self._model.config.vocab_size - 1}")
+        if room < 1:
+            raise EngineError(
+                f"context overflow: a prompt of {len(ids)} tokens leaves no room"
+                f" in a context of {self.options.max_context}"
+            )
+        if params.max_tokens < 1 or not (0 <= params.temperature < math.inf):
+            raise EngineError(f"max_tokens={params.max_tokens} temperature={params.temperature} is not valid")
+        limit = min(params.max_tokens, room)
+        request = _Request(
+            number=next(self._numbers),
+            prompt=ids,
+            params=params,
+            uniform=stream(key, limit),
+            names=tile_names(ids[:-1]),
+            done=done,
+            limit=limit,
+        )
+        (self._held if self._paused else self._waiting).append(request)
+        return request.number
+
+    def abort(self, number: int) -> bool:
+        """End a request with finish `abort` and the tokens so far; return False if it is unknown."""
+        for request in [*self._held, *self._waiting, *self._prefilling, *self._decoding]:
+            if request.number == number:
+                self._end(request, "abort")
+                self._deliver()
+                return True
+        return False
+
+    def step(self) -> None:
+        """Admit, run one prefill pass and one decode step, then call back for ended requests."""
+        self._pin_threads()
+        self.stats.steps += 1
+        with torch.inference_mode():
+            self._admit()
+            if self._prefilling:
+                self._prefill()
+                self._passes += 1
+            if self._decoding and (not self._prefilling or self._passes >= _PATIENCE):
+                self._decode()
+                self._passes = 0
+        self._deliver()
+
+    def _pin_threads(self) -> None:
+        if torch.get_num_threads() != self.options.threads:
+            torch.set_num_threads(self.options.threads)
+
+    def _admit(self) -> None:
+        while self._waiting and self._free:
+            request = self._waiting.popleft()
+            self._free.sort()
+            request.slot = self._free.pop(0)
+            self._prefilling.append(request)
+
+    def _prefill(self) -> None:
+        """Run one pass over the next tiles, oldest request first, without computing a tile twice."""
+        jobs: list[PrefillTile] = []
+        owners: list[tuple[_Request, bytes]] = []
+        made: set[bytes] = set()
+        for request in self._prefilling:
+            self._reuse(request)
+            for index in range(request.filled, len(request.names)):
+                name = request.names[index]
+                if len(jobs) == self.options.prefill_tiles or name in made:
+                    break
+                made.add(name)
+                jobs.append(self._tile(request, index))
+                owners.append((request, name))
+        if jobs:
+            self._forward.prefill(jobs)
+            self.stats.prefilled += len(jobs) * TILE
+        for job, (request, name) in zip(jobs, owners, strict=True):
+            request.filled = job.index + 1
+            self._keep(job.slot, job.index, name)
+        ready = [r for r in self._prefilling if r.filled == len(r.names)]
+        self._prefilling = [r for r in self._prefilling if r.filled < len(r.names)]
+        for request in ready:
+            self._start_decoding(request)
+
+    def _tile(self, request: _Request, index: int) -> PrefillTile:
+        ids = np.zeros(TILE, np.int64)
+        piece = request.prompt[:-1][index * TILE : (index + 1) * TILE]
+        ids[: len(piece)] = piece
+        return PrefillTile(request.slot, index, ids)
+
+    def _reuse(self, request: _Request) -> None:
+        """Copy cached tiles of the prompt beyond those in the slot."""
+        held = self._cache.match(request.names[request.filled :])
+        if held:
+            slot, start = request.slot, request.filled * TILE
+            self._cache.load(held, self._forward.keys[:, slot], self._forward.values[:, slot], start)
+            request.filled += len(held)
+            self.stats.reused += len(held) * TILE
+            request.cached += len(held) * TILE
+
+    def _keep(self, slot: int, index: int, name: bytes) -> None:
+        cut = slice(index * TILE, (index + 1) * TILE)
+        self._cache.store(name, self._forward.keys[:, slot, :, :, cut], self._forward.values[:, slot, :, cut])
+
+    def _start_decoding(self, request: _Request) -> None:
+        """Start decoding; the last prompt token is the first decode input."""
+        self._cache.touch(request.names)
+        self._rows.start(request.slot, request.prompt, request.params.temperature, request.uniform)
+        self._decoding.append(request)
+        self._changed = True
+
+    def _decode(self) -> None:
+        """Sample one token per decoding request; end those that are complete."""
+        if self._changed:
+            self._arrange()
+        slots = self._slots
+        span = DecodeSpan(1 + int(slots.max()), self._rows.reach(slots), self._trunk, int(slots[0]))
+        self.stats.shared += span.trunk > 0
+        self.stats.decoded += len(slots)
+        ids, logprobs = self._rows.step(slots, span)
+        for request, token, logprob in zip(list(self._decoding), ids, logprobs, strict=True):
+            request.count += 1
+            if request.count == 1:
+                request.first_s = time.time()
+            if not math.isfinite(logprob):
+                line = f"version {self._receipt.version} of the weights gives logits that are not finite"
+                self._settle(request, EngineError(line))
+            elif token in request.params.stop_ids:
+                self._end(request, "stop")
+            elif request.count == request.limit:
+                self._end(request, "length")
+
+    def _arrange(self) -> None:
+        """Close gaps between decoding slots that no waiting request will fill; find the trunk."""
+        if not self._prefilling and not self._waiting:
+            gaps = sorted(s for s in self._free if s < len(self._decoding))
+            movers = [r for r in self._decoding if r.slot >= len(self._decoding)]
+            for request, slot in zip(movers, gaps, strict=True):
+                self._rows.move(request.slot, slot)
+                self.stats.moved += 1
+                self._free.remove(slot)
+                self._free.append(request.slot)
+                request.slot = slot
+        self._slots = np.array([r.slot for r in self._decoding])
+        self._trunk = self._common()
+        self._changed = False
+
+    def _common(self) -> int:
+        """Return the length of the prompt prefix shared by all decoding requests, in whole blocks."""
+        first, *others = self._decoding
+        if len(others) < _WORTH:
+            return 0
+        most = min(len(r.prompt) - 1 for r in self._decoding) // BLOCK
+        for block in range(most):
+            at = (block + 1) * (BLOCK // TILE) - 1
+            name = first.names[at]
+            if any(r.names[at] != name for r in others):
+                return block * BLOCK
+        return most * BLOCK
+
+    def _end(self, request: _Request, finish: Finish) -> None:
+        ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        if request.count:
+            ids, logprobs = self._rows.result(request.slot)
+            self._keep_sampled(request, ids)
+        runs = ((0, self._receipt.version),)
+        times = CallTimes(first_s=request.first_s, cached=min(request.cached, len(request.prompt)))
+        self._settle(
+            request, Generation(ids=ids, logprobs=logprobs, finish=finish, version_runs=runs, times=times)
+        )
+
+    def _keep_sampled(self, request: _Request, ids: IntArray) -> None:
+        """Cache the full tiles that sampling completed: the next call of a rollout continues them."""
+        if not self._forward.unified:
+            return
+        first = (len(request.prompt) - 1) // TILE
+        held = np.concatenate([request.prompt[first * TILE :], ids[:-1]])
+        full = held[: len(held) // TILE * TILE]
+        parent = request.names[first - 1] if first else b""
+        with torch.inference_mode():
+            for index, name in enumerate(tile_names(full, parent), first):
+                self._keep(request.slot, index, name)
+
+    def _deliver(self) -> None:
+        """Call back outside inference mode, when the engine's state is consistent."""
+        while self._settled:
+            done, result = self._settled.popleft()
+            done(result)
+
+    def _settle(self, request: _Request, result: Generation | EngineError) -> None:
+        """Remove a request, free its slot, and queue its callback."""
+        self._settled.append((request.done, result))
+        for queue in (self._held, self._waiting, self._prefilling, self._decoding):
+            if request in queue:
+                queue.remove(request)
+        self._changed = True
+        if request.slot >= 0:
+            self._rows.stop(request.slot)
+            self._free.append(request.slot)
+            request.slot = -1
+
+
+def _check_options(model: Qwen3, options: EngineOptions) -> None:
+    limit = model.config.max_position_embeddings
+    if not 2 <= options.max_context <= limit:
+        raise EngineError(f"max_context={options.max_context} must be between 2 and the model's {limit}")
+    if options.max_rows < ROWS or options.max_rows % ROWS:
+        raise EngineError(f"max_rows={options.max_rows} must be a multiple of {ROWS}")
+    if min(options.threads, options.prefill_tiles) < 1 or options.cache_tokens < 0:
+        raise EngineError("threads and prefill_tiles must be at least 1, cache_tokens at least 0")

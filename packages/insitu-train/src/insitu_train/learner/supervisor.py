@@ -1,0 +1,274 @@
+"""Restarts a dead learner and repeats what it was doing.
+
+    generate -> dead? -> restart -> load checkpoint, replay later steps -> publish -> the same request again
+    train    -> dead? ->   "                                                       -> the same plan again
+
+Requests have their own random streams, so a repeated one gives the same tokens under the same weights: in a
+synchronous run a death does not change the result. `restarts` deaths without a committed step end the run.
+
+The process has one thread: it does not sample while it trains, saves or publishes. New requests wait
+meanwhile, with agent deadlines paused; running ones finish first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from insitu.engines.base import Engine, EngineWrapper
+from insitu.engines.downtime import engine_down
+from insitu.errors import EngineError, TrainError
+from insitu.plan.step import StepPlan
+from insitu.storage.checkpoint_files import set_aside
+from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.learner.client import Learner
+from insitu_train.options import StepResult
+from insitu_train.recovery import Committed, CommittedStep
+from insitu_train.weights.files import Publisher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A step that is not committed yet."""
+
+    result: StepResult
+    weights: str
+    """Hex digest over all tensors after it."""
+    process: int
+    """Number of the learner process, from 0."""
+
+
+class LearnerSupervisor:
+    """Supervises a learner; deadlines are the learner's own."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        publisher: Publisher,
+        committed: Callable[[], Committed],
+        *,
+        restarts: int,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Supervise.
+
+        committed: returns what makes the state after the last committed step; say: receives warnings.
+        """
+        self._learner, self._publisher, self._committed = learner, publisher, committed
+        self._restarts, self._say = restarts, say
+        self._process = 0
+        self._deaths = 0
+        """Since the last committed step."""
+        self._weights_ready = True
+        """False from a death until the new process has the right weights, even if the waiter was
+        cancelled."""
+        self._restart_lock = asyncio.Lock()
+        """Held from a death until the new process has the right weights."""
+        self._replaying = False
+        """Still true after a replay was cancelled: the process holds an unknown number of steps."""
+        self._free = asyncio.Event()
+        """Not set while the process trains, saves or publishes."""
+        self._free.set()
+
+    @property
+    def restarts(self) -> int:
+        """Restarts so far."""
+        return self._process
+
+    async def ready(self) -> int:
+        """Return the number of the process once it holds the right weights."""
+        async with self._restart_lock:
+            if not self._weights_ready:
+                await self._restart()
+            return self._process
+
+    async def sampling(self) -> int:
+        """Return the number of the process once it only samples."""
+        while True:
+            await self._free.wait()
+            process = await self.ready()
+            if self._free.is_set():
+                return process
+
+    async def replace_dead(self, process: int) -> bool:
+        """Replace process number `process` if it is dead; return whether it has been, now or before.
+
+        Raises EngineError when it died too often.
+        """
+        async with self._restart_lock:
+            if self._process != process:
+                return True
+            if self._learner.alive and self._weights_ready:
+                return False
+            await self._restart()
+            return True
+
+    async def begin(self) -> None:
+        """Load and publish the last committed step's weights."""
+        process = await self.ready()
+        try:
+            async with self._restart_lock:
+                await self._catch_up()
+        except (TrainError, EngineError):
+            if not await self.replace_dead(process):
+                raise
+
+    async def check(self) -> None:
+        """Replace a dead learner."""
+        await self.replace_dead(await self.ready())
+
+    async def train(self, plan: StepPlan, scores: Path | None = None) -> Trained:
+        """Train one plan, again in a new process if the learner dies.
+
+        scores: see `Learner.step`.
+        Raises TrainError when the trainer refused, EngineError when it died too often.
+        """
+        with self._busy():
+            return await self._train(plan, scores)
+
+    async def _train(self, plan: StepPlan, scores: Path | None) -> Trained:
+        while True:
+            process = await self.ready()
+            try:
+                async with self._publisher.training():
+                    result = await self._learner.step(plan, scores)
+                weights = self._learner.weights
+                if await self.ready() != process:
+                    continue  # another request restarted it first; the new process has not trained this
+                return Trained(result=result, weights=weights, process=process)
+            except TrainError:
+                if not await self.replace_dead(process):
+                    raise
+
+    async def save(self, folder: Path) -> str:
+        """Begin a checkpoint of the last committed step; return why the one before failed, or empty."""
+        return await self._again(lambda: self._learner.save(folder))
+
+    async def written(self) -> str:
+        """Wait for the checkpoint that is being written; return why it failed, or empty."""
+        return await self._again(self._learner.written)
+
+    async def _again(self, call: Callable[[], Awaitable[str]]) -> str:
+        """Return `call()`, repeated in a new process if the learner dies."""
+        with self._busy():
+            while True:
+                process = await self.ready()
+                try:
+                    return await call()
+                except TrainError:
+                    if not await self.replace_dead(process):
+                        raise
+
+    async def publish(self, trained: Trained) -> None:
+        """Publish a committed step. Raises TrainError, EngineError."""
+        self._deaths = 0
+        with self._busy():
+            await self._publish(trained)
+
+    async def _publish(self, trained: Trained) -> None:
+        while True:
+            process = await self.ready()
+            try:
+                if process != trained.process:
+                    async with self._restart_lock:
+                        await self._catch_up()
+                elif not trained.result.skipped:
+                    await self._publisher.publish(trained.result.version)
+                return
+            except (TrainError, EngineError):
+                if not await self.replace_dead(process):
+                    raise
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        self._free.clear()
+        try:
+            yield
+        finally:
+            self._free.set()
+
+    async def _restart(self) -> None:
+        self._weights_ready = False
+        while not self._weights_ready:
+            try:
+                if not self._learner.alive:
+                    await self._replace()
+                elif self._replaying:
+                    await self._learner.restart()
+                await self._catch_up()
+                self._process += 1
+                self._weights_ready = True
+            except (TrainError, EngineError):
+                if self._learner.alive or self._deaths >= self._restarts:
+                    raise
+
+    async def _replace(self) -> None:
+        cause = await self._learner.death()
+        if self._deaths >= self._restarts:
+            raise cause
+        self._deaths += 1
+        self._say(f"{cause}; restarting it ({self._deaths} of {self._restarts})")
+        try:
+            await self._learner.restart()
+        except asyncio.CancelledError:
+            self._deaths -= 1  # the waiter was cancelled: not a death
+            raise
+
+    async def _catch_up(self) -> None:
+        """Load or repeat the last committed step, and publish its weights."""
+        steps = await self._load()
+        for again in steps:
+            if again.version <= self._learner.version:
+                continue  # the process replayed it before
+            self._replaying = True
+            async with self._publisher.training():
+                await self._learner.step(again.plan())
+            if again.weights not in ("", self._learner.weights):
+                self._say(
+                    f"step {again.step}: trained again after the last checkpoint, its weights differ from"
+                    " those before: expected on a GPU, else the machine or a library has changed"
+                )
+        await self._publisher.publish(self._learner.version)
+        self._replaying = False
+
+    async def _load(self) -> Sequence[CommittedStep]:
+        """Load the newest checkpoint whose files are whole; return the steps after it."""
+        while True:
+            folder, steps = self._committed()
+            if folder is None:
+                return steps
+            try:
+                await self._learner.load(folder)
+                return steps
+            except TrainError:
+                if not self._learner.alive or not (moved := await asyncio.to_thread(set_aside, folder)):
+                    raise
+                self._say(moved)
+
+
+class RetryingEngine(EngineWrapper):
+    """The engine of a supervised learner (`engines.base.Engine`).
+
+    Requests interrupted by its death are retried; new ones wait while it trains or publishes, unless it
+    samples `meanwhile`.
+    """
+
+    def __init__(self, engine: Engine, supervisor: LearnerSupervisor, *, meanwhile: bool = False) -> None:
+        super().__init__(engine)
+        self._supervisor = supervisor
+        self._process = supervisor.ready if meanwhile else supervisor.sampling
+
+    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+        while True:
+            with engine_down():
+                process = await self._process()
+            try:
+                return await self._inner.generate(ids, params, key)
+            except EngineError:
+                with engine_down():
+                    replaced = await self._supervisor.replace_dead(process)
+                if not replaced:
+                    raise

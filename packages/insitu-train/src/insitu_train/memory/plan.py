@@ -1,0 +1,366 @@
+"""Chooses the memory options of every micro-batch before a step, or refuses the step with numbers.
+
+The first options of LADDER that fit are taken. A slightly larger shape is predicted first and cached, so few
+dry runs are made. A row that fits with none is refused, not dropped: the error names it, its need, the limit
+and what would help. A sharded rank's moments stay on the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from insitu.errors import TrainError
+from insitu.plan.packing import MicroBatch
+from insitu.plan.prefix_tree import build_tree
+from insitu.plan.step import StepPlan
+from insitu_train.attention.tree import by_pieces, tree_pieces
+from insitu_train.embedded.model import Qwen3
+from insitu_train.memory.meta_run import AttentionShape, BatchShape
+from insitu_train.memory.predict import GIB, BuiltinMemory, Kernels, MemoryModel, MemoryPredictor, at_most
+from insitu_train.model.base import PLAIN, MemoryOptions
+from insitu_train.model.hf import HfPolicy
+from insitu_train.options import Lora
+
+KEPT_FREE = 0.06
+"""Share of a device's memory that is left to fragmentation and libraries where no limit is configured."""
+
+_SAVED = MemoryOptions(checkpoint=True, save_attention=True)
+_CHECKPOINT = MemoryOptions(checkpoint=True)
+TILE = 16384
+"""Tokens of an MLP tile: enough to fill a GPU, few enough to save memory."""
+LADDER: Sequence[MemoryOptions] = (
+    PLAIN,
+    _SAVED,
+    replace(_SAVED, tile_mlp=TILE),
+    replace(_SAVED, tile_mlp=TILE, offload_activations=True),
+    _CHECKPOINT,
+    replace(_CHECKPOINT, tile_mlp=TILE),
+    replace(_CHECKPOINT, tile_mlp=TILE, offload_activations=True),
+    replace(_CHECKPOINT, tile_mlp=TILE, offload_activations=True, offload_optimizer=True),
+)
+"""From fast to slow. Long rows are mostly attention, so recomputing it comes late."""
+FINE = 1 << 40
+"""Steps per doubling of sizes: exact sizes."""
+_SUGGESTED = Lora(rank=16, alpha=32.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MemoryNeed:
+    """Bytes of the device and of the host."""
+
+    device: int
+    host: int
+
+
+class MemoryPlanner:
+    """Chooses the memory options of a trainer."""
+
+    def __init__(
+        self,
+        config: Any,
+        policy: HfPolicy | Qwen3,
+        *,
+        limit: int,
+        host: int,
+        measured: Callable[[], int] | None = None,
+        reference: HfPolicy | Qwen3 | None = None,
+    ) -> None:
+        """Set the limits in bytes of device and host.
+
+        config: what the policy is built from (`_config_of`). measured: returns the current limit at the start
+        of a step. reference: policy that scores each micro-batch first; its weights are not part of the
+        limit. Raises TrainError when the memory of this architecture cannot be predicted.
+        """
+        self._config, self._policy = config, policy
+        self.limit, self._host, self._measured = limit, host, measured
+        self._kernels: Kernels = "cuda" if policy.device.type == "cuda" else "cpu"
+        # on a CPU the device's memory is the host's
+        self._ladder = [t for t in LADDER if self._kernels == "cuda" or not t.offload_activations]
+        if isinstance(policy, Qwen3):
+            self._ladder = [PLAIN]
+        elif policy.shards > 1:
+            self._ladder = [t for t in self._ladder if not t.offload_optimizer]
+        self._first = 0
+        """Options of the ladder before this index have run out of memory."""
+        self._scored_by = reference
+        self._known: dict[tuple[MemoryOptions, bool], list[tuple[BatchShape, _MemoryNeed]]] = {}
+        if not isinstance(policy, Qwen3):
+            self._need(self._model, BatchShape(prefix=0, rows=1, width=2, trained=1), PLAIN, first=True)
+
+    @classmethod
+    def of(
+        cls,
+        policy: HfPolicy | Qwen3,
+        memory_gib: float,
+        *,
+        copies: bool = False,
+        references: Sequence[HfPolicy | Qwen3] = (),
+        ranks: int = 1,
+    ) -> MemoryPlanner:
+        """Return a planner for free memory, or `memory_gib` if not 0.
+
+        Free memory includes what training holds already: on a GPU it is measured at each step, since an
+        engine may share it; on a CPU now, divided by `ranks` processes. copies: a step keeps a backup of
+        weights and moments.
+        """
+        kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
+        kept //= 1 if isinstance(policy, Qwen3) else policy.shards
+        beside = sum(map(_weights, references))
+        # The largest one's forward pass needs most.
+        reference = max(references, key=_weights, default=None)
+        on_gpu = policy.device.type == "cuda"
+        host = available_memory() // ranks
+
+        def measured() -> int:
+            room = (
+                _on_gpu(policy.device) - beside
+                if on_gpu
+                else (available_memory() + _weights(policy)) // ranks
+            )
+            return int(room * (1.0 - KEPT_FREE)) - kept
+
+        limit = int(memory_gib * GIB) - kept - beside if memory_gib else measured()
+        again = measured if on_gpu and not memory_gib else None
+        return cls(_config_of(policy), policy, limit=limit, host=host, measured=again, reference=reference)
+
+    @cached_property
+    def _model(self) -> MemoryPredictor:
+        return self._of(None if isinstance(self._policy, Qwen3) else self._policy.lora)
+
+    @cached_property
+    def _reference(self) -> MemoryPredictor | None:
+        return None if self._scored_by is None else self._of(None, self._scored_by)
+
+    def plan(self, plan: StepPlan) -> list[MemoryOptions]:
+        """Return the options of every micro-batch of a step.
+
+        Raises TrainError when a micro-batch fits with none of them.
+        """
+        if self._measured is not None:
+            self.limit = self._measured()
+        found = []
+        for at, micro in enumerate(plan.batches):
+            load = load_of(plan, micro, self._kernels, self._policy.compute_dtype, self._policy.head_dim)
+            chosen = self.choose(load, first=at == 0)
+            if chosen is None:
+                raise TrainError(self._refusal(plan, micro, load, first=at == 0))
+            found.append(chosen)
+        if any(t.offload_optimizer for t in found):
+            found = [replace(t, offload_optimizer=True) for t in found]
+        return found
+
+    def choose(self, load: BatchShape, *, first: bool = True) -> MemoryOptions | None:
+        """Return the first options of LADDER that fit the shape; None when none does."""
+        if self._surely(load):
+            return PLAIN
+        ladder = self._ladder[self._first :]
+        return next((t for t in ladder if self._fits(load, t, first=first)), None)
+
+    def ran_out(self, techniques: MemoryOptions) -> bool:
+        """Exclude options that ran out of memory, and all before them.
+
+        Returns False when none are left.
+        """
+        plain = replace(techniques, offload_optimizer=False)
+        at = [t in (techniques, plain) for t in self._ladder]
+        last = max((i for i, same in enumerate(at) if same), default=-1)
+        if last + 1 >= len(self._ladder):
+            return False
+        self._first = max(self._first, last + 1)
+        return True
+
+    def _surely(self, load: BatchShape) -> bool:
+        """Return whether the built-in model has room for several times the need."""
+        if not isinstance(self._policy, Qwen3):
+            return False
+        need = at_most(self._policy.config, _weights(self._policy), load)
+        return need * (1 if self._scored_by is None else 2) <= self.limit
+
+    def _fits(self, load: BatchShape, techniques: MemoryOptions, *, first: bool) -> bool:
+        """Return whether the shape fits, by comparison with earlier predictions where that decides."""
+        load = _up(load, FINE)
+        known = self._known.setdefault((techniques, first), [])
+        for other, need in known:
+            if self._there(need) and _covers(other, load):
+                return True
+            if not self._there(need) and _covers(load, other):
+                return False
+        # a small model usually has room for two to four times as much: one prediction covers all later shapes
+        roomy = _resized(load, lambda n: 2 << max(n, 64).bit_length(), 2 << load.rows.bit_length())
+        large = [roomy] if isinstance(self._policy, Qwen3) else []
+        for size in (*large, *(_up(load, parts) for parts in (4, 64)), load):
+            need = self._need(self._model, size, techniques, first=first)
+            known.append((size, need))
+            if self._there(need):
+                return True
+            if need.device // 2 > self.limit and size not in large:
+                # rounding alone does not double it
+                return False
+        return False
+
+    def _there(self, need: _MemoryNeed) -> bool:
+        return need.device <= self.limit and need.host <= self._host
+
+    def _of(self, lora: Lora | None, reference: HfPolicy | Qwen3 | None = None) -> MemoryPredictor:
+        frozen = reference is not None
+        config = _config_of(reference) if reference is not None else self._config
+        if isinstance(self._policy, Qwen3):
+            return BuiltinMemory(config, frozen=frozen)
+        own = _config_of(reference or self._policy)
+        return MemoryModel(
+            config,
+            dtype=self._policy.compute_dtype,
+            lora=lora,
+            kernels=self._kernels,
+            frozen=frozen,
+            # a reference is whole on each rank
+            shards=1 if frozen else self._policy.shards,
+            attention=getattr(own, "_attn_implementation", ""),
+        )
+
+    def _need(
+        self, model: MemoryPredictor, load: BatchShape, techniques: MemoryOptions, *, first: bool
+    ) -> _MemoryNeed:
+        found = model.predict(load, techniques, first=first)
+        scoring = self._reference.scoring(load, techniques) if self._reference is not None else 0
+        return _MemoryNeed(device=max(found.peak, found.states + scoring), host=found.host)
+
+    def _refusal(self, plan: StepPlan, micro: MicroBatch, load: BatchShape, *, first: bool) -> str:
+        row = max((plan.rows[i] for i in micro.rows), key=lambda r: len(r.ids))
+        subject = (
+            f"rollout {row.rollout_id} segment {row.segment}: a micro-batch of {load.tokens:,} tokens"
+            f" ({load.rows} rows, the longest {len(row.ids):,}) needs"
+        )
+        helps = []
+        found = [self._need(self._model, load, t, first=first) for t in self._ladder]
+        least = min(need.device for need in found)
+        host = min((need.host for need in found if need.device <= self.limit), default=0)
+        if host:
+            needs = (
+                f"{_gib(host)} of the host's memory to fit on {self._policy.device},"
+                f" {_gib(self._host)} are available"
+            )
+        else:
+            how = " with all memory options" if len(self._ladder) > 1 else ""
+            needs = f"{_gib(least)} on {self._policy.device}{how}, {_gib(self.limit)} are available"
+            width, trained = max(1, load.width // 2), max(1, load.trained // 2)
+            shorter = replace(load, prefix=load.prefix // 2, width=width, trained=trained)
+            half = self._least(self._model, shorter, first)
+            slope = (least - half) / (0.5 * load.tokens)
+            fits = int(load.tokens - (least - self.limit) / slope) if slope > 0 else 0
+            fits -= fits % (1000 if fits >= 10_000 else 10)
+            helps.append(f"about {fits:,} tokens fit" if fits > 0 else "the weights alone do not fit")
+        if isinstance(self._policy, Qwen3):
+            helps.append("policy.kind hf has options that need less")
+        elif self._policy.lora is None:
+            helps += self._with_adapters(load, first)
+        if load.rows > 1 or len(micro.rows) > 1:
+            helps.append("a smaller train.token_budget cuts the micro-batch")
+        return f"{subject} {'; '.join([needs, *helps])}: no update"
+
+    def _with_adapters(self, load: BatchShape, first: bool) -> list[str]:
+        """Return the need with adapters; empty where the model's layers have other names."""
+        try:
+            model = self._of(_SUGGESTED)
+        except TrainError:
+            return []
+        return [f"policy.lora_rank 16 would need {_gib(self._least(model, load, first))}"]
+
+    def _least(self, model: MemoryPredictor, load: BatchShape, first: bool) -> int:
+        """Return the bytes with the most economical options."""
+        return self._need(model, load, self._ladder[-1], first=first).device
+
+
+def load_of(
+    plan: StepPlan,
+    micro: MicroBatch,
+    kernels: Kernels = "cpu",
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 128,
+) -> BatchShape:
+    """Return the shape of a micro-batch's forward on a device, in a dtype.
+
+    The last token of a prefix stands before each row, and the last token of a row predicts nothing. A tree is
+    one flat row.
+    """
+    rows = [plan.rows[i] for i in micro.rows]
+    trained = sum(int(row.mask.sum()) for row in rows)
+    if micro.layout == "tree":
+        pieces = tree_pieces(build_tree(rows))
+        shape = AttentionShape.of(pieces) if by_pieces(pieces, kernels, dtype, head_dim) else None
+        return BatchShape(prefix=0, rows=1, width=micro.tokens, trained=trained, tree=shape)
+    longest = max(len(row.ids) for row in rows)
+    return BatchShape(
+        prefix=max(0, micro.prefix - 1),
+        rows=len(rows),
+        width=longest - max(1, micro.prefix),
+        trained=trained,
+    )
+
+
+def _up(load: BatchShape, parts: int) -> BatchShape:
+    """Round sizes up to one of `parts` steps per doubling."""
+
+    def up(n: int) -> int:
+        step = max(1, (1 << max(0, n.bit_length() - 1)) // parts)
+        return -(-n // step) * step
+
+    return _resized(load, up, up(load.rows))
+
+
+def _resized(load: BatchShape, up: Callable[[int], int], rows: int) -> BatchShape:
+    """Apply `up` to all sizes but the number of rows; one row is one run of tokens."""
+    if load.rows > 1:
+        return BatchShape(prefix=up(load.prefix), rows=rows, width=up(load.width), trained=up(load.trained))
+    tree = load.tree and AttentionShape(**{k: up(n) for k, n in asdict(load.tree).items()})
+    return BatchShape(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained), tree=tree)
+
+
+def _covers(more: BatchShape, less: BatchShape) -> bool:
+    """Return whether `more` is at least as large in every respect, with the same kind of attention."""
+    if (more.rows == 1) != (less.rows == 1) or (more.tree is None) != (less.tree is None):
+        return False
+    return all(a >= b for a, b in zip(_sizes(more), _sizes(less), strict=True))
+
+
+def _sizes(load: BatchShape) -> Sequence[int]:
+    tree = () if load.tree is None else astuple(load.tree)
+    return (load.prefix, load.rows, load.width, load.trained, *tree)
+
+
+def _gib(size: int) -> str:
+    """Format bytes in GiB; more digits for small models."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / GIB:.4f} GiB"
+
+
+def _config_of(policy: HfPolicy | Qwen3) -> Any:
+    """Return a `PretrainedConfig`, or the built-in model's own config."""
+    return policy.config if isinstance(policy, Qwen3) else policy.model.config
+
+
+def _weights(policy: HfPolicy | Qwen3) -> int:
+    held = sum(p.nbytes for _, p in policy.named_parameters())
+    return held if isinstance(policy, Qwen3) else held // policy.shards
+
+
+def _on_gpu(device: torch.device) -> int:
+    """Return free bytes plus this process's own (weights, moments, cached blocks)."""
+    return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
+
+
+def available_memory() -> int:
+    """Return the available bytes of host memory (Linux), or all of it where that is unknown."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

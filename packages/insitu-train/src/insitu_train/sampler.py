@@ -1,0 +1,28 @@
+"""Engines in the learner's process, for a run that does not train: `engines` embedded and tinker."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from insitu.config import Config, model_folder
+from insitu.engines.base import Engine
+from insitu_train.learner.client import Learner
+from insitu_train.learner.process import LearnerSpec, require_learner
+
+
+class InLearner:
+    """Implements runtime.engine.LocalEngine."""
+
+    @staticmethod
+    def check(config: Config) -> None:
+        """Raise ConfigError with an install hint when a learner could not start."""
+        require_learner(config)
+
+    @staticmethod
+    @asynccontextmanager
+    async def open(config: Config, log: Path) -> AsyncIterator[tuple[Engine, Callable[[], Awaitable[None]]]]:
+        """Start a learner that only samples; its output goes to `log`. Raises EngineError."""
+        async with Learner.start(LearnerSpec.of(config, model=model_folder(config), log=log)) as learner:
+            yield learner.engine, learner.check

@@ -123,7 +123,7 @@ def collect(folder: Path) -> None:
 
 
 def main() -> int:
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path[:0] = [str(path) for path in (ROOT / "src", *(ROOT / "packages").glob("*/src"))]
     with tempfile.TemporaryDirectory(prefix="insitu-docs-") as name:
         work = Path(name)
         collect(work / "docs")

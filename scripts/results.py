@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), *map(str, (ROOT / "packages").glob("*/src"))]
 RECORDS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 FIGURE = re.compile(

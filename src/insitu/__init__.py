@@ -158,4 +158,4 @@ def _of_satellite(name: str) -> Any:
     try:
         return find("api", name)
     except ConfigError as error:  # what `from insitu import train` may raise
-        raise ImportError(f"insitu.{name}: {error}") from error
+        raise ImportError(str(error).replace("api: ", "insitu.", 1)) from None

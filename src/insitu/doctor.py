@@ -18,7 +18,7 @@ from insitu.agents.recipe import Recipe, shipped_recipes
 from insitu.engines.vllm_weights import SUPPORTED
 from insitu.errors import SetupError
 from insitu.install_hints import install_extra
-from insitu.registry import BUILT_IN_SOURCE, listing
+from insitu.registry import BUILT_IN_SOURCE, SATELLITES, listing, shipped
 from insitu.sandbox import rootfs as layout
 from insitu.sandbox.cgroup import find as find_cgroups
 from insitu.sandbox.limits import is_root
@@ -52,8 +52,13 @@ def examine() -> Iterator[MachineCheck]:
     yield _node()
     yield from (_agent(recipe) for recipe in shipped_recipes().values() if recipe.npm or recipe.pip)
     yield from _entry_points()
-    yield _package("torch", "the learner", install_extra("train"))
-    yield from _training()
+    yield from (
+        _package(f"insitu-{name}", own.get("verbs", "tasks"), install_extra(name), needed=False)
+        for name, own in SATELLITES.items()
+    )
+    if _version("insitu-train"):
+        yield _package("torch", "the learner", install_extra("train"))
+        yield from _training()
 
 
 def report(checks: Sequence[MachineCheck]) -> tuple[str, bool]:
@@ -190,7 +195,7 @@ def _agent(recipe: Recipe) -> MachineCheck:
 def _entry_points() -> Iterator[MachineCheck]:
     """Yield the extensions that other packages declare by entry points; a broken one is not found."""
     for info in listing():
-        if info.source != BUILT_IN_SOURCE:
+        if info.source != BUILT_IN_SOURCE and (info.error or info.name not in shipped(info.kind)):
             text = f"{info.kind}, from {info.source}" + (f": {info.error}" if info.error else "")
             yield MachineCheck(name=info.name, found=not info.error, text=text, needed=False)
 

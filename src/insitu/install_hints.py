@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 NAME = __name__.partition(".")[0]
 """Name of the distribution."""
+WORKSPACE = "requirements/packages.txt"
+"""All packages of a checkout, editable: an extra is resolved among them."""
 
 
 def install_extra(extra: str) -> str:
@@ -25,7 +27,9 @@ def install_extra(extra: str) -> str:
     if (prefix / "uv-receipt.toml").exists():
         return f"uv tool install {requirement}"
     folder = _editable()
-    return f"{_pip()} install -e '{folder}[{extra}]'" if folder else f"{_pip()} install {requirement}"
+    if folder:
+        return f"cd '{folder}' && {_pip()} install -r {WORKSPACE} {requirement}"
+    return f"{_pip()} install {requirement}"
 
 
 def install_package(package: str) -> str:

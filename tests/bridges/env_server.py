@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sources import SOURCES
+
 ROOT = Path(__file__).parents[2]
 ENVS = ROOT / "envs"
 START_S = 120.0
@@ -25,7 +27,7 @@ def start(name: str, variables: dict[str, str] | None = None) -> tuple[subproces
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"} | (variables or {})
+    env = os.environ | {"PYTHONPATH": SOURCES, "PYTHONDONTWRITEBYTECODE": "1"} | (variables or {})
     command = [
         "uvicorn",
         "server.app:app",

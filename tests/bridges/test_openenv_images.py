@@ -45,7 +45,16 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with insitu, and all that the packages need of an index."""
     folder = tmp_path_factory.mktemp("base") / "wheels"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    called(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT)
+    called(
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        folder,
+        ROOT,
+        *(ROOT / "packages").iterdir(),
+    )
     only = ["--only-binary", ":all:", "--python-version", PYTHON]
     called(*pip, "download", *only, "--dest", folder, "--find-links", folder, *needed(), "pip", "setuptools")
     return folder

@@ -25,6 +25,7 @@ from insitu.types import Group, Ledger, Rollout, Status
 from insitu_bridges import slime
 from insitu_bridges.rows import rows_of
 from insitu_bridges.thread import SourceThread
+from sources import SOURCES
 
 
 class State(Enum):
@@ -373,7 +374,7 @@ def _slime_source() -> str:
 
 
 def _run(source: str, *arguments: str) -> str:
-    folders = (source, str(Path(__file__).parent), str(Path(__file__).parents[2] / "src"))
+    folders = (source, str(Path(__file__).parent), SOURCES)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(
         [sys.executable, *arguments],

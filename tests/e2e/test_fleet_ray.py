@@ -16,6 +16,7 @@ from insitu.config import load_config
 from insitu.errors import SetupError
 from insitu.shutdown import descendants
 from insitu.types import Status
+from sources import SOURCES
 from tests.e2e.test_fleet import Bed, alive, same, until
 
 try:
@@ -27,7 +28,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.filterwarnings("ign
 
 LEASE_S = 8.0
 NODE = b"insitu_fleet.node"
-SOURCE = str(Path(__file__).parents[2] / "src")
 
 
 class RayBed(Bed):
@@ -86,7 +86,7 @@ class Machines:
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    os.environ["PYTHONPATH"] = SOURCE
+    os.environ["PYTHONPATH"] = SOURCES
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     made = Machines()
     yield made

@@ -19,6 +19,7 @@ from insitu.config import load_config
 from insitu.storage.metrics import read_metrics
 from insitu.storage.run_dir import RunDir
 from insitu.tracking.names import numbers
+from sources import SOURCES
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def again(path: Path) -> None:
 def track(run: Path, packages: str, name: str) -> str:
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), packages]),
+        "PYTHONPATH": os.pathsep.join([SOURCES, packages]),
         "WANDB_MODE": "offline",
         "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
         "TRACKIO_DIR": str(run.parent / "trackio"),

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from insitu_fleet.deploy.folder import DeployOptions, deploy
+from sources import SOURCES
 
 pytestmark = pytest.mark.full
 
@@ -100,7 +101,7 @@ def slurm() -> Iterator[dict[str, str]]:
         (folder / "munge.key").chmod(0o400)
         variables = os.environ | {
             "SLURM_CONF": str(conf),
-            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONPATH": SOURCES,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         munge = [

@@ -18,6 +18,7 @@ import pytest
 import insitu
 from insitu.agents.install import find_node
 from insitu.config import WARM_START
+from sources import uninstalled
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -88,7 +89,7 @@ def server(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def _insitu(environment: Path, arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
     command = [environment / "bin" / "python", "-m", "insitu", *map(str, arguments)]
     path = os.pathsep.join([str(find_node().parent), os.environ["PATH"]])  # that environment has none
-    variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src")}
+    variables = {**os.environ, "PATH": path, "PYTHONPATH": uninstalled(out.parent / "entry-points")}
     with out.open("wb") as file:
         return subprocess.Popen(command, env=variables, stdout=file, stderr=file)
 

@@ -102,4 +102,6 @@ def test_an_editable_install_stays_one(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "prefix", os.devnull)
     assert distribution(hints.NAME).version == "0"
-    assert hints.install_extra("hf") == "pip install -e '/a folder/it[hf]'"
+    assert hints.install_extra("hf") == (
+        "cd '/a folder/it' && pip install -r requirements/packages.txt 'insitu[hf]'"
+    )

@@ -167,7 +167,15 @@ def test_broken_layers_are_found(tmp_path: Path) -> None:
         assert f"{module.replace('/', '.')} -> torch" in done.stdout
 
 
-OF_ONE = ("-train[hf]", "-train[tinker]", "-bridges[prime]", "-bridges[hub]", "-fleet[harbor]", "-fleet[ray]")
+OF_ONE = (
+    "-train[torch]",
+    "-train[hf]",
+    "-train[tinker]",
+    "-bridges[prime]",
+    "-bridges[hub]",
+    "-fleet[harbor]",
+    "-fleet[ray]",
+)
 """Extras that are those of one package."""
 
 
@@ -204,7 +212,8 @@ def test_packages_have_one_version_and_the_core_knows_what_each_declares() -> No
             command.name for group in kinds.get("commands", "").split() for command in find("commands", group)
         }
         assert verbs == {*kinds.get("verbs", "").split()}
-        assert core["optional-dependencies"][name] == [f"insitu-{name}=={__version__}"]
+        more = "[torch]" if name == "train" else ""
+        assert core["optional-dependencies"][name] == [f"insitu-{name}{more}=={__version__}"]
     assert set(registry.shipped("api")) == insitu._OF_SATELLITES
 
 
@@ -235,7 +244,7 @@ def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
 
 def test_models_of_transformers_need_one_extra_only() -> None:
     extra = projects()["insitu-train"]["optional-dependencies"]["hf"]
-    assert [text.partition(">")[0] for text in extra] == ["transformers"]
+    assert [re.split("[>=]", text)[0] for text in extra] == ["insitu-train[torch]", "transformers"]
 
 
 NAMED = {"yaml": "pyyaml", "pytest_asyncio": "pytest-asyncio"}

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from sources import SOURCES
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +100,7 @@ def test_kernels_agree_with_torch_and_compile_for_hopper(program: str, interpret
         **os.environ,
         "TRITON_INTERPRET": interpret,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": SOURCES,
     }
     done = subprocess.run(
         [python_with_triton(), "-c", program],

@@ -73,7 +73,7 @@ def deploy(options: DeployOptions) -> Deployment:
         written.append(_write(options.out / "insitu.toml", options.config.read_text(encoding="utf-8")))
         written.append(_write(options.out / ".dockerignore", "runs\n.env\n*.log\n"))
         (options.out / "wheels").mkdir()
-        written.append(_write(options.out / "wheels" / "README", "A wheel of insitu, or nothing.\n"))
+        written.append(_write(options.out / "wheels" / "README", "The wheels of insitu, or nothing.\n"))
     except OSError as error:
         raise SetupError(f"cannot write {options.out}: {error.strerror or error}") from error
     return Deployment(files=tuple(written), needs=tuple(_needs(config, options.out)))

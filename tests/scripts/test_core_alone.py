@@ -1,0 +1,118 @@
+"""`pip install insitu` alone: its wheel without torch and without the packages beside the core."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from insitu.registry import SATELLITES
+from insitu.tasks.toy import ToySource
+from insitu.types import Limits
+from tests.fakes.provider import KEY, serve_provider
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PIP = {name: f"pip install 'insitu[{name}]'" for name in SATELLITES}
+ABSENT = ("insitu", "_insitu", "__editable__", "torch", "safetensors", "transformers", "functorch")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH: the core's wheel, and what is installed here but for `ABSENT`."""
+    folder = tmp_path_factory.mktemp("core")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    site = folder / "site"
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith(ABSENT) and path.suffix != ".pth":
+            (site / path.name).symlink_to(path)
+    return site
+
+
+def command(environment: Path, *arguments: object) -> tuple[list[str], dict[str, str]]:
+    """The command line of the base Python, which has no package of its own but those of `environment`."""
+    path = {**os.environ, "PYTHONPATH": str(environment), "FAKE_KEY": KEY}
+    base = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    return [str(base), "-S", "-P", "-m", "insitu", *map(str, arguments)], path
+
+
+def said(environment: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    argv, path = command(environment, *arguments)
+    return subprocess.run(argv, env=path, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_verb_of_a_package_that_is_not_installed_names_it(environment: Path) -> None:
+    for name, own in SATELLITES.items():
+        for verb in own.get("verbs", "").split():
+            done = said(environment, verb)
+            line = f"{verb} is in the package insitu-{name}, which is not installed: {PIP[name]}"
+            assert (done.returncode, done.stderr) == (2, f"insitu: {line}\n")
+
+
+def test_the_doctor_says_which_packages_are_installed(environment: Path) -> None:
+    out = said(environment, "doctor").stdout
+    assert all(f"insitu-{name}" in out for name in SATELLITES)
+    assert out.count("pip install 'insitu[") == len(SATELLITES)
+    assert "torch" not in out
+
+
+def test_a_name_and_a_function_of_another_package_name_it(environment: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    done = said(environment, "tasks", "list", "tasks.source=swe_bench", f"tasks.path={rows}")
+    assert done.returncode == 2
+    assert "swe_bench is in the package insitu-tasksets, which is not installed" in done.stderr
+    argv, path = command(environment)
+    code = "import insitu\ntry: insitu.train\nexcept ImportError as error: print(error)"
+    done = subprocess.run([*argv[:3], "-c", code], env=path, capture_output=True, text=True, check=False)
+    line = f"insitu.train is in the package insitu-train, which is not installed: {PIP['train']}
+"
+    assert (done.stdout, done.stderr) == (line, "")
+
+
+async def test_a_rollout_is_sampled_and_graded(environment: Path, tmp_path: Path) -> None:
+    source = ToySource(Limits())
+    known = {problem.prompt: problem for problem in map(source.problem, source.tasks("eval", 0, 2))}
+
+    def reply(asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        problem = known[next(m["content"] for m in asked["messages"] if m["role"] == "user")]
+        if any(m["role"] == "tool" for m in asked["messages"]):
+            return {"content": "done"}
+        edits = [{"oldText": problem.fault.old, "newText": problem.fault.new}]
+        arguments = json.dumps({"path": problem.path, "edits": edits})
+        call = {"id": "call_1", "type": "function", "function": {"name": "edit", "arguments": arguments}}
+        return {"content": None, "tool_calls": [call]}
+
+    async with serve_provider() as fake:
+        fake.replies = reply
+        settings = (
+            *(
+                "engine.kind=upstream",
+                "engine.model=big-model",
+                f"engine.url={fake.url}",
+                "engine.key_env=FAKE_KEY",
+            ),
+            *("harness.agent=script", "rollout.count=2", "rollout.samples=1", f"run.dir={tmp_path / 'run'}"),
+        )
+        argv, path = command(environment, "rollout", "--plain", "--json", *settings)
+        process = await asyncio.create_subprocess_exec(
+            *argv, env=path, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(120):
+            out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["graded"], summary["verdict"]["resolved"]) == (2, 2)

@@ -78,8 +78,7 @@ def test_a_name_and_a_function_of_another_package_name_it(environment: Path, tmp
     argv, path = command(environment)
     code = "import insitu\ntry: insitu.train\nexcept ImportError as error: print(error)"
     done = subprocess.run([*argv[:3], "-c", code], env=path, capture_output=True, text=True, check=False)
-    line = f"insitu.train is in the package insitu-train, which is not installed: {PIP['train']}
-"
+    line = f"insitu.train is in the package insitu-train, which is not installed: {PIP['train']}\n"
     assert (done.stdout, done.stderr) == (line, "")
 
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 NAME = __name__.partition(".")[0]
 """Name of the distribution."""
 WORKSPACE = "requirements/packages.txt"
-"""All packages of a checkout, editable: an extra is resolved among them."""
+"""The packages beside the core, of which an extra of a checkout takes some."""
 
 
 def install_extra(extra: str) -> str:
@@ -28,7 +28,7 @@ def install_extra(extra: str) -> str:
         return f"uv tool install {requirement}"
     folder = _editable()
     if folder:
-        return f"cd '{folder}' && {_pip()} install -r {WORKSPACE} {requirement}"
+        return f"cd '{folder}' && {_pip()} install -e '.[{extra}]' -r {WORKSPACE}"
     return f"{_pip()} install {requirement}"
 
 

@@ -103,5 +103,5 @@ def test_an_editable_install_stays_one(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "prefix", os.devnull)
     assert distribution(hints.NAME).version == "0"
     assert hints.install_extra("hf") == (
-        "cd '/a folder/it' && pip install -r requirements/packages.txt 'insitu[hf]'"
+        "cd '/a folder/it' && pip install -e '.[hf]' -r requirements/packages.txt"
     )

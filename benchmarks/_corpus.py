@@ -62,7 +62,7 @@ def write_model(folder: Path) -> Path:
             used += len(text)
     tokenizer.train_from_iterator(taken, trainer)
     tokenizer.add_tokens([AddedToken(t, special=t.startswith("<|"), normalized=False) for t in CONTROL])
-    template = files("insitu").joinpath("demo", "chat_template.jinja").read_text(encoding="utf-8")
+    template = files("insitu_train").joinpath("demo", "chat_template.jinja").read_text(encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 from sandbox_rig import out, python, sh
 
 import insitu
-from insitu.sandbox import limits
+from insitu.sandbox import limits, rootfs
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
 
@@ -195,3 +195,17 @@ except OSError as error:
     print(type(error).__name__)
 """
     return await python(sandbox, code)
+
+
+def test_all_packages_are_hidden_where_they_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("insitu/sandbox", "insitu_train", "insitu_tasksets", "numpy"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(rootfs, "__file__", str(tmp_path / "insitu" / "sandbox" / "rootfs.py"))
+    hidden = set(rootfs.hidden_folders([]))
+    assert {path.name for path in hidden if path.parent == tmp_path} == {
+        "insitu",
+        "insitu_train",
+        "insitu_tasksets",
+    }

@@ -391,7 +391,9 @@ def test_a_store_whose_first_process_ends_while_it_is_made_is_made_by_the_next(
 def test_every_failpoint_is_somewhere_and_every_place_is_a_failpoint() -> None:
     assert {*MOVES, "schema"} == set(failpoint.COMMITS)
     source = Path(failpoint.__file__).parent
-    text = "\n".join(path.read_text() for path in source.rglob("*.py") if path.name != "failpoint.py")
+    folders = [source, *(source.parents[1] / "packages").glob("*/src")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    text = "\n".join(path.read_text() for path in files if path.name != "failpoint.py")
     commits = set(re.findall(r'_(?:writing|move)\("(\w+)"', text))
     places = set(re.findall(r'failpoint\.hit\("([\w.]+)"\)', text))
     assert commits == set(failpoint.COMMITS)

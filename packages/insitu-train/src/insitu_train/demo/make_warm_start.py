@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +55,18 @@ RECORDED = 320
 """Number of demonstrations recorded through Pi, half of them with each phase's habits."""
 RECORDING_SOURCES = (
     *(
-        f"demo/{name}"
+        f"insitu_train/demo/{name}"
         for name in ("demonstrator.py", "rendered_demonstrations.py", "sft_data.py", "vocabulary.py")
     ),
-    *("demo/chat_template.jinja", "tasks/toy.py"),
+    *("insitu_train/demo/chat_template.jinja", "insitu/tasks/toy.py"),
 )
-"""Files of the package that affect the demonstrations."""
+"""Files that affect the demonstrations."""
 SOURCES = (
     *RECORDING_SOURCES,
-    *("demo/sft_job.py", "engines/embedded/model.py"),
-    *("training/sft/trainer.py", "training/trainer/optimizer.py", "training/loss/fused_head.py"),
+    *("insitu_train/demo/sft_job.py", "insitu_train/embedded/model.py", "insitu_train/sft/trainer.py"),
+    *("insitu_train/trainer/optimizer.py", "insitu_train/loss/fused_head.py"),
 )
-"""Files of the package that affect a warm start's weights."""
+"""Files that affect a warm start's weights."""
 SFT_SILENCE_S = 1800.0
 """Timeout of one report of the supervised training."""
 
@@ -241,8 +242,8 @@ def content_key(constants: Sequence[str], job: SftJob) -> str:
 
 def _hashed(parts: Sequence[str], sources: Sequence[str]) -> str:
     h = hashlib.sha256()
-    package = Path(__file__).parent.parent
-    for part in [*parts, *((package / name).read_text() for name in sources)]:
+    paths = (name.partition("/")[::2] for name in sources)
+    for part in [*parts, *(files(package).joinpath(rest).read_text() for package, rest in paths)]:
         h.update(hashlib.sha256(part.encode()).digest())
     return h.hexdigest()[:24]
 

@@ -21,8 +21,7 @@ from insitu.capture.ledger import reassign
 from insitu.errors import CaptureError, InsituError
 from insitu.gateway.host_tools import HostCall
 from insitu.gateway.server import Gateway
-from insitu.gateway.session import Session
-from insitu.gateway.session_spec import SessionStats
+from insitu.gateway.session import Session, SessionStats
 from insitu.grading.diff import DiffPolicy, compare, unified
 from insitu.grading.verdict import NOTHING_CHANGED, with_ending
 from insitu.types import (

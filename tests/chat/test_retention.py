@@ -18,16 +18,17 @@ from render_families import HERMES, QWEN3_HEAD, QWEN3_REASONING, write_renderer
 from test_splice import EXAMPLES, TOOL, other_spelling
 
 from insitu.capture.exactness import training_faults
-from insitu.capture.forest import Forest
 from insitu.chat.model_files import read_folder
 from insitu.chat.renderer import dropping_roles
 from insitu.chat.renderers_adapter import AdaptedRenderer, render
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.chat.validation import CodecRenderer
 from insitu.engines.scripted import ScriptedEngine
-from insitu.gateway.host_tools import ToolBox
-from insitu.gateway.session_spec import SessionSpec
-from insitu.gateway.turn import Turns
+from insitu.gateway.body_cache import BodyName
+from insitu.gateway.dialects.base import WireCall
+from insitu.gateway.request import GatewayConfig
+from insitu.gateway.server import Gateway
+from insitu.gateway.token_backend import TokenBackend, TokenSession
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,6 @@ class Talk:
         self.request = ModelRequest(messages=tuple(self.history), tools=(TOOL,))
         self.questions = 0
         self.odd = False
-        self.forest = Forest("r", reset_roles=dropping_roles(chat_renderer))
         self.engine = ScriptedEngine(chat_renderer, self._say, sampled=True)
 
     def _say(self, ids: IntArray, key: RequestKey) -> IntArray:
@@ -73,17 +73,20 @@ class Talk:
         return other_spelling(self.renderer, ids, self.rng) if self.odd else ids
 
     async def run(self, steps: int) -> Trajectory:
-        limits = Limits(wall_s=600, max_calls=10_000, max_session_tokens=1 << 24, max_context_tokens=1 << 24)
-        spec = SessionSpec(
-            rollout_id="r", seed=0, limits=limits, temperature=1.0, max_call_tokens=1 << 20,
-            engine_deadline_s=60, inline_chars=1 << 20,
-        )  # fmt: skip
-        turns = Turns(self.engine, self.renderer, self.forest, spec, ToolBox())
+        limits = Limits(
+            wall_s=600,
+            max_calls=10_000,
+            max_call_tokens=1 << 20,
+            max_session_tokens=1 << 24,
+            max_context_tokens=1 << 24,
+        )
+        config = GatewayConfig(inline_chars=1 << 20, keep_reasoning="template")
+        session = Gateway(TokenBackend(self.engine, self.renderer), config).open_session("r", limits=limits)
+        assert isinstance(session, TokenSession)
         for turn in range(steps):
-            reply = await turns.run(self.request, turn)
-            assert reply.node is not None
-            self.forest.mark_delivered(reply.node)
-            said = reply.reply
+            call = session.admit(BodyName("", b"%d" % turn, b""), WireCall(request=self.request))
+            said = await call.task
+            call.delivered()
             reported = Message(
                 role="assistant", text=said.text, reasoning=said.reasoning, tool_calls=said.tool_calls
             )
@@ -94,8 +97,8 @@ class Talk:
             echo = reported if self.rng.random() < 0.5 else replace(reported, reasoning="")
             self.history += [reported, *run]
             self.request = replace(self.request, messages=(*self.request.messages, echo, *run))
-        assert turns.stats.edited == 0
-        return self.forest.trajectory()
+        assert session.stats.edited == 0
+        return session.forest.trajectory()
 
 
 @pytest.mark.fuzz

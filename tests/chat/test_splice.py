@@ -20,15 +20,17 @@ from hypothesis import strategies as st
 from known_lab import renderer_of
 from render_families import write_renderer
 
-from insitu.capture.forest import Forest
 from insitu.chat.model_files import read_folder
 from insitu.chat.renderer import prepared
 from insitu.chat.template import template_renderer
 from insitu.chat.validation import CodecRenderer
 from insitu.engines.scripted import ScriptedEngine
-from insitu.gateway.host_tools import ToolBox
-from insitu.gateway.session_spec import SessionSpec
-from insitu.gateway.turn import Turns
+from insitu.gateway.body_cache import BodyName
+from insitu.gateway.dialects.base import WireCall
+from insitu.gateway.request import GatewayConfig
+from insitu.gateway.server import Gateway
+from insitu.gateway.session import SessionStats
+from insitu.gateway.token_backend import TokenBackend, TokenSession
 from insitu.types import Finish, IntArray, Limits, Message, ModelRequest, Reply, ToolCall, ToolSpec
 
 pytestmark = pytest.mark.slow
@@ -64,29 +66,30 @@ class Lab:
     sampled: list[tuple[IntArray, Finish]] = field(default_factory=list)
     runs: list[list[Message]] = field(default_factory=list)
 
-    async def talk(self, request: ModelRequest, steps: int, follow: random.Random) -> Turns:
+    async def talk(self, request: ModelRequest, steps: int, follow: random.Random) -> SessionStats:
         self.engine = ScriptedEngine(self.chat_renderer, lambda ids, key: next(self.said), sampled=True)
-        limits = Limits(wall_s=600, max_calls=10_000, max_session_tokens=1 << 24, max_context_tokens=1 << 24)
-        spec = SessionSpec(
-            rollout_id="r",
-            seed=0,
-            limits=limits,
-            temperature=1.0,
+        limits = Limits(
+            wall_s=600,
+            max_calls=10_000,
             max_call_tokens=1 << 20,
-            engine_deadline_s=60,
-            inline_chars=1 << 20,
+            max_session_tokens=1 << 24,
+            max_context_tokens=1 << 24,
         )
-        turns = Turns(self.engine, self.chat_renderer, Forest("r"), spec, ToolBox())
+        gateway = Gateway(TokenBackend(self.engine, self.chat_renderer), GatewayConfig(inline_chars=1 << 20))
+        session = gateway.open_session("r", limits=limits)
+        assert isinstance(session, TokenSession)
         self.runs.append([m for m in request.messages if m.role != "system"])
         for turn in range(steps):
-            answer = await turns.run(request, turn)
-            run = follow_up(answer.reply, follow)
+            call = session.admit(BodyName("", b"%d" % turn, b""), WireCall(request=request))
+            reply = await call.task
+            call.delivered()
+            run = follow_up(reply, follow)
             sampled = self.sampled[turn : turn + 1]
             calls = [call for ids, _ in sampled for call in self.chat_renderer.parse(ids).calls]
-            own = {wire.id: call.id for wire, call in zip(answer.reply.tool_calls, calls, strict=False)}
+            own = {wire.id: call.id for wire, call in zip(reply.tool_calls, calls, strict=False)}
             self.runs.append([replace(m, tool_call_id=own.get(m.tool_call_id, "")) for m in run])
-            request = replace(request, messages=(*request.messages, echo(answer.reply, follow), *run))
-        return turns
+            request = replace(request, messages=(*request.messages, echo(reply, follow), *run))
+        return session.stats
 
     def expected(self, request: ModelRequest) -> list[list[int]]:
         """Every prompt, from the pieces alone."""
@@ -187,9 +190,9 @@ def test_the_engine_is_sent_the_exact_splice(chat_renderer: CodecRenderer) -> No
             messages=(Message(role="system", text=texts[0]), Message(role="user", text=texts[1] or "q")),
             tools=(TOOL,),
         )
-        turns = asyncio.run(lab.talk(request, steps, random.Random(seed + 1)))
+        stats = asyncio.run(lab.talk(request, steps, random.Random(seed + 1)))
         assert [sent.ids.tolist() for sent in lab.engine.sent] == lab.expected(request)
-        assert (turns.stats.edited, turns.stats.forks) == (0, 0)
+        assert (stats.edited, stats.forks) == (0, 0)
 
     prove()
 
@@ -298,8 +301,8 @@ def test_markers_are_counted_wherever_they_came_from(tmp_path: Path) -> None:
             ),
         ),
     )
-    turns = asyncio.run(lab.talk(request, 1, random.Random(0)))
-    assert turns.stats.injections == 7
+    stats = asyncio.run(lab.talk(request, 1, random.Random(0)))
+    assert stats.injections == 7
     (sent,) = lab.engine.sent
     assert injected in chat_renderer.decode(sent.ids)
     ends = [

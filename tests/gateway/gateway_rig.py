@@ -16,7 +16,7 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.backend import CallReport
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
-from insitu.gateway.token_backend import TokenBackend, TokenCalls
+from insitu.gateway.token_backend import TokenBackend, TokenSession
 from insitu.types import IntArray, Limits, Message, RequestKey, ToolCall, Trajectory
 
 ASK = [{"role": "system", "content": "You fix code."}, {"role": "user", "content": "Fix f."}]
@@ -92,9 +92,9 @@ class Rig:
             self.origin = "http://gateway"
             connector = aiohttp.UnixConnector(str(self._unix))
         self.http = await enter(aiohttp.ClientSession(connector=connector))
-        self.session = self.gateway.open_session("r/0", seed=7, limits=self._limits, listener=self._unix)
-        assert isinstance(self.session.calls, TokenCalls)
-        self.calls = self.session.calls
+        session = self.gateway.open_session("r/0", seed=7, limits=self._limits, listener=self._unix)
+        assert isinstance(session, TokenSession)
+        self.session = session
         self.base = f"{self.origin}/s/{self.session.public_id}/v1"
         self.auth = {"Authorization": f"Bearer {self.session.secret}"}
         return self

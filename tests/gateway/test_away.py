@@ -11,7 +11,7 @@ from gateway_rig import ASK, Rig, said
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.downtime import engine_down
 from insitu.gateway import deadlines as clock
-from insitu.gateway import session_spec
+from insitu.gateway import session as session_module
 from insitu.gateway.request import GatewayConfig
 from insitu.types import Limits, RequestKey
 
@@ -104,7 +104,7 @@ async def test_a_client_that_gave_up_and_is_answered_later_misses_nothing(render
     async with Rig(renderer, [ANSWER], config=config, before=Away(60.0)) as rig:
         call = asyncio.create_task(rig.post({"messages": ASK}))
         await asyncio.wait_for(rig.engine.before.waits.wait(), 10.0)  # type: ignore[union-attr]
-        (held,) = rig.calls._calls
+        (held,) = rig.session.calls
         call.cancel()
         await asyncio.wait([held.task], timeout=10.0)
         assert rig.session.stats.infra_error == "the engine was down when the call was stopped"
@@ -113,7 +113,7 @@ async def test_a_client_that_gave_up_and_is_answered_later_misses_nothing(render
 
 
 async def test_no_session_waits_for_ever(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (clock, session_spec):
+    for module in (clock, session_module):
         monkeypatch.setattr(module, "AWAY_MOST_S", 0.2)
     async with Rig(renderer, [ANSWER], limits=Limits(wall_s=0.2), before=Away(60.0)) as rig:
         assert (await rig.post({"messages": ASK}))[0] != 200

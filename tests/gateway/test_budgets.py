@@ -12,7 +12,7 @@ from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.dialects.chat import ChatDialect
 from insitu.gateway.request import GatewayConfig
-from insitu.gateway.turn import mint_call_id
+from insitu.gateway.token_call import mint_call_id
 from insitu.types import Limits, Message, RequestKey
 
 LOOP = Message(role="assistant", tool_calls=(call("read", "{}"),))
@@ -133,7 +133,7 @@ async def test_call_ids_are_a_function_of_their_place(renderer: TemplateRenderer
 
 async def test_a_count_is_within_the_budgets_and_the_cap(renderer: TemplateRenderer) -> None:
     def counted(rig: Rig) -> Awaitable[int]:
-        return rig.calls.count_tokens(ChatDialect().parse({"messages": ASK}, "").request)
+        return rig.session.count_tokens(ChatDialect().parse({"messages": ASK}, "").request)
 
     config = GatewayConfig(max_concurrent_calls=1, max_waiting_calls=0, inline_chars=0)
     async with Rig(renderer, [said("a")], limits=Limits(max_calls=1), config=config) as rig:
@@ -155,7 +155,7 @@ async def test_text_that_cannot_fit_is_not_encoded(renderer: TemplateRenderer) -
         # Few tokens for its length, if it were encoded: what refuses it is its length.
         body = {"messages": [{"role": "user", "content": "x" * 17_000}]}
         with pytest.raises(WireError) as refused:
-            await rig.calls.count_tokens(ChatDialect().parse(body, "").request)
+            await rig.session.count_tokens(ChatDialect().parse(body, "").request)
         assert (refused.value.cause, rig.session.stats.overflows) == ("context_length_exceeded", 0)
         status, answer = await rig.post(body)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")

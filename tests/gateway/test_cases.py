@@ -24,7 +24,7 @@ from insitu.errors import EngineError, EngineUnavailable
 from insitu.gateway import request
 from insitu.gateway import session as session_module
 from insitu.gateway.request import GatewayConfig
-from insitu.gateway.turn import MAX_REFUSALS, MAX_STOPS
+from insitu.gateway.token_backend import MAX_REFUSALS, MAX_STOPS
 from insitu.types import Generation, IntArray, Limits, Message, RequestKey, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}

@@ -234,7 +234,7 @@ async def test_a_body_that_cannot_fit_the_context_is_not_read_to_its_end(rendere
         url = f"{rig.base}/chat/completions"
         async with rig.http.post(url, data=io.BytesIO(body), headers=rig.auth) as answer:
             assert answer.status == 413
-        assert rig.calls.bodies.parsed_bytes == 0
+        assert rig.session.bodies.parsed_bytes == 0
         assert (await rig.post({"messages": ASK}))[0] == 200
     async with Rig(renderer, [said("x")], limits=Limits(max_context_tokens=400_000)) as rig:
         url = f"{rig.base}/chat/completions"

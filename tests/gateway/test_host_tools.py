@@ -142,10 +142,10 @@ async def test_after_a_call_of_an_injected_tool_only_what_is_new_is_read(rendere
         messages: list[Any] = [*ASK]
         costs: list[int] = []
         for _ in range(14):
-            before = rig.calls.bodies.parsed_bytes
+            before = rig.session.bodies.parsed_bytes
             status, body = await rig.post({"messages": messages, "tools": TOOLS})
             assert status == 200
-            costs.append(rig.calls.bodies.parsed_bytes - before)
+            costs.append(rig.session.bodies.parsed_bytes - before)
             messages.append(body["choices"][0]["message"])
             for made in messages[-1].get("tool_calls", []):
                 messages.append({"role": "tool", "tool_call_id": made["id"], "content": "x = 1\n" * 500})

@@ -51,7 +51,7 @@ async def test_over_two_hundred_turns_only_new_text_is_encoded_and_parsed(
     async with Rig(renderer, [ids], limits=ROOMY) as rig:
         encoded, parsed = [], []
         for turn in range(TURNS):
-            before = tokenizer.characters, rig.calls.bodies.parsed_bytes
+            before = tokenizer.characters, rig.session.bodies.parsed_bytes
             body = {"model": "m", "messages": messages, "tools": TOOLS, "stream": stream}
             if stream:
                 await rig.stream(body)
@@ -60,7 +60,7 @@ async def test_over_two_hundred_turns_only_new_text_is_encoded_and_parsed(
                 _, reply = await rig.post(body)
                 minted = reply["choices"][0]["message"]["tool_calls"][0]["id"]
             encoded.append(tokenizer.characters - before[0])
-            parsed.append(rig.calls.bodies.parsed_bytes - before[1])
+            parsed.append(rig.session.bodies.parsed_bytes - before[1])
             function = {"name": "read", "arguments": '{"path":"app.py"}'}
             tool_call = {"id": minted if minted != "unknown" else f"c{turn}", "type": "function"}
             messages.append(

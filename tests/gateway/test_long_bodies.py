@@ -130,11 +130,11 @@ async def test_a_body_that_is_refused_when_read_as_a_whole_overflows_nothing(
     """Its parts were within the limit on values, and nothing sampled holds the first of them."""
     part = [{"role": "user", "content": "x"}] * 20
     async with Rig(renderer, [said("ok")], config=GatewayConfig(max_json_items=100)) as rig:
-        bodies = rig.calls.bodies
+        bodies = rig.session.bodies
         wire, name = await bodies.read(ChatDialect(), orjson.dumps({"messages": part}), "")
         Forest("r").plan(wire.request, "f")
         wire, name = await bodies.read(ChatDialect(), orjson.dumps({"messages": part * 2}), "")
-        call = rig.calls.admit(name, wire.request, wire.names)
+        call = rig.session.admit(name, wire)
         with pytest.raises(WireError) as refused:
             await call.task
         assert refused.value.cause == "invalid_request"

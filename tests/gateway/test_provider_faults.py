@@ -10,7 +10,7 @@ import pytest
 
 from insitu.gateway import provider_faults
 from insitu.gateway.provider_faults import CALLS_AT_A_TIME, NEAR_S, FaultLog, SessionFaults
-from insitu.gateway.session_spec import SessionStats
+from insitu.gateway.session import SessionStats
 
 
 class Story:

@@ -18,14 +18,13 @@ from insitu.errors import ConfigError, GatewayError
 from insitu.gateway.admin import Admin
 from insitu.gateway.body_cache import INLINE_BYTES
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.provider_backend import ProviderBackend, ProviderCalls, checked_model, open_provider
+from insitu.gateway.provider_backend import ProviderBackend, ProviderSession, checked_model, open_provider
 from insitu.gateway.provider_limits import ProviderOptions
 from insitu.gateway.provider_usage import Prices, usage_of
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.routes import parse_path
 from insitu.gateway.server import Gateway
-from insitu.gateway.session import Session
-from insitu.gateway.session_spec import Rejections
+from insitu.gateway.session import Rejections
 from insitu.gateway.text_log import spent_in
 from insitu.runtime.upstream import upstream_options
 from insitu.types import Limits
@@ -45,12 +44,15 @@ class Lab:
     """A provider, the gateway before it, one session and its agent."""
 
     def __init__(
-        self, provider: FakeProvider, backend: ProviderBackend, gateway: Gateway, session: Session, base: str
+        self,
+        provider: FakeProvider,
+        backend: ProviderBackend,
+        gateway: Gateway,
+        session: ProviderSession,
+        base: str,
     ) -> None:
         self.provider, self.backend, self.gateway = provider, backend, gateway
         self.session, self.base = session, base
-        assert isinstance(session.calls, ProviderCalls)
-        self.calls = session.calls
         self.http: aiohttp.ClientSession
 
     @property
@@ -67,7 +69,7 @@ class Lab:
 
     @property
     def lines(self) -> list[Any]:
-        return [json.loads(line) for line in self.calls.record.path.read_text().splitlines()]
+        return [json.loads(line) for line in self.session.record.path.read_text().splitlines()]
 
 
 @asynccontextmanager
@@ -95,6 +97,7 @@ async def lab(
         gateway = await stack.enter_async_context(Gateway(backend, config))
         listener = await stack.enter_async_context(gateway.listen_tcp())
         session = gateway.open_session("r/0", limits=Limits(max_calls=max_calls))
+        assert isinstance(session, ProviderSession)
         made = Lab(fake, backend, gateway, session, f"{listener.origin}/s/{session.public_id}")
         made.http = await stack.enter_async_context(aiohttp.ClientSession())
         yield made
@@ -133,7 +136,7 @@ async def test_a_request_goes_there_and_back_unchanged(
         usage = {"prompt_tokens": 100, "cached_tokens": 40, "sampled_tokens": 20, "estimated": False}
         assert line["usage"] == {**usage, "written_tokens": 0}
         assert it.session.stats.cost == pytest.approx(COST)
-        assert KEY not in it.calls.record.path.read_text()
+        assert KEY not in it.session.record.path.read_text()
 
 
 @pytest.mark.parametrize("path", ["v1/chat/completions", "v1/responses", "v1/messages"])
@@ -161,7 +164,7 @@ async def test_a_stream_is_handed_on_as_it_comes(tmp_path: Path) -> None:
         async with it.http.post(url, json={"model": "big-model", "stream": True}, headers=it.head) as answer:
             first = await answer.content.readany()
             assert first == frames("/v1/messages")[0]
-            assert not it.calls.record.path.exists()
+            assert not it.session.record.path.exists()
 
 
 async def test_models_are_the_providers(tmp_path: Path) -> None:
@@ -263,7 +266,7 @@ async def test_an_agent_that_leaves_ends_the_call_at_the_provider(tmp_path: Path
             await answer.content.readany()
             answer.close()
         await until(lambda: it.provider.left)
-        await until(lambda: it.calls.record.path.exists() and it.lines)
+        await until(lambda: it.session.record.path.exists() and it.lines)
         (line,) = it.lines
         assert not line["complete"]
         assert line["usage"]["prompt_tokens"] == 100, "what was sampled until then was paid for"
@@ -281,7 +284,7 @@ async def test_an_agent_that_leaves_before_the_last_words_pays_for_the_others(
             while b"w18" not in got:
                 got += await answer.content.readany()
             answer.close()
-        await until(lambda: it.calls.record.path.exists() and it.lines)
+        await until(lambda: it.session.record.path.exists() and it.lines)
         usage = it.lines[0]["usage"]
         assert 19 <= usage["sampled_tokens"] <= 60, "each word is a token, and the estimate no wild one"
         assert usage["estimated"]
@@ -294,7 +297,7 @@ async def test_an_agent_that_leaves_before_an_answer_pays_for_its_question(tmp_p
         task = asyncio.create_task(it.post("v1/messages", {"x": "x" * 3000}))
         await until(lambda: it.provider.received)
         task.cancel()
-        await until(lambda: it.calls.record.path.exists() and it.lines)
+        await until(lambda: it.session.record.path.exists() and it.lines)
         assert it.lines[0]["usage"]["prompt_tokens"] >= 1000
         assert it.session.stats.estimated_calls == 1
 
@@ -305,7 +308,7 @@ async def test_what_no_provider_read_costs_nothing(tmp_path: Path) -> None:
         await until(lambda: it.provider.received)
         await asyncio.sleep(0.05)
         task.cancel()
-        await until(lambda: it.calls.record.path.exists() and it.lines)
+        await until(lambda: it.session.record.path.exists() and it.lines)
         assert it.session.stats.cost == 0
 
 
@@ -435,7 +438,7 @@ async def test_nobody_else_of_the_machine_reads_a_record(tmp_path: Path) -> None
         async with lab(tmp_path) as it:
             assert (await it.post("v1/messages", {}))[0] == 200
             await it.session.seal(1)
-            assert it.calls.record.path.stat().st_mode & 0o777 == 0o600
+            assert it.session.record.path.stat().st_mode & 0o777 == 0o600
     finally:
         os.umask(before)
 
@@ -467,7 +470,7 @@ async def test_no_other_model_than_the_one_with_prices(
         assert got == status
         assert json.loads(reply)["error"]["message"]
         assert not it.provider.received
-        assert it.calls.turns == 0
+        assert it.session.turns == 0
         good = b'{"model": "models/big-model"}' if "v1beta" in path else b'{"model": "big-model"}'
         way = "v1beta/models/big-model:generateContent" if "v1beta" in path else path
         assert (await it.post(way, good))[0] == 200

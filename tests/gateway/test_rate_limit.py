@@ -15,7 +15,7 @@ import pytest
 
 from insitu.gateway import provider_limits as outage
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.provider_backend import ProviderBackend, ProviderCalls, open_provider
+from insitu.gateway.provider_backend import ProviderBackend, ProviderSession, open_provider
 from insitu.gateway.provider_limits import ProviderOptions, RateLimiter
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
@@ -27,9 +27,9 @@ PLENTY = Limits(max_calls=100)
 
 class Lab:
     def __init__(self, provider: FakeProvider, backend: ProviderBackend, session: Session, url: str) -> None:
-        self.provider, self.backend, self.session, self._url = provider, backend, session, url
-        assert isinstance(session.calls, ProviderCalls)
-        self.calls = session.calls
+        self.provider, self.backend, self._url = provider, backend, url
+        assert isinstance(session, ProviderSession)
+        self.session = session
 
     @property
     def trouble(self) -> str:
@@ -63,7 +63,7 @@ async def test_a_busy_provider_is_asked_again_and_the_agent_hears_only_the_answe
         it.provider.busy = [(429, "0.1"), (503, "0.1"), (529, "0")]
         assert await it.ask() == 200
         assert len(it.provider.received) == 4
-        assert (it.calls.turns, it.session.stats.calls, it.trouble) == (1, 1, "")
+        assert (it.session.turns, it.session.stats.calls, it.trouble) == (1, 1, "")
         assert it.session.stats.waited_s >= 0.2
 
 

@@ -122,15 +122,15 @@ async def test_a_count_is_what_the_call_would_send_and_changes_nothing(renderer:
     async with Rig(renderer, [said("first"), said("second")]) as rig:
         dialect = ChatDialect()
         body = {"messages": ASK, "tools": TOOLS}
-        counts = [await rig.calls.count_tokens(dialect.parse(body, "").request)]
+        counts = [await rig.session.count_tokens(dialect.parse(body, "").request)]
         assert rig.session.stats.calls == 0
         _, reply = await rig.post(body)
         echo = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
         body = {**body, "messages": [*ASK, echo, {"role": "user", "content": "more <|im_end|>"}]}
-        counts += [await rig.calls.count_tokens(dialect.parse(body, "").request) for _ in range(2)]
+        counts += [await rig.session.count_tokens(dialect.parse(body, "").request) for _ in range(2)]
         assert rig.session.stats.injections == 0
         await rig.post(body)
-        counts.append(await rig.calls.count_tokens(dialect.parse(body, "").request))
+        counts.append(await rig.session.count_tokens(dialect.parse(body, "").request))
         first, second = (len(sent.ids) for sent in rig.engine.sent)
         assert counts == [first, second, second, second]
         stats = rig.session.stats

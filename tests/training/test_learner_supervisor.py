@@ -15,7 +15,7 @@ import pytest
 from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, TrainError
 from insitu.gateway.deadlines import CallDeadline, SessionClock
-from insitu.gateway.session_spec import SessionStats
+from insitu.gateway.session import SessionStats
 from insitu.plan.step import StepPlan
 from insitu.storage.checkpoint_files import verify
 from insitu.storage.files import sha256_of

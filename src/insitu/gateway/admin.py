@@ -37,7 +37,7 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session, secret_digest
 from insitu.gateway.session_export import export_json, export_npz
 from insitu.gateway.text_tool_calls import TextShim
-from insitu.gateway.token_backend import TokenCalls
+from insitu.gateway.token_backend import TokenSession
 from insitu.types import MIN_TEMPERATURE, Limits, Trajectory
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ class Admin:
             session = kept[0]
         else:
             _unknown()
-        session.calls.drop_log()
+        session.drop_log()
         return _json({"status": "deleted"})
 
     async def _export(self, http: web.BaseRequest, session: Session, trajectory: Trajectory) -> web.Response:
@@ -273,7 +273,7 @@ class Admin:
         if kind not in ("json", "npz") or http.query.keys() - {"format"}:
             raise _AdminError(400, "?format=json or ?format=npz")
         dump = export_json if kind == "json" else export_npz
-        if not isinstance(session.calls, TokenCalls):
+        if not isinstance(session, TokenSession):
             raise _AdminError(409, "a provider's calls have no tokens: their text is in the run directory")
         raw = await asyncio.to_thread(dump, trajectory, temperature=session.temperature)
         content_type = "application/json" if kind == "json" else "application/octet-stream"

@@ -1,4 +1,4 @@
-"""The two sides of a session: the gateway in front of it, and the backend that answers its calls.
+"""What the sessions of a gateway share, whichever backend made them.
 
 `token_backend` samples from an engine and keeps tokens; `provider_backend` forwards to a provider and keeps
 text. Listening, authorisation, host tools, admin API and reports are the same for both.
@@ -6,20 +6,14 @@ text. Listening, authorisation, host tools, admin API and reports are the same f
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from aiohttp import web
-
-from insitu.gateway.dialects.base import Dialect
 from insitu.gateway.request import GatewayConfig, GatewayCounters, MemoryBudget
 from insitu.gateway.routes import Route
-from insitu.types import Trajectory
-
-if TYPE_CHECKING:
-    from insitu.gateway.session import Session
-import asyncio
+from insitu.gateway.session import Session, SessionSpec
 
 INTERVAL_S = 1.0
 MAX_KEYS = 64
@@ -124,41 +118,6 @@ class ServerState:
             self.log_line(line)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRequest:
-    """An authorised request for a model call, a token count or model names."""
-
-    http: web.BaseRequest
-    route: Route
-    dialect: Dialect
-
-
-class SessionCalls(Protocol):
-    """The calls of one session at its backend."""
-
-    @property
-    def dead(self) -> str:
-        """Permanent failure because of which no more calls are answered; empty while they are."""
-
-    @property
-    def idle_overtime_s(self) -> float:
-        """Seconds since the wall time was over; negative before, and while a call is running."""
-
-    async def answer(self, request: AgentRequest) -> web.StreamResponse:
-        """Serve a request and report it. Raises WireError, ConnectionResetError when the client is gone."""
-
-    async def drain(self, deadline_s: float) -> None:
-        """Let running calls finish within the deadline and abort the rest."""
-
-    def trajectory(self) -> Trajectory: ...
-
-    def close(self) -> None:
-        """Release resources; called once, after `drain`."""
-
-    def drop_log(self) -> None:
-        """Delete the log that serves only to recover the session after a kill."""
-
-
 class SessionBackend(Protocol):
     """Answers the calls of all sessions of one gateway."""
 
@@ -168,4 +127,5 @@ class SessionBackend(Protocol):
     def serves(self, route: Route) -> bool:
         """Return whether the route exists with this backend."""
 
-    def open_calls(self, session: Session) -> SessionCalls: ...
+    def open_session(self, spec: SessionSpec, on_sealed: Callable[[Session], None]) -> Session:
+        """Raise ConfigError for options that this backend does not have."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -41,6 +42,10 @@ def name_request(response: web.StreamResponse, name: str = "") -> None:
     if not response.prepared and "request-id" not in response.headers:
         id = f"req_{name or secrets.token_hex(12)}"
         response.headers["request-id"] = response.headers["x-request-id"] = id
+
+
+def json_response(body: Mapping[str, object], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
 class Noise:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from insitu.gateway.session_spec import AWAY_MOST_S, SessionStats
+from insitu.gateway.session import AWAY_MOST_S, SessionStats
 from insitu.stalls import stalled_s
 
 

@@ -1,4 +1,7 @@
-"""New prompt ids of a request: those between the stored path it continues and its reply."""
+"""New prompt ids of a request: those between the stored path it continues and its reply.
+
+And, where it contains an assistant message other than the sampled one, what differs.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,24 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from insitu.capture.drift import PromptPlan
-from insitu.capture.drift_diagnosis import first_difference
+from insitu.capture.drift_diagnosis import Diagnosis, diagnose, first_difference, first_token
 from insitu.capture.forest import Forest
 from insitu.capture.message_history import History, Unread
 from insitu.chat.renderer import ChatRenderer
-from insitu.types import IntArray, Message, MessageSpans, ModelRequest
+from insitu.errors import RenderError
+from insitu.gateway.dialects.base import WireError
+from insitu.types import IntArray, Message, MessageSpans, ModelRequest, ToolCall
 
+if TYPE_CHECKING:
+    from insitu.gateway.token_backend import TokenSession
+
+CHARS_PER_TOKEN = 16
+"""Text with more characters per token of the context is refused without encoding it."""
 CHARS_PER_MESSAGE = 100
 """Rendering a message costs as much as encoding this many characters."""
 MAX_SPLIT_CHARS = 200_000
@@ -122,3 +133,84 @@ def fresh_texts(plan: PromptPlan, request: ModelRequest) -> list[str]:
         texts += [message.text for message in leading_system(request.messages)]
         texts += [text for tool in request.tools for text in (tool.name, tool.description, tool.parameters)]
     return texts
+
+
+def check_size(request: ModelRequest, max_context: int) -> None:
+    """Raise WireError for more messages than the context has tokens: each takes one at least."""
+    if len(request.messages) > max_context:
+        raise overflow(len(request.messages), max_context, "at least ")
+
+
+def overflow(prompt: int, limit: int, how: str = "") -> WireError:
+    """Return the error; `how` qualifies a number of tokens that was only estimated."""
+    return WireError(
+        "context_length_exceeded",
+        f"This model's maximum context length is {limit} tokens. However, your messages "
+        f"resulted in {how}{prompt} tokens. Please reduce the length of the messages.",
+        "messages",
+        used=prompt,
+        limit=limit,
+    )
+
+
+def unrenderable(error: RenderError) -> WireError:
+    return WireError("invalid_request", f"The conversation cannot be rendered: {error}")
+
+
+async def rendered(
+    session: TokenSession, plan: PromptPlan, request: ModelRequest, texts: list[str]
+) -> tuple[IntArray, MessageSpans, int]:
+    """Return the new ids, their messages, and the number of control markers in the new texts.
+
+    Raises WireError.
+    """
+    renderer, chars = session.renderer, sum(map(len, texts))
+    if chars > CHARS_PER_TOKEN * session.max_context:
+        raise overflow(chars // CHARS_PER_TOKEN, session.max_context, "at least ")
+
+    def work() -> tuple[IntArray, MessageSpans, int]:
+        ids, spans = new_ids(renderer, session.forest, plan, request, session.own_ids)
+        return ids, spans, sum(map(renderer.injections, texts))
+
+    effort = chars + CHARS_PER_MESSAGE * len(plan.replace)
+    return work() if effort <= session.server.config.inline_chars else await asyncio.to_thread(work)
+
+
+async def counted(session: TokenSession, request: ModelRequest) -> int:
+    """Return the prompt tokens of a call with this request; changes nothing.
+
+    Raises RenderError and WireError.
+    """
+    forest = session.forest
+    request, _ = session.tools.prepare(request)
+    check_size(request, session.max_context)
+    plan = await planned(forest, request, session.renderer.fingerprint)
+    if plan.parent is not None:
+        return len(forest.path_ids(plan.parent))
+    held = 0 if plan.base is None else len(forest.path_ids(plan.base))
+    delta, _, _ = await rendered(session, plan, request, fresh_texts(plan, request))
+    return held + len(delta)
+
+
+def explain(renderer: ChatRenderer, forest: Forest, plan: PromptPlan) -> Diagnosis | None:
+    """Return the diagnosis of `plan.drift`, None if it is no edit of a stored turn that can be decoded."""
+    drift = plan.drift
+    if drift.kind != "edited" or drift.node is None:
+        return None
+    sampled_ids = forest.sampled(drift.node).ids
+    parsed = renderer.parse(sampled_ids)
+    calls = tuple(ToolCall(id="call", name=c.name, arguments=c.arguments) for c in parsed.calls)
+    stored = Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=calls)
+    if not forest.said(drift.node, stored):  # something else was sent, e.g. a translated text
+        return None
+    echo = plan.replace[drift.at :]
+    found = diagnose(stored, echo, turns_named=forest.turns_named(echo[0]))
+
+    def render(message: Message) -> IntArray | None:
+        try:
+            return renderer.render_reply(message)
+        except RenderError:
+            return None
+
+    token = 0 if found.cause == "missing" else first_token(stored, echo[0], sampled_ids, render)
+    return replace(found, token=token)

@@ -14,7 +14,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -25,16 +25,16 @@ from aiohttp import web
 
 from insitu.engines.http import checked_url
 from insitu.errors import ConfigError, EngineUnavailable, GatewayError
-from insitu.gateway.backend import AgentRequest, ServerState
+from insitu.gateway.backend import ServerState
 from insitu.gateway.body_cache import INLINE_BYTES
-from insitu.gateway.dialects.base import WireError
-from insitu.gateway.provider_call import Provider, ProviderCall, reason_of
+from insitu.gateway.dialects.base import Dialect, WireError
+from insitu.gateway.provider_call import ProviderCall, reason_of
 from insitu.gateway.provider_faults import FaultLog, SessionFaults
 from insitu.gateway.provider_limits import Outage, ProviderOptions, RateLimiter
 from insitu.gateway.provider_usage import Spent
-from insitu.gateway.request import MemoryShare, read_body, too_many_values
+from insitu.gateway.request import read_body, too_many_values
 from insitu.gateway.routes import Route
-from insitu.gateway.session import Session
+from insitu.gateway.session import Session, SessionSpec
 from insitu.gateway.text_log import TextRecord, record_path
 from insitu.types import Ledger, Trajectory
 
@@ -106,103 +106,89 @@ class ProviderBackend:
         """Over all sessions."""
         self.outage: Outage
         self.faults = FaultLog()
-        self._client, self._options, self._records = client, options, records
-        self._base = checked_url(options.url, "engine.url")
-        self._server: ServerState
-        self._provider: Provider
+        self.client, self.options, self._records = client, options, records
+        self.base = checked_url(options.url, "engine.url")
+        self.rate = RateLimiter(
+            requests_per_minute=options.requests_per_minute, max_concurrent=options.max_concurrent
+        )
+        self.server: ServerState
 
     def connect(self, server: ServerState) -> None:
-        options = self._options
-        self._server = server
-        self.outage = Outage(options.url, options.max_wait_s, server.log_line)
-        self._provider = Provider(
-            client=self._client,
-            base=self._base,
-            options=options,
-            rate=RateLimiter(
-                requests_per_minute=options.requests_per_minute, max_concurrent=options.max_concurrent
-            ),
-            outage=self.outage,
-            write_timeout_s=server.config.write_timeout_s,
-        )
+        self.server = server
+        self.outage = Outage(self.options.url, self.options.max_wait_s, server.log_line)
 
     @property
     def cost_reached(self) -> bool:
         """Whether every further call is refused."""
-        return bool(self._options.max_cost) and self.spent.cost >= self._options.max_cost
+        return bool(self.options.max_cost) and self.spent.cost >= self.options.max_cost
 
     async def check(self) -> None:
         """Raise GatewayError at the cost limit, EngineUnavailable during an outage of the provider."""
         if self.cost_reached:
-            raise GatewayError(f"the cost limit is reached (engine.max_cost {self._options.max_cost:g})")
+            raise GatewayError(f"the cost limit is reached (engine.max_cost {self.options.max_cost:g})")
         self.outage.check()
 
     def serves(self, route: Route) -> bool:
         return route.scope == "agent" and _plain(route.action)
 
-    def open_calls(self, session: Session) -> ProviderCalls:
-        if session.tools.tools:
+    def open_session(self, spec: SessionSpec, on_sealed: Callable[[Session], None]) -> ProviderSession:
+        if spec.tools.tools:
             raise ConfigError(
                 "host tools need an engine: a provider's request bodies are forwarded unchanged"
             )
-        path = record_path(self._records, session.rollout_id)
-        record = TextRecord(path, session.rollout_id)
-        return ProviderCalls(session, record, self, self._server, self._provider)
+        record = TextRecord(record_path(self._records, spec.rollout_id), spec.rollout_id)
+        return ProviderSession(spec, on_sealed, self, record)
 
 
-class ProviderCalls:
-    """The calls of one session. Its wall time is limited by the agent's own timeout only."""
+class ProviderSession(Session):
+    """A session over a provider. Its wall time is limited by the agent's own timeout only."""
 
     def __init__(
         self,
-        session: Session,
-        record: TextRecord,
+        spec: SessionSpec,
+        on_sealed: Callable[[Session], None],
         backend: ProviderBackend,
-        server: ServerState,
-        provider: Provider,
+        record: TextRecord,
     ) -> None:
-        self.session, self.record = session, record
-        self._faults = SessionFaults(backend.faults, session.stats)
-        self._backend, self._server, self._provider = backend, server, provider
+        super().__init__(spec, on_sealed)
+        self.backend, self.server, self.record = backend, backend.server, record
+        self.faults = SessionFaults(backend.faults, self.stats)
         self.turns = self.asides = 0
         """Admitted model calls and other requests."""
         self._running: set[asyncio.Task[Any]] = set()
 
-    @property
-    def dead(self) -> str:
-        return ""
-
-    @property
-    def idle_overtime_s(self) -> float:
-        return -1.0
-
-    async def answer(self, request: AgentRequest) -> web.StreamResponse:
-        """Forward a request. It holds its memory share until it is over: it may be sent again."""
-        with MemoryShare(self._server.intake) as share:
+    async def answer(self, http: web.BaseRequest, route: Route, dialect: Dialect) -> web.StreamResponse:
+        """Forward a request. Its body is held in memory until it is over: it may be sent again."""
+        with self.server.intake.share() as reserve:
             came = time.monotonic()
-            async with self._faults.place():
+            async with self.faults.place():
                 try:
-                    call = await self._admitted(request, share, came)
+                    self.check_open()
+                    body = await self._read(http, route, reserve)
+                    call = ProviderCall(
+                        session=self, http=http, route=route, dialect=dialect, body=body, came=came
+                    )
+                    await self._admit(call)
                 except WireError as error:
-                    if request.route.kind == "call":
-                        name = request.dialect.name
-                        self._server.reports.refused(self.session.rollout_id, name, error.cause)
+                    if route.kind == "call":
+                        self.server.reports.refused(self.rollout_id, dialect.name, error.cause)
                     raise
                 return await self._forward(call)
 
-    async def _admitted(self, request: AgentRequest, share: MemoryShare, came: float) -> ProviderCall:
-        """Return the call once the rate limits allow it; it holds a place of the rate limiter.
-
-        `came`: reading of time.monotonic() when the agent sent it. Raises WireError.
-        """
-        self.session.check_open()
-        http, route, config = request.http, request.route, self._server.config
-        body = await read_body(http, config, share=share) if http.method == "POST" else b""
+    async def _read(self, http: web.BaseRequest, route: Route, reserve: Callable[[int], None]) -> bytes:
+        """Return the body; it asks for the configured model. Raises WireError."""
+        config = self.server.config
+        body = await read_body(http, config, reserve=reserve) if http.method == "POST" else b""
         if route.kind in ("call", "count"):
-            await checked_model(route, body, self._provider.options.model, config.max_json_items)
-        call = ProviderCall(
-            provider=self._provider, request=request, body=body, faults=self._faults, came=came
-        )
+            await checked_model(route, body, self.backend.options.model, config.max_json_items)
+        return body
+
+    async def _admit(self, call: ProviderCall) -> None:
+        """Wait for the rate limits, and number the call; it holds a place of the rate limiter.
+
+        Raises WireError.
+        """
+        route = call.route
         self._check_limits(route)
         try:
             await call.enter()
@@ -213,14 +199,13 @@ class ProviderCalls:
         try:
             self._check_limits(route)
         except WireError:
-            self._provider.rate.leave()
+            self.backend.rate.leave()
             raise
         call.turn = self.turns + self.asides
         if route.kind == "call":
             self.turns += 1
         else:
             self.asides += 1
-        return call
 
     async def _forward(self, call: ProviderCall) -> web.StreamResponse:
         task = cast("asyncio.Task[Any]", asyncio.current_task())
@@ -238,28 +223,23 @@ class ProviderCalls:
     def _judge(self, call: ProviderCall | None = None) -> None:
         """Say whose fault the unanswered calls of the session are, the one that has ended included."""
         if call is not None and call.route.kind == "call":
-            self._faults.ended(
+            self.faults.ended(
                 call.came,
                 answered=call.answered,
                 cause=call.trouble,
                 surely=call.surely,
                 load=call.throttled,
             )
-        stats = self.session.stats
-        stats.infra_error = (self._backend.cost_reached and stats.infra_error) or self._faults.fault()
+        stats = self.stats
+        stats.infra_error = (self.backend.cost_reached and stats.infra_error) or self.faults.fault()
 
     def _check_limits(self, route: Route) -> None:
-        self.session.check_open()
-        stats, limits = self.session.stats, self.session.spec.limits
-        if self._backend.cost_reached:
+        self.check_open()
+        stats, limits = self.stats, self.spec.limits
+        if self.backend.cost_reached:
             stats.infra_error = "the cost limit of this run is reached"
             raise WireError("session_failed", "The cost limit of this run is reached. Stop here.")
-        used_up = {
-            "calls": self.turns >= limits.max_calls,
-            "tokens": stats.sampled_tokens >= limits.max_session_tokens,
-            "prompt_tokens": 0 < limits.max_prompt_tokens <= stats.prompt_tokens,
-        }
-        budget = next((name for name, out in used_up.items() if out), "")
+        budget = next((name for name, out in self.used_up(self.turns).items() if out), "")
         if budget:
             if route.kind == "call":
                 stats.budget_stop = stats.budget_stop or budget
@@ -271,15 +251,15 @@ class ProviderCalls:
     async def _account(self, call: ProviderCall) -> None:
         """Count, record and report a finished call."""
         usage = call.usage()
-        cost = self._provider.options.prices.cost(usage)
+        cost = self.backend.options.prices.cost(usage)
         if call.route.kind == "call":
-            for spent in (self._backend.spent, self.session.stats):
+            for spent in (self.backend.spent, self.stats):
                 spent.add(usage, cost)
         await self.record.append(call.logged(usage, cost))
         if call.route.kind == "call":
-            self._server.reports.report(call.report(self.session.rollout_id, usage, cost))
+            self.server.reports.report(call.report(usage, cost))
 
-    async def drain(self, deadline_s: float) -> None:
+    async def _drain(self, deadline_s: float) -> None:
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=deadline_s)
             for task in late:
@@ -288,15 +268,9 @@ class ProviderCalls:
                 await asyncio.wait(late, timeout=max(1.0, deadline_s))
         self._judge()
 
-    def trajectory(self) -> Trajectory:
+    def _trajectory(self) -> Trajectory:
         """Return an empty trajectory: there are no tokens."""
         return Trajectory(segments=(), turns=(), ledger=Ledger())
-
-    def close(self) -> None:
-        """Do nothing: the record is not held open."""
-
-    def drop_log(self) -> None:
-        """Do nothing: the record is the session's result."""
 
 
 @asynccontextmanager

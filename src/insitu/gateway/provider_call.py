@@ -8,18 +8,21 @@ import re
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import web
 
 from insitu.backoff import backoff_s, retry_after_s
-from insitu.gateway.backend import AgentRequest, CallReport
-from insitu.gateway.dialects.base import WireError
-from insitu.gateway.provider_faults import SessionFaults
-from insitu.gateway.provider_limits import AWAY, BUSY, Outage, ProviderOptions, RateLimiter
+from insitu.gateway.backend import CallReport
+from insitu.gateway.dialects.base import Dialect, WireError
+from insitu.gateway.provider_limits import AWAY, BUSY
 from insitu.gateway.provider_usage import Usage, unanswered, usage_of
 from insitu.gateway.routes import Route
 from insitu.gateway.text_log import TextCall
+
+if TYPE_CHECKING:
+    from insitu.gateway.provider_backend import ProviderBackend, ProviderSession
 
 log = logging.getLogger(__name__)
 
@@ -47,23 +50,6 @@ RETURNED = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provider:
-    """What the calls of all sessions share."""
-
-    client: aiohttp.ClientSession
-    base: str
-    options: ProviderOptions
-    rate: RateLimiter
-    outage: Outage
-    write_timeout_s: float
-
-    def deadline(self) -> float:
-        """Return the reading of time.monotonic() until which a new call may wait."""
-        # Agents retry by themselves: with the full wait each time they would wait forever.
-        return time.monotonic() + (0.0 if self.outage.over else self.options.max_wait_s)
-
-
 class _ProviderBusy(Exception):
     """The provider may answer the same request later."""
 
@@ -76,11 +62,11 @@ class _ProviderBusy(Exception):
 class ProviderCall:
     """One request and what is kept of its reply."""
 
-    provider: Provider
-    request: AgentRequest
+    session: ProviderSession
+    http: web.BaseRequest
+    route: Route
+    dialect: Dialect
     body: bytes
-    faults: SessionFaults
-    """Of its session."""
     turn: int = -1
     started: float = 0.0
     ends: float = field(init=False)
@@ -104,7 +90,9 @@ class ProviderCall:
     reply: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
-        self.ends = self.provider.deadline()
+        # Agents retry by themselves: with the full wait each time they would wait forever.
+        waits_s = 0.0 if self.provider.outage.over else self.provider.options.max_wait_s
+        self.ends = time.monotonic() + waits_s
 
     @property
     def answered(self) -> bool:
@@ -116,12 +104,12 @@ class ProviderCall:
         return self.status in THROTTLED or not self.sent
 
     @property
-    def route(self) -> Route:
-        return self.request.route
+    def provider(self) -> ProviderBackend:
+        return self.session.backend
 
     async def enter(self) -> None:
         """Take a place of the rate limiter. Raises WireError when there is none in time."""
-        with self.faults.waiting():
+        with self.session.faults.waiting():
             await self.provider.rate.enter(self.ends)
 
     async def run(self) -> web.StreamResponse:
@@ -148,7 +136,7 @@ class ProviderCall:
             async with (
                 asyncio.timeout(options.call_deadline_s),
                 self.provider.client.request(
-                    self.request.http.method,
+                    self.http.method,
                     self._target(),
                     data=self.body or None,
                     headers=self._headers(),
@@ -183,7 +171,7 @@ class ProviderCall:
 
     def _trouble(self, why: str, *, surely: bool = False) -> None:
         self.trouble, self.surely = why, surely
-        self.faults.met_trouble()
+        self.session.faults.met_trouble()
 
     def _unreachable(self, error: aiohttp.ClientError) -> None:
         log.warning("provider failed path=%s error=%s", self.route.action, type(error).__name__)
@@ -223,7 +211,7 @@ class ProviderCall:
         # An answer with a known length keeps it: the simplest clients cannot read chunks.
         response.content_length = answer.content_length
         self.begun = True
-        await self._bounded(response.prepare(self.request.http))
+        await self._bounded(response.prepare(self.http))
         async for chunk in answer.content.iter_any():
             self._keep(chunk)
             await self._bounded(response.write(chunk))
@@ -233,26 +221,26 @@ class ProviderCall:
 
     async def _bounded(self, writing: Awaitable[object]) -> None:
         try:
-            async with asyncio.timeout(self.provider.write_timeout_s):
+            async with asyncio.timeout(self.session.server.config.write_timeout_s):
                 await writing
         except TimeoutError as error:
             raise ConnectionResetError("the agent does not read its reply") from error
 
     def _target(self) -> str:
-        http, route = self.request.http, self.route
+        http, route = self.http, self.route
         version = "v1beta" if route.dialect == "gemini" or "/v1beta/" in http.path else "v1"
         alt = "?alt=sse" if http.query.get("alt") == "sse" else ""
         return f"{self.provider.base}/{version}/{route.action}{alt}"
 
     def _headers(self) -> Mapping[str, str]:
         """Return the listed headers of the agent and the operator's key where this provider expects it."""
-        http, key = self.request.http, self.provider.options.key
+        http, key = self.http, self.provider.options.key
         sent = {name: http.headers[name] for name in FORWARDED if name in http.headers}
         # The answer is forwarded byte for byte, so it must not be compressed for this hop.
         sent["Accept-Encoding"] = "identity"
         if not key:
             return sent
-        name = {"anthropic": "x-api-key", "gemini": "x-goog-api-key"}.get(self.request.dialect.name)
+        name = {"anthropic": "x-api-key", "gemini": "x-goog-api-key"}.get(self.dialect.name)
         return sent | ({name: key} if name else {"Authorization": f"Bearer {key}"})
 
     # ----------------------------------------------------------------------- the record
@@ -287,12 +275,12 @@ class ProviderCall:
             ms=(time.monotonic() - self.started) * 1000,
         )
 
-    def report(self, rollout_id: str, usage: Usage, cost: float) -> CallReport:
+    def report(self, usage: Usage, cost: float) -> CallReport:
         end = "" if self.complete else ", cut off"
         return CallReport(
-            rollout_id=rollout_id,
+            rollout_id=self.session.rollout_id,
             turn=self.turn,
-            dialect=self.request.dialect.name,
+            dialect=self.dialect.name,
             outcome=f"HTTP {self.status}{end}",
             prompt_tokens=usage.prompt_tokens,
             fresh_tokens=usage.prompt_tokens - usage.cached_tokens,

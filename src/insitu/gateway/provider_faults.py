@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from insitu.gateway.session_spec import SessionStats
+from insitu.gateway.session import SessionStats
 
 CALLS_AT_A_TIME = 8
 """Calls of one session at the provider, or waiting for it; further ones wait for these."""

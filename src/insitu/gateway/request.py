@@ -12,10 +12,10 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import orjson
 from aiohttp import web
@@ -105,39 +105,41 @@ class MemoryBudget:
         self._limit = limit
         self.held = 0
 
-    def take(self, count: int) -> None:
-        """Reserve bytes. Raises WireError when the limit is exceeded; agents retry."""
-        if self.held + count > self._limit:
-            raise WireError("rate_limited", "Too much is being sent at a time.")
-        self.held += count
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yield what reserves bytes until the block ends.
+
+        It raises WireError when the limit is exceeded; agents retry.
+        """
+        taken = 0
+
+        def take(count: int) -> None:
+            nonlocal taken
+            if self.held + count > self._limit:
+                raise WireError("rate_limited", "Too much is being sent at a time.")
+            self.held += count
+            taken += count
+
+        try:
+            yield take
+        finally:
+            self.held -= taken
 
 
-class MemoryShare:
-    """Bytes of a MemoryBudget reserved by one request, until it leaves the `with` block."""
-
-    __slots__ = ("_count", "_intake")
-
-    def __init__(self, intake: MemoryBudget) -> None:
-        self._intake, self._count = intake, 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._intake.held -= self._count
-
-    def take(self, count: int) -> None:
-        self._intake.take(count)
-        self._count += count
+def _untaken(count: int) -> None:
+    """Take bytes of a body that counts for no budget."""
 
 
 async def read_body(
     http: web.BaseRequest,
     config: GatewayConfig,
     max_bytes: int | None = None,
-    share: MemoryShare | None = None,
+    reserve: Callable[[int], None] = _untaken,
 ) -> bytes:
-    """Return the body, unpacked. Raises WireError when it is too large or too slow."""
+    """Return the body, unpacked, after `reserve` of its bytes.
+
+    Raises WireError when it is too large or too slow.
+    """
     chunks: list[bytes] = []
     size = 0
     limit = config.max_body_bytes if max_bytes is None else max_bytes
@@ -146,8 +148,7 @@ async def read_body(
         nonlocal size
         chunks.append(chunk)
         size += len(chunk)
-        if share is not None:
-            share.take(len(chunk))
+        reserve(len(chunk))
         if size > limit:
             raise WireError("too_large", "The request body is too large.")
 
@@ -165,8 +166,7 @@ async def read_body(
             raise WireError("invalid_request", "The request body did not arrive in time.") from error
     raw = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     plain = await _unpack(http, raw, limit)
-    if share is not None:
-        share.take(len(plain) - len(raw) if plain is not raw else 0)
+    reserve(len(plain) - len(raw) if plain is not raw else 0)
     return plain
 
 

@@ -21,8 +21,8 @@ from typing import Self
 
 from aiohttp import web
 
-from insitu.gateway.backend import AgentRequest, CallReport, CallReporter, ServerState, SessionBackend
-from insitu.gateway.connection import mark_known, name_request
+from insitu.gateway.backend import CallReport, CallReporter, ServerState, SessionBackend
+from insitu.gateway.connection import json_response, mark_known, name_request
 from insitu.gateway.dialects.anthropic import AnthropicDialect
 from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.dialects.chat import ChatDialect
@@ -38,10 +38,8 @@ from insitu.gateway.request import (
     read_json,
     secret_of,
 )
-from insitu.gateway.response_writer import json_response
 from insitu.gateway.routes import Route, parse_path
-from insitu.gateway.session import Session, secret_digest
-from insitu.gateway.session_spec import SessionSpec
+from insitu.gateway.session import Session, SessionSpec, secret_digest
 from insitu.gateway.text_tool_calls import TextShim
 from insitu.types import Limits
 
@@ -123,18 +121,11 @@ class Gateway:
             limits=limits,
             temperature=temperature,
             max_call_tokens=min(limits.max_call_tokens, max_call_tokens or limits.max_call_tokens),
-            engine_deadline_s=self.config.engine_deadline_s,
-            max_concurrent_calls=self.config.max_concurrent_calls,
-            inline_chars=self.config.inline_chars,
+            tools=ToolBox(self.config.tools if tools is None else tools),
+            listener=listener,
             shim=shim or self.config.shim,
         )
-        session = Session(
-            spec,
-            self._backend,
-            listener=listener,
-            on_sealed=self._retire,
-            tools=ToolBox(self.config.tools if tools is None else tools),
-        )
+        session = self._backend.open_session(spec, self._retire)
         if self._on_host_call is not None:
             session.tools.on_call = functools.partial(self._on_host_call, session)
         self._sessions[session.secret_digest] = session
@@ -241,7 +232,7 @@ class Gateway:
             return json_response({"status": "closed"})
         if route.scope == "tool":
             return await self._host_tool(http, route, session)
-        return await session.calls.answer(AgentRequest(http=http, route=route, dialect=dialect))
+        return await session.answer(http, route, dialect)
 
     async def _host_tool(self, http: web.BaseRequest, route: Route, session: Session) -> web.Response:
         """Answer a call of a host tool, or one message to its MCP server."""

@@ -1,16 +1,16 @@
 """Sessions whose calls are sampled by an engine: every token is kept in the session's forest.
 
-A reply that the client did not get completely is kept and written again when the same body comes back; a call
-whose client has gone is finished by such a retry or cancelled after a short grace period; identical bodies
-sent in parallel get their own samples.
+A session knows what its calls share: which are running, the budgets and places at the engine that they take,
+and what the engine's failures mean. `token_call.py` is one call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -18,23 +18,32 @@ from insitu.capture.forest import Forest
 from insitu.chat.renderer import ChatRenderer, forgotten_before
 from insitu.engines.base import Engine, TracksSessions
 from insitu.errors import EngineError, EngineUnavailable, RenderError
-from insitu.gateway.backend import AgentRequest, ServerState
+from insitu.gateway.backend import ServerState
 from insitu.gateway.body_cache import BodyCache, BodyName
-from insitu.gateway.dialects.base import WireCall, WireError
-from insitu.gateway.request import MemoryShare, hints_of, read_body
-from insitu.gateway.response_writer import Delivery, json_response
+from insitu.gateway.connection import json_response
+from insitu.gateway.deadlines import QueueTimeout, SessionClock
+from insitu.gateway.dialects.base import Dialect, WireCall, WireError
+from insitu.gateway.prompt_ids import CHARS_PER_TOKEN, counted, overflow, unrenderable
+from insitu.gateway.reply_checks import ReplyChecks
+from insitu.gateway.request import hints_of, read_body
 from insitu.gateway.routes import Route
-from insitu.gateway.session import Session
+from insitu.gateway.session import Session, SessionSpec
 from insitu.gateway.text_tool_calls import not_offered
-from insitu.gateway.turn import MAX_REFUSALS, Answer, Turns
+from insitu.gateway.token_call import TokenCall
 from insitu.storage.session_log import LogFile, LoggedForest
-from insitu.types import ModelRequest, Trajectory
+from insitu.types import ModelRequest, Reply, Trajectory
 
 MAX_OUTAGES = 4
 """Consecutive engine failures after which the session has failed for good; calls that were running at the
 same time fail as one."""
-
-
+MAX_STOPS = 16
+"""Synthetic replies before an agent that does not stop is refused: its summaries and titles need some."""
+MAX_REFUSALS = 256
+"""Calls in a row refused as too many before the session is stopped, which ends a storm of retries."""
+BYTES_PER_CHAR = 6
+"""Size of an escaped character."""
+MIN_BODY_LIMIT = 32 << 20
+"""Images are part of a body and not of the prompt; providers take bodies of this size."""
 _NO_THRESHOLD = (
     "an agent asks its provider to compact from a number of tokens on (context_management), which is recorded"
     " and not done: without another compaction its session ends at model.max_context_tokens"
@@ -45,26 +54,24 @@ class TokenBackend:
     """Opens sessions over one engine."""
 
     def __init__(self, engine: Engine, renderer: ChatRenderer) -> None:
-        self._engine, self.renderer = engine, renderer
-        self._server: ServerState
+        self.engine, self.renderer = engine, renderer
+        self.server: ServerState
         self._reset_roles: frozenset[str]
 
     def connect(self, server: ServerState) -> None:
         """Raise ConfigError when reasoning is to be dropped but the renderer's rules drop none."""
-        self._server = server
+        self.server = server
         self._reset_roles = forgotten_before(self.renderer, server.config.keep_reasoning)
 
     def serves(self, route: Route) -> bool:
         return True
 
-    def open_calls(self, session: Session) -> TokenCalls:
-        forest, log = self._open_forest(session)
-        turns = Turns(self._engine, self.renderer, forest, session.spec, session.tools, session.stats)
-        release = self._engine.release if isinstance(self._engine, TracksSessions) else None
-        return TokenCalls(session, self._server, turns, forest, log, release)
+    def open_session(self, spec: SessionSpec, on_sealed: Callable[[Session], None]) -> TokenSession:
+        return TokenSession(spec, on_sealed, self)
 
-    def _open_forest(self, session: Session) -> tuple[Forest, LogFile | None]:
-        name, config = session.rollout_id, self._server.config
+    def open_forest(self, session: Session) -> tuple[Forest, LogFile | None]:
+        """Return the forest of a new session, and the log that it writes, if any."""
+        name, config = session.rollout_id, self.server.config
         side = config.auxiliary == "train"
         # Not the session's secret: the agent has that and could sign with it.
         key = secrets.token_bytes(32)
@@ -74,42 +81,46 @@ class TokenBackend:
         return LoggedForest(name, key, log, self._reset_roles, train_auxiliary=side), log
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class ModelCall:
-    """One model call that is running, or finished and not yet delivered."""
+class TokenSession(Session):
+    """A session over an engine.
 
-    name: BodyName
-    turn: int
-    task: asyncio.Task[Answer]
-    attached: bool = True
-    """A client is waiting for it."""
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the attached client has its reply or is gone."""
-    grace: asyncio.TimerHandle | None = None
-
-
-class TokenCalls:
-    """The calls of one session."""
+    A reply that the client did not get completely is kept and written again when the same body comes back; a
+    call whose client has gone is finished by such a retry or cancelled after a short grace period; identical
+    bodies sent in parallel get their own samples.
+    """
 
     def __init__(
-        self,
-        session: Session,
-        server: ServerState,
-        turns: Turns,
-        forest: Forest,
-        log: LogFile | None,
-        release: Callable[[str], None] | None,
+        self, spec: SessionSpec, on_sealed: Callable[[Session], None], backend: TokenBackend
     ) -> None:
-        self.session, self._server, self._turns, self._forest = session, server, turns, forest
-        self._log, self._release = log, release
-        config = server.config
+        super().__init__(spec, on_sealed)
+        self.server, self.engine, self.renderer = backend.server, backend.engine, backend.renderer
+        self.forest, self.log = backend.open_forest(self)
+        config = self.server.config
         self.bodies = BodyCache(config.max_json_depth, config.max_json_items)
-        self._calls: list[ModelCall] = []
+        self.calls: list[TokenCall] = []
+        """Running, or finished and not yet delivered."""
         self._counting = 0
         """Running token counts."""
         self._ordinal = 0
         self._max_busy = config.max_concurrent_calls + config.max_waiting_calls
         """Calls at the engine and waiting."""
+        self._places = asyncio.Semaphore(config.max_concurrent_calls)
+        self._reserved = 0
+        """Tokens that running calls may sample."""
+        self._freed = asyncio.Event()
+        """Set when reserved tokens are free again."""
+        self._refused = 0
+        """Calls refused as too many since the last answered one."""
+        self.wall = SessionClock(spec.limits.wall_s, self.stats)
+        self.max_context = min(spec.limits.max_context_tokens, self.engine.info.max_context_tokens)
+        # A longer text cannot be a prompt that fits the context.
+        longest = max(MIN_BODY_LIMIT, BYTES_PER_CHAR * CHARS_PER_TOKEN * self.max_context)
+        self._max_body_bytes = min(config.max_body_bytes, longest)
+        self.checks = ReplyChecks(self.engine, self.renderer, spec.temperature)
+        self.own_ids: dict[str, str] = {}
+        """Wire id -> the id that the model sampled, where its format has such ids."""
+        self._unanswered: dict[int, int] = {}
+        """Context node -> turn of its latest call that the engine failed and no later call repaired."""
         self._recoverable = False
         """`stats.infra_error` is a failure that an answered retry clears."""
         self._outages = 0
@@ -119,135 +130,189 @@ class TokenCalls:
 
     @property
     def dead(self) -> str:
-        failure, error = self.session.failure, self.session.stats.infra_error
+        failure, error = self.failure, self.stats.infra_error
         if failure is None and (self._recoverable or not error):
             return ""
         return error or type(failure).__name__
 
     @property
     def idle_overtime_s(self) -> float:
-        return -1.0 if self._busy() else self._turns.overtime_s
+        return -1.0 if self._busy() else asyncio.get_running_loop().time() - self.wall.ends
 
     # ----------------------------------------------------------------------- requests
 
-    async def answer(self, request: AgentRequest) -> web.StreamResponse:
-        kind, dialect = request.route.kind, request.dialect
-        if kind == "models":
-            return json_response(dialect.models(self._server.config.model_name))
-        if kind == "model":
-            return json_response(dialect.model(self._server.config.model_name))
-        if kind == "count":
-            wire, _ = await self._read(request)
+    async def answer(self, http: web.BaseRequest, route: Route, dialect: Dialect) -> web.StreamResponse:
+        config = self.server.config
+        if route.kind == "models":
+            return json_response(dialect.models(config.model_name))
+        if route.kind == "model":
+            return json_response(dialect.model(config.model_name))
+        if route.kind == "count":
+            wire, _ = await self._read(http, route, dialect)
             return json_response(dialect.count(await self.count_tokens(wire.request)))
         try:
-            wire, name = await self._read(request)
-            self._server.note("shim", not_offered(self.session.spec.shim, wire.request.tools))
+            wire, name = await self._read(http, route, dialect)
+            self.server.note("shim", not_offered(self.spec.shim, wire.request.tools))
             if any(
                 name == "context_management" and "compact" in value for name, value in wire.request.advisory
             ):
-                self._server.note("compaction", _NO_THRESHOLD)
-            hints = hints_of(request.http)
-            asked = replace(wire.request, hints=wire.request.hints + hints) if hints else wire.request
-            call = self.admit(name, asked, wire.names)
+                self.server.note("compaction", _NO_THRESHOLD)
+            if hints := hints_of(http):
+                wire = replace(wire, request=replace(wire.request, hints=wire.request.hints + hints))
+            call = self.admit(name, wire)
         except WireError as error:
-            self._server.reports.refused(self.session.rollout_id, dialect.name, error.cause, self.dead)
+            self.server.reports.refused(self.rollout_id, dialect.name, error.cause, self.dead)
             raise
-        delivery = Delivery(request=request, server=self._server, calls=self, call=call, wire=wire)
-        failure = "client gone"
-        try:
-            response, failure = await delivery.run()
-        except WireError as error:
-            failure = error.cause
-            raise
-        finally:
-            self._server.reports.report(delivery.report(failure))
-        return response
+        return await call.deliver(http, dialect, wire)
 
-    async def _read(self, request: AgentRequest) -> tuple[WireCall, BodyName]:
-        http, config = request.http, self._server.config
+    async def _read(self, http: web.BaseRequest, route: Route, dialect: Dialect) -> tuple[WireCall, BodyName]:
         query = f"?{http.query_string}" if http.query_string else ""
-        with MemoryShare(self._server.intake) as share:
-            limit = min(config.max_body_bytes, self._turns.max_body_bytes)
-            raw = await read_body(http, config, limit, share)
-            return await self.bodies.read(request.dialect, raw, request.route.action + query)
+        with self.server.intake.share() as reserve:
+            raw = await read_body(http, self.server.config, self._max_body_bytes, reserve)
+            return await self.bodies.read(dialect, raw, route.action + query)
 
-    def admit(self, name: BodyName, request: ModelRequest, names: Mapping[str, str]) -> ModelCall:
-        """Return a new call, or the one of the same body that lost its client. Raises WireError.
-
-        `names`: `WireCall.names`.
-        """
-        session = self.session
-        session.check_open()
+    def admit(self, name: BodyName, wire: WireCall) -> TokenCall:
+        """Return a new call, or the one of the same body that lost its client. Raises WireError."""
+        self.check_open()
         if self.dead:
             raise WireError("session_failed", "This session has failed and serves no more calls.")
-        session.state = "live"
-        for call in self._calls:
+        self.state = "live"
+        for call in self.calls:
             if not call.attached and not call.task.cancelling() and call.name.same(name):
-                self._attach(call)
+                call.attach()
                 return call
         if self._busy() >= self._max_busy:
-            session.stats.refusals += 1
-            self._turns.refused += 1
-            if self._turns.refused < MAX_REFUSALS:
-                raise WireError("rate_limited", "Too many calls at a time in this session.")
+            self.stats.refusals += 1
+            self._refused += 1
+            if self._refused < MAX_REFUSALS:
+                raise _too_many()
         turn, self._ordinal = self._ordinal, self._ordinal + 1
-        call = ModelCall(name=name, turn=turn, task=asyncio.create_task(self._run(request, names, turn)))
-        call.task.add_done_callback(lambda _: self._settled(call))
-        self._calls.append(call)
+        call = TokenCall(self, name, wire, turn)
+        self.calls.append(call)
         return call
 
     def _busy(self) -> int:
         """Return the number of running calls, with or without clients."""
-        return self._counting + sum(call.attached or not call.task.done() for call in self._calls)
+        return self._counting + sum(call.attached or not call.task.done() for call in self.calls)
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Return the prompt tokens of a call with this request; changes nothing. Raises WireError."""
-        self.session.check_open()
-        if self._turns.out_of():
+        self.check_open()
+        if self._out_of():
             raise WireError("session_failed", "The budget of this session is used up.")
         if self._busy() >= self._max_busy:
-            raise WireError("rate_limited", "Too many calls at a time in this session.")
+            raise _too_many()
         self._counting += 1
         try:
-            return await self._turns.count(request)
+            return await counted(self, request)
         except RenderError as error:
-            raise _unrenderable(error) from error
+            raise unrenderable(error) from error
         finally:
             self._counting -= 1
 
-    def _attach(self, call: ModelCall) -> None:
-        call.attached = True
-        call.left = asyncio.Event()
-        if call.grace is not None:
-            call.grace.cancel()
-        self.session.stats.replays += 1
+    # ----------------------------------------------------------------------- budgets
 
-    # ----------------------------------------------------------------------- turns
+    def _out_of(self) -> str:
+        """Return the first budget that is used up; empty when there is none."""
+        used_up = self.used_up(self.stats.calls) | {
+            "nodes": len(self.forest) + 2 > self.spec.limits.max_nodes,
+            "refusals": self._refused >= MAX_REFUSALS,
+            "wall": self.wall.over,
+        }
+        return self.stats.budget_stop or next((name for name, out in used_up.items() if out), "")
 
-    async def _run(self, request: ModelRequest, names: Mapping[str, str], turn: int) -> Answer:
-        """Run one turn; internal failures become errors that the agent may see."""
-        stats = self.session.stats
+    def spend(self, budget: str) -> None:
+        """Record the first budget that ran out."""
+        self.stats.budget_stop = self.stats.budget_stop or budget
+
+    def spent(self) -> bool:
+        """Return whether a budget is used up; record the first one."""
+        self.spend(self._out_of())
+        return bool(self.stats.budget_stop)
+
+    def stop(self) -> Reply:
+        """Return a reply that ends the agent's loop: plain text, no call, finish stop; never trained.
+
+        Raises a WireError that no agent retries when the agent continues all the same.
+        """
+        self.stats.stops += 1
+        if self.stats.stops > MAX_STOPS:
+            raise WireError("session_failed", "The budget of this session is used up.")
+        stopped = f"The budget of this session is used up ({self.stats.budget_stop}). Stopping here."
+        return Reply(text=f"[insitu] {stopped}")
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait for a place at the engine, first come, first served. Raises WireError after the deadline."""
+        held = False
         try:
-            answer = await self._turns.run(request, turn, names)
-        except RenderError as error:
-            raise _unrenderable(error) from error
-        except EngineError as error:
-            self._engine_failed(error, turn)
-            raise WireError("engine_failed", "The model server failed.") from error
-        except asyncio.CancelledError:
-            if turn in self._turns.cut_off:
-                # Whether the agent or its timeout stopped it: it got no answer because the engine was down.
-                self._engine_failed(EngineUnavailable("the engine was down when the call was stopped"), turn)
-            raise
-        if answer.node is not None:
-            self._outages = 0
-            if self._recoverable and self.session.failure is None and not self._turns.unanswered:
-                # The agent retried and was answered: nothing is missing from what it saw.
-                self._recoverable, stats.infra_error = False, ""
-        return answer
+            async with QueueTimeout(self.wall, self.server.config.engine_deadline_s):
+                held = await self._places.acquire()
+        except TimeoutError:
+            if not self.wall.over:
+                raise _too_many() from None
+        try:
+            yield
+        finally:
+            if held:
+                self._places.release()
 
-    def _engine_failed(self, error: EngineError, turn: int) -> None:
-        stats = self.session.stats
+    @asynccontextmanager
+    async def reserved(self, request: ModelRequest, prompt: int) -> AsyncIterator[int]:
+        """Reserve what a call with so many prompt tokens may sample; 0 when a budget ran out.
+
+        Waits for tokens that parallel calls reserved. Raises WireError, also for a prompt that does not fit.
+        """
+        most = 0
+        try:
+            if await self._tokens_left():
+                most = self._room(request, prompt)
+                self._reserved += most
+            yield most
+        finally:
+            self._reserved -= most
+            self._freed.set()
+
+    async def _tokens_left(self) -> bool:
+        """Wait for tokens reserved by parallel calls; False when none are left. Raises WireError."""
+        limit = self.spec.limits.max_session_tokens
+        try:
+            async with QueueTimeout(self.wall, self.server.config.engine_deadline_s):
+                while self.stats.sampled_tokens + self._reserved >= limit:
+                    if self.stats.sampled_tokens >= limit:
+                        self.spend("tokens")
+                        return False
+                    self._freed.clear()
+                    await self._freed.wait()
+        except TimeoutError:
+            if self.wall.over:
+                return False
+            raise _too_many() from None
+        return True
+
+    def _room(self, request: ModelRequest, prompt: int) -> int:
+        """Return how many tokens this call may sample. Raises WireError on overflow."""
+        if prompt >= self.max_context:
+            raise overflow(prompt, self.max_context)
+        most = self.spec.max_call_tokens
+        requested = most if request.max_tokens is None else request.max_tokens
+        left = self.spec.limits.max_session_tokens - self.stats.sampled_tokens - self._reserved
+        return max(1, min(most, requested, self.max_context - prompt, left))
+
+    # ----------------------------------------------------------------------- what ended calls mean
+
+    def answered(self, node: int, turn: int) -> None:
+        """Record a sampled reply to the prompt `node`: an agent that retried misses nothing."""
+        self._refused = self._outages = 0
+        if self._unanswered.get(node, turn) < turn:
+            del self._unanswered[node]
+        if self._recoverable and self.failure is None and not self._unanswered:
+            self._recoverable, self.stats.infra_error = False, ""
+
+    def engine_failed(self, error: EngineError, node: int, turn: int) -> None:
+        """Record that the engine did not answer the prompt `node`."""
+        self._unanswered[node] = turn
+        stats = self.stats
         stats.engine_failures += 1
         if turn >= self._outage_ends:
             self._outages += 1
@@ -256,79 +321,38 @@ class TokenCalls:
         self._recoverable = again and (self._recoverable or not stats.infra_error)
         stats.infra_error = stats.infra_error or str(error)
 
-    def _settled(self, call: ModelCall) -> None:
-        """Keep what a call's end means for the session; every exception of a turn passes here."""
-        session = self.session
-        error = None if call.task.cancelled() else call.task.exception()
-        if error is not None and not isinstance(error, WireError) and session.state != "sealed":
-            session.failure = session.failure or error
-            text = f"{type(error).__name__}: {error}"
-            session.stats.infra_error = session.stats.infra_error or text
-        if call.task.cancelled() or error is not None:
-            self._forget(call)
+    def broken(self, error: BaseException) -> None:
+        """Record a broken invariant or a defect; no more calls are answered."""
+        if self.state != "sealed":
+            self.failure = self.failure or error
+            self.stats.infra_error = self.stats.infra_error or f"{type(error).__name__}: {error}"
 
-    def delivered(self, call: ModelCall) -> None:
-        """Record that the terminal event of this call's reply was written."""
-        node = call.task.result().node
-        if node is not None and self.session.state != "sealed":
-            self._forest.mark_delivered(node)
-        self._forget(call)
-        call.left.set()
-
-    def released(self, call: ModelCall) -> None:
-        """Keep an undelivered reply, or give the call a short grace period: its client is gone."""
-        call.attached = False
-        call.left.set()
-        if self.session.state == "sealed" or call not in self._calls:
-            return
-        call.name.canonical()  # the body itself is not kept for a retry that may never come
-        if not call.task.done():
-            grace_s = self._server.config.disconnect_grace_s
-            call.grace = asyncio.get_running_loop().call_later(grace_s, call.task.cancel)
-        elif not call.task.cancelled() and call.task.exception() is None:
-            node = call.task.result().node
-            if node is not None:
-                self._forest.mark_aborted(node)
-
-    def _forget(self, call: ModelCall) -> None:
-        if call.grace is not None:
-            call.grace.cancel()
-        if call in self._calls:
-            self._calls.remove(call)
-
-    # ----------------------------------------------------------------------- the end
-
-    async def drain(self, deadline_s: float) -> None:
+    async def _drain(self, deadline_s: float) -> None:
         clock = asyncio.get_running_loop().time
         ends = clock() + deadline_s
-        while (attached := [c for c in self._calls if c.attached]) and clock() < ends:
+        while (attached := [c for c in self.calls if c.attached]) and clock() < ends:
             try:
                 async with asyncio.timeout(max(0.0, ends - clock())):
                     await attached[0].left.wait()
             except TimeoutError:
                 break
-        tasks = [call.task for call in self._calls if not call.task.done()]
+        tasks = [call.task for call in self.calls if not call.task.done()]
         for task in tasks:
             task.cancel()
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=max(1.0, deadline_s))
-            if stuck and not self.session.stats.infra_error:
+            if stuck and not self.stats.infra_error:
                 # The sealed forest refuses the results of these calls.
-                self.session.stats.infra_error = f"the engine did not stop {len(stuck)} cancelled calls"
+                self.stats.infra_error = f"the engine did not stop {len(stuck)} cancelled calls"
 
-    def trajectory(self) -> Trajectory:
-        return self._forest.trajectory()
+    def _trajectory(self) -> Trajectory:
+        return self.forest.trajectory()
 
-    def close(self) -> None:
-        if self._release is not None:
-            self._release(self.session.rollout_id)
-        if self._log is not None:
-            self._log.close()
-
-    def drop_log(self) -> None:
-        if self._log is not None:
-            self._log.path.unlink(missing_ok=True)
+    def _close(self) -> None:
+        if isinstance(self.engine, TracksSessions):
+            self.engine.release(self.rollout_id)
+        super()._close()
 
 
-def _unrenderable(error: RenderError) -> WireError:
-    return WireError("invalid_request", f"The conversation cannot be rendered: {error}")
+def _too_many() -> WireError:
+    return WireError("rate_limited", "Too many calls at a time in this session.")

@@ -145,7 +145,7 @@ class Served:
         """Store a sealed session, delete its log and report it."""
         rollout = rollout_of(session, trajectory)
         self._sessions.put(rollout)
-        session.calls.drop_log()
+        session.drop_log()
         ledger, stats = trajectory.ledger, session.stats
         fields = {
             **asdict(ledger),
@@ -169,7 +169,7 @@ class Served:
         while True:
             await asyncio.sleep(POLL_S)
             for session in self.gateway.open_sessions():
-                if session.state not in ("open", "live") or session.calls.idle_overtime_s < EXPIRED_S:
+                if session.state not in ("open", "live") or session.idle_overtime_s < EXPIRED_S:
                     continue
                 try:
                     trajectory = await self.seal(session, 0.0)  # No call is running, so none is cut off.

@@ -17,7 +17,7 @@ from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
-from insitu.gateway.session_spec import SessionStats
+from insitu.gateway.session import SessionStats
 from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.local import LocalBackend
 from insitu.types import Limits, Task

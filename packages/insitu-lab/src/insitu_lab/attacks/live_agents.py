@@ -22,8 +22,7 @@ from insitu.chat.open_renderer import open_renderer
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
-from insitu.gateway.session import Session
-from insitu.gateway.session_spec import SessionStats
+from insitu.gateway.session import Session, SessionStats
 from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.base import SandboxBackend
 from insitu.types import Limits, Message, Task, Trajectory

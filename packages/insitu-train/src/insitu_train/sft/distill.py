@@ -17,8 +17,7 @@ from insitu.capture.forest import Forest
 from insitu.chat.renderer import ChatRenderer, dropping_roles
 from insitu.errors import RecordError, RenderError, boundary
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.edit_diagnosis import explain
-from insitu.gateway.prompt_ids import new_ids
+from insitu.gateway.prompt_ids import explain, new_ids
 from insitu.gateway.recorded_call import RecordedCall, parse_recorded_call
 from insitu.types import Generation, Message, Segment
 

@@ -29,8 +29,8 @@ def tables(*evaluations: dict[str, Any], **run: Any) -> dict[str, Any]:
 def test_an_evaluation_lays_its_tables_over_those_of_its_sets() -> None:
     other = {"name": "other", "tasks": ["swaps"], "harness": {"agent": "single_turn"}}
     config = load_config(None, (), tables({"count": 4}, {**other, "limits": {"max_calls": 1}}))
-    assert list(config.parts) == ["plus", "swaps", "swaps@other"]
-    own = config.parts["swaps@other"]
+    assert list(config.arms) == ["plus", "swaps", "swaps@other"]
+    own = config.arms["swaps@other"].config
     assert (own.harness.agent, own.limits.wall_s, own.limits.max_calls) == ("single_turn", 9.0, 1)
     assert config.agent_names == "script"
     stored = name_run(config)
@@ -75,7 +75,7 @@ def test_a_layer_replaces_the_agent_below_it_whole(
 ) -> None:
     given = {"tasks": [{"name": "a", "harness": of_set}], "eval": [{"harness": of_eval}], "harness": run}
     config = load_config(None, (), given)
-    own = list(config.parts.values())[-1].harness
+    own = list(config.arms.values())[-1].config.harness
     assert (own.agent, own.version, own.command) == found
     assert own.files == (("a.py",) if own.command else ())
     stored = name_run(config)
@@ -85,7 +85,7 @@ def test_a_layer_replaces_the_agent_below_it_whole(
 def test_an_evaluation_of_no_tasks_needs_nothing() -> None:
     none = {"name": "none", "count": 0, "harness": {"agent": "claude_code"}, "limits": {"wall_s": 9e9}}
     config = load_config(None, (), tables({}, none))
-    assert list(config.parts) == ["plus", "swaps"]
+    assert list(config.arms) == ["plus", "swaps"]
     check_evaluations(config.eval, open_mix(config))
 
 

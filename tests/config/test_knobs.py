@@ -27,7 +27,7 @@ SHARED = {
 ALIASES = {"task_set": "tasks"}
 """Attributes of the configuration that return one of its tables."""
 FIXED: set[str] = {f"{table}.{key}" for table in ("tasks", "eval") for key in LAYERS} | {"eval.every_steps"}
-"""Keys that `Config.of_set` reads in a loop."""
+"""Keys that `config.arms` reads in a loop."""
 
 
 def bound(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -96,7 +96,7 @@ class Bed:
 
     @contextlib.asynccontextmanager
     async def fleet(self) -> AsyncIterator[tuple[Fleet, RunDir]]:
-        setups = find_setups(self.config.parts)
+        setups = find_setups(self.config.arms)
         with RunDir.create(self.config) as run:
             opened = open_fleet(self.config, self.engine, self.source, agents_of(setups), self.said.append)
             async with opened as fleet:
@@ -113,7 +113,7 @@ class Bed:
             await collector.next_batch()
 
     async def run(self) -> dict[str, Rollout]:
-        setups = find_setups(self.config.parts)
+        setups = find_setups(self.config.arms)
         backend = TokenBackend(self.engine, self.renderer)
         with RunDir.create(self.config) as run:
             opened = open_agents(self.config, backend, self.engine, self.source, setups, self.said.append)

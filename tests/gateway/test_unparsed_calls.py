@@ -16,7 +16,7 @@ from insitu.config import load_config
 from insitu.storage.queries import RunReader
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
-from insitu.types import OF_AGENT, IntArray, Message, Rollout, Task, Turn
+from insitu.types import IntArray, Message, Rollout, Task, Turn, arm_of
 from insitu_train.unparsed import UnparsedAlarm, unparsed_counts
 from tests.fakes.attempts import fake_rollout
 
@@ -179,8 +179,8 @@ def test_a_rise_in_one_part_is_an_alarm_though_it_is_small_in_the_whole() -> Non
     metrics: list[dict[str, object]] = []
     said_aloud = []
     for share in (0.02, 0.04, 0.06, 0.5, 0.5):
-        parts = [of_share(0.02, f"bugs{OF_AGENT}a", 900), of_share(share, f"bugs{OF_AGENT}b", 100)]
-        flags, lines = UnparsedAlarm(0.1, lambda part: part.partition(OF_AGENT)[2], metrics).look(parts)
+        parts = [of_share(0.02, "bugs@+a", 900), of_share(share, "bugs@+b", 100)]
+        flags, lines = UnparsedAlarm(0.1, lambda part: arm_of(part).agent, metrics).look(parts)
         shares = {f"bugs+{agent}/{k}": v for agent, one in zip("ab", parts, strict=True)
                   for k, v in unparsed_counts([one]).items()}  # fmt: skip
         metrics.append({**unparsed_counts(parts), **shares, **flags})

@@ -68,9 +68,9 @@ def test_tasks_are_drawn_without_replacement_and_carry_their_set(tmp_path: Path)
 def test_a_set_has_its_own_tables(tmp_path: Path) -> None:
     second = {"limits": {"wall_s": 7.0}, "harness": {"agent": "script"}, "grade": {"timeout_s": 9.0}}
     config = load_config(None, ["limits.max_calls=3"], mixed(rows(tmp_path, 1), **second))
-    own = config.of_set(config.tasks[1])
+    own = config.arms["own"].config
     assert (own.limits.wall_s, own.limits.max_calls, own.harness.agent) == (7.0, 3, "script")
-    assert config.of_set(config.tasks[0]).harness.agent == "pi"
+    assert config.arms["toy"].config.harness.agent == "pi"
     assert (own.task_set.name, config.agent_names, config.longest_wall_s) == ("own", "pi + script", 120.0)
     (task,) = open_mix(config).sets[1].tasks("train", 0, 1)
     assert (task.limits.wall_s, task.part) == (7.0, "own")
@@ -228,13 +228,13 @@ def test_rollouts_of_a_group_take_the_agents_of_its_set_in_turn(tmp_path: Path) 
     evaluations = [{"name": "heldout"}, {"name": "short", "limits": {"wall_s": 5.0}}]
     evaluations += [{"name": "pi", "harness": {"agent": "pi"}}]
     config = load_config(None, (), {**mixed(rows(tmp_path, 3), **second), "eval": evaluations})
-    parts = config.parts
-    assert {name: own.harness.label for name, own in parts.items() if name.startswith("own")} == {
+    arms = config.arms
+    assert {name: arm.config.harness.label for name, arm in arms.items() if name.startswith("own")} == {
         "own": "script", "own@+script": "script", "own@+my-agent": "my-agent",
         "own@short": "script", "own@short+script": "script", "own@short+my-agent": "my-agent",
         "own@pi": "pi",
     }  # fmt: skip
-    assert [parts[name].limits.wall_s for name in ("own@+my-agent", "own@short+my-agent")] == [7.0, 5.0]
+    assert [arms[name].config.limits.wall_s for name in ("own@+my-agent", "own@short+my-agent")] == [7.0, 5.0]
     assert (config.agent_names, config.agent_of("own")) == ("pi + script + my-agent", "script + my-agent")
     mix = open_mix(config)
     (task,) = mix.sets[1].tasks("train", 0, 1)
@@ -252,7 +252,7 @@ def test_keys_of_one_agent_do_not_reach_another(tmp_path: Path) -> None:
     second = {"agents": agents, "harness": {"command": ["mine"], "artifacts": ["a"]}}
     config = load_config(None, (), mixed(rows(tmp_path, 1), **second))
     for one in (config, load_config(base=tomllib.loads(dump_toml(name_run(config))))):
-        found = [own.harness for own in one.of_agents(one.tasks[1]).values()]
+        found = [arm.config.harness for arm in one.agent_arms]
         assert [own.label for own in found] == ["script", "mine", "pi"]
         assert [own.artifacts for own in found] == [("b",), ("c",), ("a",)]
 
@@ -261,9 +261,9 @@ def test_an_evaluation_inside_one_agent_has_no_key_of_the_others(tmp_path: Path)
     agents = [{"agent": "script"}, {"agent": "pi", "max_rollouts_per_process": 7}]
     tables = {**mixed(rows(tmp_path, 1), agents=agents), "eval": [{"harness": {"agent": "mini_swe"}}]}
     config = load_config(None, (), tables)
-    own = config.of_eval(config.eval[0])[1]
+    own = config.arms["own@heldout"].config
     assert (own.harness.agent, own.harness.max_rollouts_per_process) == ("mini_swe", 64)
-    assert [name for name in config.parts if "@heldout" in name] == ["toy@heldout", "own@heldout"]
+    assert [name for name in config.arms if "@heldout" in name] == ["toy@heldout", "own@heldout"]
 
 
 def test_keys_of_an_evaluation_must_fit_each_agent(tmp_path: Path) -> None:

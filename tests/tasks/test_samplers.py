@@ -41,7 +41,7 @@ def broken(draws, size, seed):
 
 
 def draws(source: TaskSource, *overrides: str) -> Callable[[int], Task]:
-    return TaskDraws(TaskMix([TaskSet(config=load_config(None, overrides), source=source)]))
+    return TaskDraws(TaskMix([TaskSet(arm=load_config(None, overrides).arms[""], source=source)]))
 
 
 def test_each_draw_is_the_next_task_by_default() -> None:

@@ -28,7 +28,7 @@ from tests.fakes.attempts import fake_rollout
 from tests.fakes.simulated_attempts import Chances, SimulatedAttempts, with_tokens
 from tests.fakes.virtual_time import run_virtual
 
-SOURCE = TaskMix([TaskSet(config=load_config(None), source=ToySource(Limits()))])
+SOURCE = TaskMix([TaskSet(arm=load_config(None).arms[""], source=ToySource(Limits()))])
 STEPS = 6
 
 

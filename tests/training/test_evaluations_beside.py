@@ -136,7 +136,7 @@ class World:
                 cast(Any, self.learner), self.learner, lambda: committed(run, store, plan), restarts=2
             )
             await supervisor.begin()
-            mix = TaskMix([TaskSet(config=c, source=ToySource(Limits(wall_s=8.0)))])
+            mix = TaskMix([TaskSet(arm=c.arms[""], source=ToySource(Limits(wall_s=8.0)))])
             agents = RunAgents(
                 source=mix, names=("sim", "1"), attempts=self.attempts, engine=cast(Any, self.learner)
             )

@@ -35,7 +35,7 @@ def run(config: Config, what: str, options: Options) -> int:
     if options.set:
         if options.set not in (names := [table.name for table in config.tasks]):
             raise ConfigError(f"no task set {options.set!r}; there are: {', '.join(filter(None, names))}")
-        config = config.of_set(config.tasks[names.index(options.set)])
+        config = config.arms[options.set].config
     if options.repeats < 1 or options.limit < 0:
         raise ConfigError("--repeats and --limit take positive numbers")
     if what == "validate":

@@ -1,5 +1,6 @@
 """Typed configuration: TOML with one table per folder plus [run] and [model]."""
 
+from insitu.config.arms import Arm
 from insitu.config.harness import HarnessTable
 from insitu.config.load import (
     RENAMED,
@@ -22,6 +23,7 @@ from insitu.config.training import TrainTable
 __all__ = [
     "RENAMED",
     "WARM_START",
+    "Arm",
     "Config",
     "EvalTable",
     "HarnessTable",

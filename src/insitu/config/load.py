@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from insitu.config.arms import arms_of_eval, arms_of_set
 from insitu.config.base import STORED, Table, description
 from insitu.config.tables import Config
 from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
@@ -160,11 +161,15 @@ def _with_named_layers(config: Config, context: str | None) -> Config:
     _check_sets(config)
     sets = []
     for table in config.tasks:
-        each = zip(table.agents, config.of_agents(table, context).values(), strict=True)
-        agents = tuple({key: own.harness.__dict__[key] for key in keys} for keys, own in each)
+        each = zip(table.agents, [*arms_of_set(config, table, context=context)][1:], strict=True)
+        agents = tuple({key: arm.config.harness.__dict__[key] for key in keys} for keys, arm in each)
         alone = table.model_copy(update={"agents": ()})
-        sets += [named(alone, config.of_set(alone, context)).model_copy(update={"agents": agents})]
-    evaluations = tuple(named(one, config.of_eval(one, context)[0]) for one in config.eval)
+        (arm,) = arms_of_set(config, alone, context=context)
+        sets += [named(alone, arm.config).model_copy(update={"agents": agents})]
+    evaluations = tuple(
+        named(one, next(arms_of_eval(config, one, context)).config) if one.layered else one
+        for one in config.eval
+    )
     return config.model_copy(update={"tasks": tuple(sets), "eval": evaluations})
 
 
@@ -183,7 +188,7 @@ def _check_sets(config: Config) -> None:
             where = ".".join(filter(None, ["tasks", table.name, "reference"]))
             raise ConfigError(f"{where} has no effect with weight = 0")
     parsing = [table.parse_answer for table in config.tasks]
-    if any(parsing) and all(own.harness.agent != "single_turn" for own in config.parts.values()):
+    if any(parsing) and all(arm.config.harness.agent != "single_turn" for arm in config.arms.values()):
         raise ConfigError("tasks.parse_answer has no effect without the agent single_turn")
     teachers = [config.train.reference, *(table.reference for table in config.tasks)]
     if config.train.advantage == "zero" and not any(teachers):

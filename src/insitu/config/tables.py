@@ -6,14 +6,14 @@ describes. No field holds a secret: secrets are read from environment variables 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
+from insitu.config.arms import Arm, all_arms, arms_of_set
 from insitu.config.base import (
     Count,
     CountOrZero,
@@ -30,7 +30,7 @@ from insitu.config.gateway import GatewayTable
 from insitu.config.harness import HarnessTable
 from insitu.config.model import PolicyTable
 from insitu.config.sandbox import SandboxTable
-from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable, laid_over
+from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
 from insitu.config.training import CollectTable, SftTable, TrainTable
 from insitu.errors import ConfigError, describe_invalid
 from insitu.types.limits import LimitKeys
@@ -143,6 +143,10 @@ class _TrackTable(Table):
 class Config(Table):
     """The whole file."""
 
+    __slots__ = ("_arms",)
+    # outside of the fields: neither copied nor compared
+    _arms: Mapping[str, Arm] = PrivateAttr()
+
     run: _RunTable = _RunTable()
     model: _ModelTable = _ModelTable()
     tasks: Annotated[tuple[TaskSetTable, ...], _TABLES] = (TaskSetTable(),)
@@ -171,37 +175,22 @@ class Config(Table):
             raise ConfigError(f"this takes one task set, and [[tasks]] has {len(self.tasks)}: {names}")
         return self.tasks[0]
 
-    def of_set(self, table: TaskSetTable, context: object = None) -> Self:
-        """Return the configuration with one task set, whose own tables are laid over the run's.
+    @property
+    def arms(self) -> Mapping[str, Arm]:
+        """The arms of the run by `Task.part`; resolved once."""
+        if not hasattr(self, "_arms"):
+            object.__setattr__(self, "_arms", all_arms(self))
+        return self._arms
 
-        Of several agents it has the first.
-        """
-        tables = dict(self.__dict__)
-        for name in LAYERS:
-            if own := table.harnesses[0] if name == "harness" else getattr(table, name):
-                tables[name] = laid_over(tables[name].__dict__, own)
-        bare: dict[str, Any] = {key: {} for key in LAYERS}
-        tables["tasks"] = (table.model_copy(update={**bare, "agents": ()}),)
-        # evaluations may name the other sets
-        tables["eval"] = tuple(one.model_copy(update={**bare, "tasks": ()}) for one in self.eval)
-        return type(self).model_validate(tables, context=context)
+    @property
+    def set_arms(self) -> Sequence[Arm]:
+        """The arm of each task set, in order."""
+        return [self.arms[table.name] for table in self.tasks]
 
-    def of_agents(self, table: TaskSetTable, context: object = None) -> Mapping[str, Self]:
-        """Return the configuration with each of several agents of a task set by its part (`Task.part`)."""
-        found: dict[str, Self] = {}
-        for keys in table.harnesses if table.agents else ():
-            agent = self.of_set(table.with_agent("", keys), context).harness.label
-            part = table.with_agent(re.sub(r"[^A-Za-z0-9_-]", "-", agent), keys)
-            found[part.name] = self.of_set(part, context)
-        return found
-
-    def of_eval(self, evaluation: EvalTable, context: object = None) -> Sequence[Self]:
-        """Return the configuration of each task set of an evaluation, with its own tables laid over those."""
-        return [self.of_set(table, context) for table in self._evaluated(evaluation)]
-
-    def _evaluated(self, evaluation: EvalTable) -> Sequence[TaskSetTable]:
-        chosen = (table for table in self.tasks if evaluation.covers(table))
-        return [evaluation.over(table) if evaluation.layered else table for table in chosen]
+    @property
+    def agent_arms(self) -> Sequence[Arm]:
+        """The arms of several agents of a task set."""
+        return [arm for arm in self.arms.values() if arm.agent and not arm.evaluation]
 
     def evaluated_after(self, step: int) -> bool:
         """Return whether there is an evaluation during training after this step."""
@@ -216,19 +205,6 @@ class Config(Table):
         """Return whether a checkpoint is written after this step."""
         due = step % self.run.checkpoint_every_steps == 0 or step == self.run.steps
         return due or self.evaluated_after(step)
-
-    @property
-    def evaluated(self) -> Sequence[TaskSetTable]:
-        """The task sets of the evaluations that have tables of their own, as they are for those."""
-        return [table for one in self.eval if one.count and one.layered for table in self._evaluated(one)]
-
-    @property
-    def parts(self) -> Mapping[str, Self]:
-        """The configuration of each part of the run by its name (`Task.part`)."""
-        found: dict[str, Self] = {}
-        for table in (*self.tasks, *self.evaluated):
-            found |= {table.name: self.of_set(table), **self.of_agents(table)}
-        return found
 
     @model_validator(mode="after")
     def _is_a_mix(self, info: ValidationInfo) -> Self:
@@ -257,16 +233,17 @@ class Config(Table):
 
     def _check_set(self, table: TaskSetTable, context: object) -> None:
         """Raise ValidationError for an invalid key of a layer, ValueError for two agents of one name."""
-        self.of_set(table.model_copy(update={"agents": ()}), context)
-        if len(self.of_agents(table, context)) < len(table.agents):
+        list(arms_of_set(self, table.model_copy(update={"agents": ()}), context=context))
+        names = [arm.part for arm in arms_of_set(self, table, context=context)]
+        if len({*names}) < len(names):
             where = ".".join(filter(None, ["tasks", table.name, "agents"]))
             raise ValueError(
                 f"{where}: two of them have the same name; agents of a group need different ones"
             )
 
     def _check_eval(self, evaluation: EvalTable, context: object) -> None:
-        for table in self._evaluated(evaluation):
-            self._check_set(table, context)
+        for table in filter(evaluation.covers, self.tasks):
+            self._check_set(evaluation.over(table), context)
 
     @staticmethod
     def _check_layers(kind: str, table: TaskSetTable | EvalTable, apply: Callable[[], object]) -> None:
@@ -289,22 +266,20 @@ class Config(Table):
 
     def agent_of(self, part: str) -> str:
         """Return the names of the agents of a part; empty where the run has no such part or no agents."""
-        if self.collect.run:
+        if self.collect.run or part not in self.arms:
             return ""
-        parts = self.parts
-        own = [parts[part]] if part in parts else []
-        own += [each for table in self.tasks if table.name == part for each in self.of_agents(table).values()]
-        return _names(own)
+        own = self.arms[part]
+        return _names(arm for arm in self.arms.values() if own.holds(arm))
 
     @property
     def agent_names(self) -> str:
         """Names of the agents, of each task set in use."""
-        return _names(each for t in self.tasks for each in (self.of_set(t), *self.of_agents(t).values()))
+        return _names(arm for arm in self.arms.values() if not arm.evaluation)
 
     @property
     def longest_wall_s(self) -> float:
         """The largest limit of a rollout's time."""
-        return max(own.limits.wall_s for own in self.parts.values())
+        return max(arm.config.limits.wall_s for arm in self.arms.values())
 
     @property
     def sandboxes_needed(self) -> int:
@@ -469,6 +444,6 @@ class Config(Table):
         return self
 
 
-def _names(configs: Iterable[Config]) -> str:
+def _names(arms: Iterable[Arm]) -> str:
     """Return the names of their agents, each once."""
-    return " + ".join(dict.fromkeys(config.harness.label for config in configs))
+    return " + ".join(dict.fromkeys(arm.config.harness.label for arm in arms))

@@ -23,7 +23,7 @@ from insitu.config.base import (
     unless,
 )
 from insitu.config.harness import AgentCommand
-from insitu.types import MIN_TEMPERATURE, OF_AGENT, OF_EVAL
+from insitu.types import MIN_TEMPERATURE
 
 ToyKind = Literal["operator", "constant", "swapped", "variable", "comparison", "extreme", "no_return"]
 LAYERS = ("harness", "limits", "sandbox", "grade", "reward")
@@ -108,13 +108,6 @@ class TaskSetTable(Table):
         """Keys of [harness] of each agent."""
         return [laid_over(self.harness, one) for one in self.agents] or [self.harness]
 
-    def with_agent(self, name: str, harness: Mapping[str, Any]) -> Self:
-        """Return the set with one of its agents alone, under a name of its own."""
-        of = "" if OF_EVAL in self.name else OF_EVAL
-        return self.model_copy(
-            update={"name": f"{self.name}{of}{OF_AGENT}{name}", "harness": harness, "agents": ()}
-        )
-
 
 class EvalTable(Table):
     """An evaluation, before and after training and in between; the first one is the run's held-out score."""
@@ -170,9 +163,8 @@ class EvalTable(Table):
         return table.name in self.tasks if self.tasks else table.weight > 0
 
     def over(self, table: TaskSetTable) -> TaskSetTable:
-        """Return the task set with the evaluation's own tables laid over its own, under a name of its own."""
+        """Return the task set with the evaluation's own tables laid over its own."""
         layers = {layer: laid_over(getattr(table, layer), getattr(self, layer)) for layer in LAYERS}
         named = "agent" in self.harness or "command" in self.harness
         agents = () if named else tuple({**one, **self.harness} for one in table.agents)
-        name = f"{table.name}{OF_EVAL}{self.name}"
-        return table.model_copy(update={"name": name, "agents": agents, **layers})
+        return table.model_copy(update={"agents": agents, **layers})

@@ -96,11 +96,11 @@ async def _regrade(config: Config, store: Store, view: View, *, write: bool) -> 
     for task in tasks.values():
         check_tasks(source.of(task).config, [task])
     done = 0
-    pools = find_pools(config.parts, view.note, lambda check, *args: check(*args))
+    pools = find_pools(config.arms, view.note, lambda check, *args: check(*args))
     async with AsyncExitStack() as stack:
         for pool in dict.fromkeys(pools.values()):
             await stack.enter_async_context(pool)
-        judges = make_judges(config.parts, pools, source, cached=False)
+        judges = make_judges(config.arms, pools, source, cached=False)
         try:
             view.stage("grading", sum(phases.values()))
             for phase, step in phases:

@@ -20,7 +20,7 @@ from insitu.storage.run_dir import RunDir
 from insitu.storage.score import Score
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
-from insitu.types import Outcome, Status, Task, part_label
+from insitu.types import Outcome, Status, Task
 
 RESULTS = "results.jsonl"
 
@@ -90,9 +90,9 @@ def _sets(config: Config, tasks: Sequence[Task], counts: Sequence[TaskCounts]) -
 def _agents(config: Config, tasks: int, rollouts: Sequence[RolloutSummary]) -> Mapping[str, Any]:
     """Return the numbers of each of several agents of a task set, of the tasks that it had."""
     found = {}
-    for part in (part for table in config.tasks for part in config.of_agents(table)):
-        counts = count_per_task([one for one in rollouts if one.part == part], tasks)
-        found[part_label(part)] = _numbers(config, part, [one for one in counts if one.graded])
+    for arm in config.agent_arms:
+        counts = count_per_task([one for one in rollouts if one.part == arm.part], tasks)
+        found[arm.label] = _numbers(config, arm.part, [one for one in counts if one.graded])
     return found
 
 

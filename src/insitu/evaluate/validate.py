@@ -69,7 +69,7 @@ def items_of(config: Config, limit: int = 0) -> tuple[Iterator[Item], RowSource 
 
 def sets_of(config: Config) -> list[Config]:
     """Return the configuration of each task set."""
-    return [config.of_set(table) for table in config.tasks]
+    return [arm.config for arm in config.set_arms]
 
 
 def _count(options: ValidateOptions, source: RowSource | None) -> int:

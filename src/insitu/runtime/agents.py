@@ -13,14 +13,14 @@ from insitu.agents.harness import RecipeHarness
 from insitu.agents.install import install
 from insitu.agents.recipe import resolve_agent
 from insitu.agents.single_turn import SingleTurn
-from insitu.config import Config, SandboxTable
+from insitu.config import Arm, Config, SandboxTable
 from insitu.gateway.listeners import check_port
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.sandboxes import NO_AGENT, check_network, make_pool
 from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.pool import Pool
 from insitu.tasks.factory import action_of
-from insitu.types import OF_AGENT, OF_EVAL, Limits
+from insitu.types import Limits, arm_of
 
 log = logging.getLogger(__name__)
 
@@ -75,37 +75,38 @@ def check_listener(config: Config) -> None:
 
 
 def find_pools(
-    parts: Mapping[str, Config], log_line: Callable[[str], None], run: Callable[..., Any]
+    arms: Mapping[str, Arm], log_line: Callable[[str], None], run: Callable[..., Any]
 ) -> Mapping[str, Pool]:
-    """Return the sandbox pool of each part of a run; parts with equal [sandbox] share one.
+    """Return the sandbox pool of each arm of a run; arms with equal [sandbox] share one.
 
     Each pool is made through `run`, which returns None if that failed.
     """
     pools: list[tuple[SandboxTable, Pool]] = []
     found: dict[str, Pool] = {}
-    for name, config in parts.items():
-        pool = next((pool for table, pool in pools if table == config.sandbox), None)
+    for name, arm in arms.items():
+        own = arm.config.sandbox
+        pool = next((pool for table, pool in pools if table == own), None)
         if pool is None:
-            pool = run(make_pool, config, log_line)
-            pools.append((config.sandbox, pool))
+            pool = run(make_pool, arm.config, log_line)
+            pools.append((own, pool))
         found[name] = pool
     return found
 
 
 def make_setups(
-    parts: Mapping[str, Config], pools: Mapping[str, Pool], log_line: Callable[[str], None] = log.warning
+    arms: Mapping[str, Arm], pools: Mapping[str, Pool], log_line: Callable[[str], None] = log.warning
 ) -> Mapping[str, AgentSetup]:
-    """Return pool and agent of each part of a run; agents that are missing are installed.
+    """Return pool and agent of each arm of a run; agents that are missing are installed.
 
-    Parts that differ in nothing that an agent uses share one. Raises SetupError, ConfigError.
+    Arms that differ in nothing that an agent uses share one. Raises SetupError, ConfigError.
     """
     made: list[AgentSetup] = []
     found: dict[str, AgentSetup] = {}
-    for name, config in parts.items():
-        setup = next((one for one in made if _same_agent(one.config, config)), None)
+    for name, arm in arms.items():
+        setup = next((one for one in made if _same_agent(one.config, arm.config)), None)
         if setup is None:
-            harness = make_harness(config, pools[name], log_line)
-            setup = AgentSetup(config=config, pool=pools[name], harness=harness)
+            harness = make_harness(arm.config, pools[name], log_line)
+            setup = AgentSetup(config=arm.config, pool=pools[name], harness=harness)
             made.append(setup)
         found[name] = setup
     return found
@@ -113,8 +114,8 @@ def make_setups(
 
 def agents_of(setups: Mapping[str, AgentSetup]) -> tuple[str, str]:
     """Return names and versions of the agents of the task sets, each once."""
-    parts = [part for part in setups if not part.partition(OF_AGENT)[0].partition(OF_EVAL)[2]]
-    used = dict.fromkeys((setups[part].harness.name, setups[part].harness.version) for part in parts)
+    harnesses = [setup.harness for part, setup in setups.items() if not arm_of(part).evaluation]
+    used = dict.fromkeys((harness.name, harness.version) for harness in harnesses)
     return " + ".join(name for name, _ in used), " + ".join(version for _, version in used)
 
 
@@ -125,13 +126,13 @@ def _same_agent(a: Config, b: Config) -> bool:
 
 
 def find_setups(
-    parts: Mapping[str, Config], log_line: Callable[[str], None] = log.warning
+    arms: Mapping[str, Arm], log_line: Callable[[str], None] = log.warning
 ) -> Mapping[str, AgentSetup]:
-    """Return sandboxes and agent of each part of a run, and check the gateway.
+    """Return sandboxes and agent of each arm of a run, and check the gateway.
 
     `log_line`: see make_pool. Raises SetupError, and ConfigError for invalid host tools.
     """
-    first = next(iter(parts.values()))
+    first = next(iter(arms.values())).config
     check_listener(first)
     gateway_config(first)
-    return make_setups(parts, find_pools(parts, log_line, lambda check, *args: check(*args)), log_line)
+    return make_setups(arms, find_pools(arms, log_line, lambda check, *args: check(*args)), log_line)

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer, check_tools
-from insitu.config import Config, TaskSetTable, model_folder
+from insitu.config import Arm, Config, model_folder
 from insitu.engines.external import split_address
 from insitu.engines.factory import http_options, secret_from_environment
 from insitu.engines.http import checked_url
@@ -42,7 +42,7 @@ from insitu.tasks.factory import action_of, open_source
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tracking.names import GROUPS
 from insitu.tracking.start import check_trackers
-from insitu.types import OF_AGENT, OF_EVAL, Oracle, Task, part_label
+from insitu.types import Oracle, Task
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -85,7 +85,7 @@ class Prepared:
     renderer: ChatRenderer | None
     """None with engine.kind upstream: the provider renders."""
     setups: Mapping[str, AgentSetup]
-    """Sandboxes and agent by part."""
+    """Sandboxes and agent by arm."""
 
     @property
     def rules(self) -> ChatRenderer:
@@ -110,22 +110,21 @@ def prepare(
     for check in (_check_policy, _check_engine, check_trackers, check_listener, *further):
         checks.run(check, config)
     checks.run(gateway_config, config)
-    parts = config.parts
-    for own in parts.values():
+    for arm in config.arms.values():
         for check in (check_agents, action_of, _check_reward, _check_context):
-            checks.run(_in_part, check, own)
+            checks.run(_in_arm, check, arm)
     chosen = checks.run(prepare_tasks, config, say, choose)
     if chosen is not None:
         checks.run(_check_programs, *chosen)
     renderer = checks.run(check_rendering, config)
-    pools = find_pools(parts, say, checks.run)
+    pools = find_pools(config.arms, say, checks.run)
     checks.close()
     if chosen is None:  # close() has raised
         raise ConfigError("a check failed without an error")
     source, tasks = chosen
     if renderer is not None and (note := foreign_words(model_folder(config), tasks)):
         say(note)
-    setups = make_setups(parts, pools, say)
+    setups = make_setups(config.arms, pools, say)
     return Prepared(source=source, tasks=tasks, renderer=renderer, setups=setups)
 
 
@@ -150,14 +149,14 @@ def check_at_hand(config: Config, *, trains: bool, samples: bool = True) -> None
         checks.run(check_names, config)
     for kind, name in _own_code(config, trains=trains):
         checks.run(find, kind, name)
-    for own in config.parts.values():
+    for arm in config.arms.values():
         for each in (check_agents, action_of, _check_reward, *([_check_context] if model else [])):
-            checks.run(_in_part, each, own)
+            checks.run(_in_arm, each, arm)
     if model:
         checks.run(check_rendering, config)
-    tables = [*config.tasks, *config.evaluated]
     if all(
-        one.source == "toy" or ":" in one.source or (one.path and Path(one.path).exists()) for one in tables
+        one.source == "toy" or ":" in one.source or (one.path and Path(one.path).exists())
+        for one in config.tasks
     ):
         chosen = checks.run(prepare_tasks, config, log.info, lambda _, mix: mix.examples())
         if chosen is not None:
@@ -168,41 +167,42 @@ def check_at_hand(config: Config, *, trains: bool, samples: bool = True) -> None
 def _own_code(config: Config, *, trains: bool) -> list[tuple[Kind, str]]:
     """Return the engine, agents and losses that are named by the place of their code."""
     named: list[tuple[Kind, str]] = [("engines", config.engine.kind)]
-    named += [("agents", own.harness.agent) for own in config.parts.values()]
+    named += [("agents", arm.config.harness.agent) for arm in config.arms.values()]
     if trains:
         named += [("losses", config.train.loss), ("advantages", config.train.advantage)]
     return [(kind, name) for kind, name in named if ":" in name]
 
 
-def _in_part(check: Callable[[Config], object], config: Config) -> None:
-    """Run the check of one task set; its errors name the set."""
-    with _naming_part(config):
-        check(config)
+def _in_arm(check: Callable[[Config], object], arm: Arm) -> None:
+    """Run the check of one arm; its errors name the task set or evaluation."""
+    with _naming(arm):
+        check(arm.config)
 
 
 @contextmanager
-def _naming_part(config: Config) -> Iterator[None]:
+def _naming(arm: Arm) -> Iterator[None]:
     """Prefix errors about a task set, or an evaluation with tables of its own, with its name."""
     try:
         yield
     except InsituError as error:
-        name, _, evaluation = config.task_set.name.partition(OF_AGENT)[0].partition(OF_EVAL)
-        if not (name or evaluation):
+        if not arm.where:
             raise
-        raise type(error)(f"{f'eval.{evaluation}' if evaluation else f'tasks.{name}'}: {error}") from error
+        raise type(error)(f"{arm.where}: {error}") from error
 
 
 def open_mix(config: Config, say: Callable[[str], None] = log.info) -> TaskMix:
     """Open every task set; sets with less trusted verdicts are rejected or skipped by `grade.min_trust`."""
 
-    def opened(table: TaskSetTable) -> TaskSet:
-        own = config.of_set(table)
-        with _naming_part(own):
+    def opened(arm: Arm) -> TaskSet:
+        own = arm.config
+        with _naming(arm):
             source = open_source(own, limits_of(own), runner_for)
             filter_by_trust(own, source, say)
-        return TaskSet(config=own, source=source, agents=tuple(config.of_agents(table)))
+        agents = (part for part, one in config.arms.items() if one.agent and arm.holds(one))
+        return TaskSet(arm=arm, source=source, agents=tuple(agents))
 
-    return TaskMix(list(map(opened, config.tasks)), list(map(opened, config.evaluated)))
+    evaluated = (arm for arm in config.arms.values() if arm.evaluation and not arm.agent)
+    return TaskMix(list(map(opened, config.set_arms)), list(map(opened, evaluated)))
 
 
 def prepare_tasks(
@@ -212,18 +212,18 @@ def prepare_tasks(
     mix = open_mix(config, say)
     tasks = list(choose(config, mix))
     for task in tasks:
-        own = mix.of(task).config
-        with _naming_part(own):
-            check_tasks(own, [task])
+        arm = mix.of(task).arm
+        with _naming(arm):
+            check_tasks(arm.config, [task])
     return mix, tasks
 
 
 def _check_programs(mix: TaskMix, tasks: Sequence[Task]) -> None:
     """Raise ConfigError for a task whose checks call a program that its sandboxes lack."""
     for task in tasks:
-        own = mix.of(task).config
-        with _naming_part(own):
-            check_programs(own, task, mix.oracle(task))
+        arm = mix.of(task).arm
+        with _naming(arm):
+            check_programs(arm.config, task, mix.oracle(task))
 
 
 def _check_reward(config: Config) -> None:
@@ -263,13 +263,12 @@ def check_rendering(config: Config) -> ChatRenderer | None:
     if config.engine.kind == "upstream":
         return None
     renderer = renderer_of(config)
-    for table in () if config.sft.run else (*config.tasks, *config.evaluated):
-        for own in config.of_agents(table).values() or [config.of_set(table)]:
-            agent = own.harness.agent
-            call = FIRST_CALLS.get(agent) or OWN_FIRST_CALLS.get(agent)
-            if call is not None and call.tools and not own.harness.command:
-                with _naming_part(own):
-                    check_tools(renderer.caps, f"harness.agent {agent} offers tools: ", ConfigError)
+    for arm in () if config.sft.run else config.arms.values():
+        harness = arm.config.harness
+        call = FIRST_CALLS.get(harness.agent) or OWN_FIRST_CALLS.get(harness.agent)
+        if call is not None and call.tools and not harness.command:
+            with _naming(arm):
+                check_tools(renderer.caps, f"harness.agent {harness.agent} offers tools: ", ConfigError)
     return renderer
 
 
@@ -301,8 +300,8 @@ def check_names(config: Config) -> None:
     for table in config.tasks:
         if table.name in GROUPS:
             raise ConfigError(f"tasks.{table.name}.name: metrics of a run have this name; choose another")
-        if taken := {part_label(part) for part in config.of_agents(table)} & {*GROUPS}:
-            raise ConfigError(f"tasks.agents: metrics of a run have the name {min(taken)}; name the task set")
+    if taken := {arm.label for arm in config.agent_arms} & {*GROUPS}:
+        raise ConfigError(f"tasks.agents: metrics of a run have the name {min(taken)}; name the task set")
 
 
 def check_local_engine(config: Config) -> None:

@@ -29,7 +29,7 @@ from insitu.attempt import (
 )
 from insitu.chat.message_text import MessageText
 from insitu.chat.renderer import ChatRenderer
-from insitu.config import Config
+from insitu.config import Arm, Config
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
 from insitu.gateway.backend import SessionBackend
@@ -80,9 +80,9 @@ class Runtime:
     gateway: Gateway
     workers: WorkerPool
     setups: Mapping[str, AgentSetup]
-    """Sandboxes and agent by part (`Task.part`), the first task set first."""
+    """Sandboxes and agent by arm (`Task.part`), the first task set first."""
     judges: Mapping[str, TaskJudge]
-    """Grading side by part."""
+    """Grading side by arm."""
     ending: Ending
 
     @property
@@ -108,7 +108,7 @@ class Runtime:
         """Return no further figures for the timeline."""
         return {}
 
-    def attempts(self, run: RunDir) -> AttemptsByPart:
+    def attempts(self, run: RunDir) -> AttemptsByArm:
         """Return the executor of attempts, which keeps logs, artifacts and host calls in the run."""
         return self.executor(
             AgentLogs(run.logs).keep, AgentArtifacts(run.artifacts).keep, HostCallLog(run.host_calls).keep
@@ -116,9 +116,9 @@ class Runtime:
 
     def executor(
         self, keep_log: KeepLog, keep_artifacts: KeepArtifacts, keep_calls: KeepCalls
-    ) -> AttemptsByPart:
+    ) -> AttemptsByArm:
         """Return an executor of attempts that passes on what else they leave."""
-        return AttemptsByPart(
+        return AttemptsByArm(
             {
                 part: AttemptExecutor(
                     self.gateway,
@@ -136,8 +136,8 @@ class Runtime:
         )
 
 
-class AttemptsByPart:
-    """Implements collect.options.AttemptRunner: each attempt by the executor of its task's part."""
+class AttemptsByArm:
+    """Implements collect.options.AttemptRunner: each attempt by the executor of its task's arm."""
 
     def __init__(self, executors: Mapping[str, AttemptExecutor]) -> None:
         self._executors = executors
@@ -154,7 +154,7 @@ class AttemptsByPart:
 
     @property
     def scores_groups(self) -> bool:
-        """Whether rewards of a part need the whole group."""
+        """Whether rewards of an arm need the whole group."""
         return any(executor.scores_groups for executor in self._executors.values())
 
     async def score_group(self, task: Task, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
@@ -206,8 +206,7 @@ async def open_runtime(
 
     `setups`: from `find_setups`. `say` gets the gateway's lines for the user.
     """
-    parts = config.parts
-    setups = setups or find_setups(parts)
+    setups = setups or find_setups(config.arms)
     harness, size = next(iter(setups.values())).harness, config.harness.workers
     async with AsyncExitStack() as stack:
         # Unix socket paths are limited to 107 bytes, a run directory may be deep.
@@ -223,7 +222,8 @@ async def open_runtime(
             tcp = await stack.enter_async_context(
                 gateway.listen_tcp(config.gateway.host, config.gateway.port)
             )
-            public = open_public_url(config, gateway, tcp.origin, say, needed=agents_call_by_url(parts))
+            needed = any(agents_call_by_url(arm.config) for arm in config.arms.values())
+            public = open_public_url(config, gateway, tcp.origin, say, needed=needed)
             url = await stack.enter_async_context(public)
         strict = config.harness.mode == "fresh"
         workers = await stack.enter_async_context(
@@ -231,7 +231,7 @@ async def open_runtime(
         )
         if not strict:
             await workers.warm()
-        judges = make_judges(parts, {part: setup.pool for part, setup in setups.items()}, source)
+        judges = make_judges(config.arms, {part: setup.pool for part, setup in setups.items()}, source)
         for judge in dict.fromkeys(judges.values()):
             stack.push_async_callback(judge.close)
         yield Runtime(
@@ -270,19 +270,20 @@ async def open_agents(
 
 
 def make_judges(
-    parts: Mapping[str, Config],
+    arms: Mapping[str, Arm],
     pools: Mapping[str, SandboxBackend],
     source: TaskSource,
     *,
     cached: bool = True,
 ) -> Mapping[str, TaskJudge]:
-    """Return the grading side of each part, which the caller closes; parts graded alike share one.
+    """Return the grading side of each arm, which the caller closes; arms graded alike share one.
 
     `cached`: identical trees are graded once.
     """
     made: list[tuple[Config, TaskJudge]] = []
     found: dict[str, TaskJudge] = {}
-    for part, config in parts.items():
+    for part, arm in arms.items():
+        config = arm.config
         how = (config.sandbox, config.grade, config.reward)
         same = (judge for own, judge in made if (own.sandbox, own.grade, own.reward) == how)
         judge = next(same, None) or make_judge(config, pools[part], source, cached=cached)

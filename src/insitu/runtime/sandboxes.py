@@ -121,14 +121,14 @@ def docker_backend(config: Config, work_bytes: int) -> DockerBackend:
     )
 
 
-def agents_call_by_url(parts: Mapping[str, Config]) -> bool:
-    """Return whether agents of a run may get sandboxes that reach no socket of this machine."""
-    return any("harbor" in own.sandbox.kinds and own.harness.agent != NO_AGENT for own in parts.values())
+def agents_call_by_url(config: Config) -> bool:
+    """Return whether the agent of an arm may get sandboxes that reach no socket of this machine."""
+    return "harbor" in config.sandbox.kinds and config.harness.agent != NO_AGENT
 
 
 def check_agents(config: Config) -> None:
     """Raise ConfigError for an agent without a way to the gateway in the sandboxes of every backend."""
-    check_public_url(config, needed=agents_call_by_url({"": config}))
+    check_public_url(config, needed=agents_call_by_url(config))
 
 
 def check_network(config: Config, backend: SandboxBackend, say: Callable[[str], None]) -> None:

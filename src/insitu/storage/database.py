@@ -18,7 +18,7 @@ from typing import Self
 from insitu import failpoint
 from insitu.errors import RecordError
 from insitu.storage.metrics import disk_error
-from insitu.storage.schema import OLDEST_VERSION, SCHEMA_VERSION, cover, migrate
+from insitu.storage.schema import OLDEST_VERSION, SCHEMA_VERSION, cover, migrate, task_set_of
 
 _BUSY_TIMEOUT_S = 5.0
 _DAMAGED = ("file is not a database", "database disk image is malformed")
@@ -42,6 +42,7 @@ class Database:
             why = error if os.access(path, os.R_OK) or not path.exists() else "permission denied"
             raise RecordError(f"cannot open {path}: {why}") from error
         self._db.row_factory = sqlite3.Row
+        self._db.create_function("task_set_of", 1, task_set_of, deterministic=True)
         try:
             self._prepare(readonly)
         except BaseException:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sqlite3
 
-from insitu.types import OF_EVAL
+from insitu.types import arm_of
 
 SCHEMA_VERSION = 8
 OLDEST_VERSION = 5
@@ -75,11 +75,16 @@ CREATE TABLE IF NOT EXISTS ledger (
 with drifts or hints. In `turns` the small columns stand before the blobs: reading them must not walk through
 pages of tokens."""
 
-TASK_SET = f"COALESCE(substr(part, 1, instr(part || '{OF_EVAL}', '{OF_EVAL}') - 1), '')"
-"""SQL of `Rollout.task_set`."""
+TASK_SET = "task_set_of(part)"
+"""SQL of `Rollout.task_set`, by a function that every connection has."""
 GROUP_ID = """(CASE r.phase WHEN 'serve' THEN r.task_id
   ELSE printf('%s/%05d/%03d', r.phase, r.step, r.group_no) END)"""
 """SQL of `Group.id` for a row `r` of rollouts; sessions of one task are a group."""
+
+
+def task_set_of(part: str | None) -> str:
+    """Return `Rollout.task_set` of a stored part; rollouts of earlier versions have none."""
+    return arm_of(part or "").task_set
 
 
 def migrate(db: sqlite3.Connection) -> None:

@@ -41,7 +41,7 @@ from insitu.storage.schema import TASK_SET
 from insitu.storage.score import Score
 from insitu.storage.summaries import RolloutSummary, read_summaries
 from insitu.storage.ulid import new_ulid
-from insitu.types import DriftNote, Ledger, Rollout, Status, part_label
+from insitu.types import DriftNote, Ledger, Rollout, Status, arm_of
 from insitu.types.values import Value
 
 __all__ = ["EmptyStore", "Score", "ScoresBy", "StepRecord", "Store", "add_ledgers"]
@@ -200,7 +200,7 @@ class Store(Lifecycle):
         )
         found: dict[str, list[sqlite3.Row]] = {}
         for row in self._all(query, {"phase": phase, "step": step}):
-            found.setdefault(part_label(row[by] or "") if by == "part" else row[by], []).append(row)
+            found.setdefault(arm_of(row[by] or "").label if by == "part" else row[by], []).append(row)
         every = [row for rows in found.values() for row in rows]
         return {
             name: _score(rows, phase)

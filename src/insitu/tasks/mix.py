@@ -1,6 +1,6 @@
 """Task sets of a run as one source, and which of them each draw of training belongs to.
 
-Every task carries the name of its set (`Task.part`), by which its agent, limits and reward are found.
+Every task carries the name of its arm (`Task.part`), by which its agent, limits and reward are found.
 """
 
 from __future__ import annotations
@@ -9,26 +9,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from insitu.config import Config, EvalTable
+from insitu.config import Arm, Config, EvalTable
 from insitu.errors import TaskError
 from insitu.tasks.base import Split, TaskSource
 from insitu.tasks.dataset import RowSource
-from insitu.types import OF_EVAL, Oracle, Task
+from insitu.types import Oracle, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSet:
     """An open source of tasks."""
 
-    config: Config
-    """The run's configuration with this set alone, under its own tables and the evaluation's."""
+    arm: Arm
     source: TaskSource
     agents: tuple[str, ...] = ()
     """Parts of its agents, where it has several."""
 
     @property
     def name(self) -> str:
-        return self.config.task_set.name
+        return self.arm.task_set
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration with this set alone, under its own tables and the evaluation's."""
+        return self.arm.config
 
     def size(self, split: Split) -> int | None:
         return self.source.size(split)
@@ -53,7 +57,8 @@ class TaskSet:
     def _marked(self, tasks: Sequence[Task], start: int = 0) -> Sequence[Task]:
         # The next task begins with the next agent: with fewer samples than agents all are used.
         return [
-            replace(task, part=self.name, agents=self._from(index)) for index, task in enumerate(tasks, start)
+            replace(task, part=self.arm.part, agents=self._from(index))
+            for index, task in enumerate(tasks, start)
         ]
 
     def _from(self, index: int) -> tuple[str, ...]:
@@ -67,8 +72,8 @@ class TaskMix:
     def __init__(self, sets: Sequence[TaskSet], evaluated: Sequence[TaskSet] = ()) -> None:
         """Set up. evaluated: sets as they are for evaluations with tables of their own."""
         self.sets = sets
-        self._by_name = {one.name: one for one in (*sets, *evaluated)}
-        self._by_part = self._by_name | {part: one for one in self._by_name.values() for part in one.agents}
+        self._every = (*sets, *evaluated)
+        self._by_part = {part: one for one in self._every for part in (one.arm.part, *one.agents)}
 
     @property
     def name(self) -> str:
@@ -95,8 +100,8 @@ class TaskMix:
 
     def of_eval(self, table: EvalTable) -> Sequence[TaskSet]:
         """Return the sets of an evaluation."""
-        names = [one.name for one in self.sets if table.covers(one.config.task_set)]
-        return [self._by_name[f"{name}{OF_EVAL}{table.name}" if table.layered else name] for name in names]
+        own = table.name if table.layered else ""
+        return [one for one in self._every if one.arm.evaluation == own and table.covers(one.config.task_set)]
 
     def evaluated(self, table: EvalTable) -> Sequence[Task]:
         """Return the tasks of an evaluation: equally many of each of its sets, as far as they have them."""
@@ -124,7 +129,7 @@ class TaskMix:
 
     def examples(self) -> Sequence[Task]:
         """Return tasks that represent all others in what they need of a sandbox."""
-        return [task for one in self._by_name.values() for task in one.examples()]
+        return [task for one in self._every for task in one.examples()]
 
     def of(self, task: Task) -> TaskSet:
         """Return the set of a task; raise TaskError."""

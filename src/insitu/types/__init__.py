@@ -4,6 +4,7 @@ Values move along the path Task -> Sandbox -> Agent -> Gateway -> Rollout -> Gro
 changed after construction. This package does no I/O, has no async code and imports no other module.
 """
 
+from insitu.types.arms import ArmName, arm_of
 from insitu.types.capture import (
     EXCLUSIONS,
     MALFORMED,
@@ -47,8 +48,6 @@ from insitu.types.judgement import (
 from insitu.types.limits import Limits
 from insitu.types.messages import Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 from insitu.types.tasks import (
-    OF_AGENT,
-    OF_EVAL,
     WORKDIR,
     Case,
     Check,
@@ -61,7 +60,6 @@ from insitu.types.tasks import (
     Setup,
     Task,
     Tree,
-    part_label,
     task_hash,
 )
 
@@ -70,11 +68,10 @@ __all__ = [
     "MALFORMED",
     "MIN_TEMPERATURE",
     "NOT_TIMED",
-    "OF_AGENT",
-    "OF_EVAL",
     "PARTS_LEFT_OUT",
     "UNKNOWN_TOOL",
     "WORKDIR",
+    "ArmName",
     "BoolArray",
     "CallTimes",
     "Case",
@@ -120,7 +117,7 @@ __all__ = [
     "Turn",
     "Verdict",
     "VersionRuns",
+    "arm_of",
     "equal_rewards",
-    "part_label",
     "task_hash",
 ]

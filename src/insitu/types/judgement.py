@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from insitu.types.arms import arm_of
 from insitu.types.capture import Trajectory, Turn
 from insitu.types.generation import BoolArray, FloatArray, IntArray
-from insitu.types.tasks import OF_EVAL, Task, Tree
+from insitu.types.tasks import Task, Tree
 from insitu.types.values import Value
 
 
@@ -140,7 +141,7 @@ class Rollout(Value):
     @property
     def task_set(self) -> str:
         """Name of the task set that its task is of; empty where the run has one without a name."""
-        return self.part.partition(OF_EVAL)[0]
+        return arm_of(self.part).task_set
 
     @property
     def turns(self) -> tuple[Turn, ...]:

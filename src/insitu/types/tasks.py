@@ -12,16 +12,6 @@ from insitu.types.values import Value
 
 WORKDIR = "/work"
 """Inside path of the work folder of a sandbox whose task names none."""
-OF_EVAL = "@"
-"""Behind the name of a task set in `Task.part`; no name contains it."""
-OF_AGENT = "+"
-"""Before the name of one of several agents in `Task.part`."""
-
-
-def part_label(part: str) -> str:
-    """Return the name of a part in metrics; that of an agent is SET+AGENT, or AGENT in a set without name."""
-    name, plus, agent = part.partition(OF_AGENT)
-    return f"{name.partition(OF_EVAL)[0]}{plus}{agent}".removeprefix(OF_AGENT) if plus else part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +80,7 @@ class Task(Value):
     category: str = ""
     """Free label for per-category statistics, e.g. the kind of fault."""
     part: str = ""
-    """Name of its task set in a mix; SET@EVAL for an evaluation with own tables, SET@+AGENT and
-    SET@EVAL+AGENT for one of several agents."""
+    """Its arm, as `ArmName.part`."""
     agents: tuple[str, ...] = ()
     """Parts of the agents that the rollouts of a group use in turn; empty = `part` for all."""
     content_hash: str = ""

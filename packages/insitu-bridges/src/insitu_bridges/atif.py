@@ -120,14 +120,14 @@ class AtifWriter:
     def __init__(self, folder: Path, config: Config, words: Words) -> None:
         self._job, self._words = folder / "data" / Path(config.run.dir).name, words
         self._model = Path(config.model.path).name or "demo"
-        self._config, self._parts = config, config.parts
+        self._config, self._arms = config, config.arms
 
     def add(self, stored: StoredRollout) -> None:
         """Write one rollout."""
         rollout = stored.item.rollout
         trial = self._job / rollout.id.replace("/", "-")
         (trial / "agent").mkdir(parents=True)
-        harness = self._parts.get(rollout.part, self._config).harness  # served sessions are of no part
+        harness = (arm.config if (arm := self._arms.get(rollout.part)) else self._config).harness
         agent = {"name": harness.label, "version": harness.version or "unknown", "model_name": self._model}
         made = to_atif(stored, self._words, agent)
         (trial / "agent" / "trajectory.json").write_bytes(orjson.dumps(made))

@@ -92,10 +92,10 @@ def read_arguments(address: str, call_tokens: int, context_tokens: int) -> Confi
     if 0 < context_tokens < config.model.max_context_tokens:
         given["model.max_context_tokens"] = context_tokens
     config = read_named({**router, **given}) if given else config
-    for name, part in config.parts.items():
-        if 0 < call_tokens < part.limits.max_call_tokens:
+    for name, arm in config.arms.items():
+        if 0 < call_tokens < (own := arm.config.limits.max_call_tokens):
             raise ConfigError(
-                f"slime: limits.max_call_tokens of {name or 'the tasks'} is {part.limits.max_call_tokens},"
+                f"slime: limits.max_call_tokens of {name or 'the tasks'} is {own},"
                 f" above --rollout-max-response-len {call_tokens}"
             )
     return config

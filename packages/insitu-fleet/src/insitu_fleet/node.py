@@ -123,7 +123,7 @@ class Node:
             config = _config(call.meta["config"], folder)
             renderer = await asyncio.to_thread(load_renderer, folder, config.model.renderer)
             engine = RemoteEngine(self.controller, call.meta["engine"], DAY_S)
-            setups = await asyncio.to_thread(find_setups, config.parts)
+            setups = await asyncio.to_thread(find_setups, config.arms)
             self._runtime = await stack.enter_async_context(
                 open_runtime(config, TokenBackend(engine, renderer), self._source, setups)
             )

@@ -12,7 +12,7 @@ from typing import Any
 from insitu.config import Config
 from insitu.storage.score import Score
 from insitu.storage.store import Store
-from insitu.types import OF_AGENT, PARTS_LEFT_OUT, Group, Ledger, Rollout, part_label
+from insitu.types import PARTS_LEFT_OUT, Group, Ledger, Rollout, arm_of
 from insitu_train.options import StepResult
 from insitu_train.unparsed import unparsed_counts
 
@@ -112,9 +112,9 @@ def by_set(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """Return the groups of each named task set, and what each of several agents has of its groups."""
     names = sorted({r.task_set for g in groups for r in g.rollouts} - {""})
     found = {name: [g for g in groups if any(r.task_set == name for r in g.rollouts)] for name in names}
-    for part in sorted({r.part for g in groups for r in g.rollouts if OF_AGENT in r.part}):
+    for part in sorted({r.part for g in groups for r in g.rollouts if arm_of(r.part).agent}):
         own = [replace(g, rollouts=tuple(r for r in g.rollouts if r.part == part)) for g in groups]
-        found[part_label(part)] = [g for g in own if g.rollouts]
+        found[arm_of(part).label] = [g for g in own if g.rollouts]
     return found
 
 

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from insitu.types import MALFORMED, UNKNOWN_TOOL, Rollout, part_label
+from insitu.types import MALFORMED, UNKNOWN_TOOL, Rollout, arm_of
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class UnparsedAlarm:
         parts: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             if rollout.part:
-                parts.setdefault(f"{part_label(rollout.part)}/", []).append(rollout)
+                parts.setdefault(f"{arm_of(rollout.part).label}/", []).append(rollout)
         whole = self._look("", rollouts)
         found = {prefix: self._look(prefix, own) for prefix, own in parts.items()}
         flags = {f"{prefix}unparsed_alarm": bool(line) for prefix, line in {"": whole, **found}.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from insitu.capture.drift_log import drift_totals
-from insitu.config import Config
+from insitu.config import Arm, Config
 from insitu.errors import RecordError
 from insitu.progress.base import rate_text
 from insitu.storage.files import write_text
@@ -16,7 +16,7 @@ from insitu.storage.phases import When, eval_name, eval_phase
 from insitu.storage.run_dir import KIND, REPORT, read_config, read_store, read_summary
 from insitu.storage.score import Score, describe_rewards
 from insitu.storage.store import ScoresBy, Store
-from insitu.types import Ledger, part_label
+from insitu.types import Ledger
 from insitu_view.curve import curve_of, curve_svg
 from insitu_view.report import (
     EvaluationReport,
@@ -102,16 +102,16 @@ def _evaluations(
 
 def _task_sets(store: Store, config: Config) -> tuple[TaskSetReport, ...]:
     """Return the scores of each task set of a mix and each of several agents; empty for one set and agent."""
-    rows: list[tuple[ScoresBy, str]] = [("task_set", name) for name in config.set_names]
-    rows += [("part", part) for table in config.tasks for part in config.of_agents(table)]
+    rows: list[tuple[ScoresBy, Arm]] = [("task_set", arm) for arm in config.set_arms if config.set_names]
+    rows += [("part", arm) for arm in config.agent_arms]
     return tuple(
         TaskSetReport(
-            name=part_label(name),
-            agent=config.agent_of(name),
-            trained=store.scores("train", None, by).get(part_label(name), _NONE),
-            evaluations=_evaluations(store, config, {}, by, part_label(name)),
+            name=arm.label,
+            agent=config.agent_of(arm.part),
+            trained=store.scores("train", None, by).get(arm.label, _NONE),
+            evaluations=_evaluations(store, config, {}, by, arm.label),
         )
-        for by, name in rows
+        for by, arm in rows
     )
 
 

@@ -192,7 +192,7 @@ class AgentEnvironment(TaskEnvironment):
             options = options.changed(key=api_key)
         await check_reachable(options.url, options.connect_deadline_s)
         # In a thread: it may install the agent.
-        setups = await asyncio.to_thread(find_setups, config.parts)
+        setups = await asyncio.to_thread(find_setups, config.arms)
         with scratch_folder() as records:
             async with (
                 open_provider(options, records) as provider,

@@ -152,7 +152,7 @@ class Episodes:
         """Check the configuration; raise ConfigError, SetupError, TaskError. Nothing is started."""
         self.config = config
         self.tasks = EpisodeTasks(config)
-        check_tasks(config, TaskSet(config=config, source=self.tasks.source).examples())
+        check_tasks(config, TaskSet(arm=config.set_arms[0], source=self.tasks.source).examples())
         self._pool = make_pool(config)
         self._judge: TaskJudge
         self._lock = Lock()

@@ -17,7 +17,7 @@ from tree_check import check_tree
 
 from insitu.capture.drift import PromptPlan
 from insitu.capture.forest import Forest
-from insitu.capture.message_history import DigestCache, History
+from insitu.capture.message_history import History, RequestMemory
 from insitu.types import (
     Finish,
     Generation,
@@ -119,7 +119,7 @@ class Lab:
     ) -> None:
         """`splices`: requests that begin like an earlier one leave out what is known, as the gateway does."""
         self._splices = splices
-        self._asked: list[tuple[tuple[Message, ...], DigestCache]] = []
+        self._asked: list[tuple[tuple[Message, ...], RequestMemory]] = []
         self.forest = Forest(rollout_id, pointer_key, train_auxiliary=train_auxiliary)
         self.calls: list[Call] = []
         self.version = 0
@@ -136,10 +136,10 @@ class Lab:
     def _spliced(self, messages: tuple[Message, ...]) -> Sequence[Message]:
         if not self._splices:
             return messages
-        memory, known, before = DigestCache(), 0, None
+        memory, known, before = RequestMemory(), 0, None
         for earlier, kept in self._asked:
             if known < len(earlier) and messages[: len(earlier)] == earlier:
-                known, before = len(earlier), kept.digests
+                known, before = len(earlier), kept
         self._asked.append((messages, memory))
         return History(messages[known:], memory, known=known, before=before, parse=lambda: messages)
 

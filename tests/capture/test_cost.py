@@ -12,7 +12,7 @@ from capture_lab import FINGERPRINT, SHELL, START, Lab, answer, call, long_chain
 
 from insitu.capture import digests as match
 from insitu.capture.forest import Forest
-from insitu.capture.message_history import DigestCache, History
+from insitu.capture.message_history import DigestRun, Digests, History, RequestMemory
 from insitu.capture.nodes import ContextNode, Nodes
 from insitu.types import Generation, IntArray, Message, ModelRequest
 
@@ -76,14 +76,14 @@ def test_each_spelling_of_arguments_is_parsed_once(monkeypatch: pytest.MonkeyPat
 def test_a_request_deep_in_a_long_line_looks_at_each_held_turn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forest, messages = long_chain(2000)
     looked = 0
-    holds = match.DigestedMessages.contains
+    holds = Digests.contains
 
-    def counted(self: match.DigestedMessages, run: match.DigestRun, start: int) -> bool:
+    def counted(self: Digests, run: DigestRun, start: int) -> bool:
         nonlocal looked
         looked += 1
         return holds(self, run, start)
 
-    monkeypatch.setattr(match.DigestedMessages, "contains", counted)
+    monkeypatch.setattr(Digests, "contains", counted)
     plan = forest.plan(Lab.request([*messages[:-1], user("another way")]), FINGERPRINT)
     assert plan.base is not None
     assert looked <= 2000 + 10
@@ -111,12 +111,12 @@ def test_a_request_that_begins_like_an_earlier_one_goes_on_where_that_ended(
         reply = says("look", call(f"call_{turn}", f'{{"n":{turn}}}'))
         lab.deliver(lab.sample(prompt, reply))
         messages += [reply, answer(f"call_{turn}", f"line {turn}")]
-    memory, before = DigestCache(), lab._asked[-1]
+    memory, before = RequestMemory(), lab._asked[-1]
     known = History(
         tuple(messages[-2:]),
         memory,
         known=len(before[0]),
-        before=before[1].digests,
+        before=before[1],
         parse=lambda: tuple(messages),
     )
     monkeypatch.setattr(Nodes, "below", counted)

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from insitu.capture.digests import (
-    MessageDigest,
     MessageHasher,
     PartDigests,
     canonical_arguments,
@@ -20,6 +19,7 @@ from insitu.capture.digests import (
     wire_digest,
 )
 from insitu.capture.drift import difference
+from insitu.capture.message_history import MessageDigest
 from insitu.types import Message, ToolSpec
 
 

@@ -12,25 +12,12 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isinf
 from typing import NamedTuple, NoReturn
 
-from insitu.capture.message_history import History, MessageDigests, TreeWalk
+from insitu.capture.message_history import SIZE, Digests, History, MessageDigest
 from insitu.types import Message, ToolCall, ToolSpec
-
-SIZE = 16
-"""Bytes of one digest."""
-
-
-class MessageDigest(NamedTuple):
-    """Digest of one message; reasoning is separate because clients may omit it."""
-
-    content: bytes
-    """Digest of role, text, tool names, canonical arguments and of the call that a tool message answers."""
-    reasoning: bytes
-    """Digest of the reasoning, empty without any."""
 
 
 class PartDigests(NamedTuple):
@@ -42,104 +29,6 @@ class PartDigests(NamedTuple):
     """Tool names in call order."""
     arguments: tuple[bytes, ...]
     """Digest of each call's canonical arguments."""
-
-
-@dataclass(frozen=True, slots=True)
-class DigestRun:
-    """Consecutive messages of a context node."""
-
-    content: bytes = field(repr=False)
-    """`MessageDigest.content` of each, joined."""
-    reasoning: Mapping[int, bytes] | None = field(default=None, repr=False)
-    """Digest by index of each message with reasoning; None without assistant messages."""
-
-    def __len__(self) -> int:
-        return len(self.content) // SIZE
-
-
-class DigestedMessages:
-    """Digests of the messages of one request."""
-
-    __slots__ = ("_content", "_echoes", "_reasoning", "_resets", "_size", "messages", "reader")
-
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        content: bytes,
-        reasoning: Mapping[int, bytes],
-        echoes: Mapping[int, Message],
-        resets: Sequence[int],
-        reader: MessageHasher,
-    ) -> None:
-        """Take the digests; `resets`: index of each message before which reasoning is dropped."""
-        self.reader = reader
-        self._resets = resets
-        self.messages = messages
-        self._content = content
-        self._size = len(content) // SIZE
-        self._reasoning = reasoning
-        self._echoes = echoes
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> MessageDigest:
-        content = self._content[index * SIZE : (index + 1) * SIZE]
-        return MessageDigest(content, self._reasoning.get(index, b""))
-
-    @property
-    def reset_at(self) -> int:
-        """Index of the last message before which reasoning is dropped; -1 = all of it is kept."""
-        return self._resets[-1] if self._resets else -1
-
-    def echo(self, index: int) -> Message:
-        """Return the call ids and turn references of an assistant message, without its text."""
-        return self._echoes[index]
-
-    def rest(self, start: int) -> DigestedMessages:
-        """Return the messages from `start` on."""
-        messages = self.messages[start:]
-        at = range(start, start + len(messages))
-        reasoning = {i - start: self._reasoning[i] for i in at if i in self._reasoning}
-        echoes = {i - start: self._echoes[i] for i in at if i in self._echoes}
-        resets = [i - start for i in self._resets if i >= start]
-        content = self._content[start * SIZE :]
-        return DigestedMessages(messages, content, reasoning, echoes, resets, self.reader)
-
-    def cacheable(self, system: bytes, tools: bytes, lead: int, walk: TreeWalk | None) -> MessageDigests:
-        """Return what a later request that begins with these messages can reuse."""
-        return MessageDigests(
-            walk=walk,
-            system=system,
-            tools=tools,
-            lead=lead,
-            content=self._content,
-            reasoning=tuple(self._reasoning.items()),
-            echoes=tuple(self._echoes.items()),
-            resets=tuple(self._resets),
-        )
-
-    def run(self) -> DigestRun:
-        """Return all digests, without the messages."""
-        spoken = any(message.role == "assistant" for message in self.messages)
-        return DigestRun(self._content, dict(self._reasoning) if spoken else None)
-
-    def contains(self, run: DigestRun, start: int) -> bool:
-        """Return whether the messages at `start` equal `run`, each by the rule of `same_meaning`."""
-        at = start * SIZE
-        if self._content[at : at + len(run.content)] != run.content:
-            return False
-        if run.reasoning is None:
-            return True
-        echoed = ((i, self._reasoning.get(start + i)) for i in range(len(run)))
-        return all(got is None or got == run.reasoning.get(i) for i, got in echoed)
-
-    def matches(self, index: int, stored: MessageDigest) -> bool:
-        """Return `same_meaning(stored, self[index])` without creating the latter."""
-        if self._content[index * SIZE : (index + 1) * SIZE] != stored[0]:
-            return False
-        got = self._reasoning.get(index)
-        return got is None or got == stored[1]
 
 
 def same_meaning(stored: MessageDigest, got: MessageDigest) -> bool:
@@ -319,15 +208,15 @@ class MessageHasher:
     def _canonical(self, call: ToolCall) -> str:
         return canonical_arguments(call.arguments, self.defaults.get(call.name))
 
-    def conversation(self, messages: Sequence[Message]) -> DigestedMessages:
+    def conversation(self, messages: Sequence[Message]) -> Digests:
         """Return the digests of `messages`; those of known ones are taken from the History.
 
         A tool message is tied to its call by position (assistant turns back, ordinal), so an agent that
         consistently invents new ids still matches.
         """
-        known, fresh, before = 0, messages, None
-        if isinstance(messages, History) and messages.before is not None:
-            known, fresh, before = messages.known, messages.fresh, messages.before
+        history = History.of(messages)
+        before = None if history.before is None else history.before.digests
+        known, fresh = (0, messages) if before is None else (history.known, history.fresh)
         content = [] if before is None else [before.content[: known * SIZE]]
         reasoning, echoes = ({}, {}) if before is None else before.first(known)
         resets = [] if before is None else [i for i in before.resets if i < known]
@@ -344,7 +233,7 @@ class MessageHasher:
             if role in self._reset_roles:
                 resets.append(index)
             content.append(_hash(f"{finder.prefix(message)}\0{message.text}"))
-        return DigestedMessages(messages, b"".join(content), reasoning, echoes, resets, self)
+        return Digests(b"".join(content), reasoning, echoes, resets)
 
     def _assistant(
         self, text: str, calls: Sequence[ToolCall], canonical: Sequence[str] | None = None

@@ -7,12 +7,12 @@ sampled; `fork` leaves the newest line. Every drift has a named cause. Pure.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from insitu.capture.digests import DigestedMessages, PartDigests
-from insitu.capture.message_history import TreeWalk
+from insitu.capture.digests import MessageHasher, PartDigests
+from insitu.capture.message_history import Digests, TreeWalk
 from insitu.capture.nodes import ContextNode, Nodes, SampledNode
 from insitu.capture.turn_refs import TurnIndex
 from insitu.types import Message
@@ -53,8 +53,10 @@ class PromptPlan:
     replace: tuple[Message, ...]
     """Context messages to render after `base`: user, tool, mid-list system, edited and foreign assistant."""
     drift: Drift
-    digests: DigestedMessages = field(repr=False)
+    digests: Digests = field(repr=False)
     """Digests of `replace`, for `extend`."""
+    reader: MessageHasher = field(repr=False)
+    """Made them; hashes the reply too."""
     tools: bool
     tool_choice_none: bool
     """The request sent tools and forbade calls."""
@@ -85,7 +87,7 @@ class _PrefixMatch(NamedTuple):
 
 
 def longest_match(
-    nodes: Nodes, index: TurnIndex, root_key: str, digests: DigestedMessages, known: TreeWalk | None = None
+    nodes: Nodes, index: TurnIndex, root_key: str, digests: Digests, known: TreeWalk | None = None
 ) -> _PrefixMatch:
     """Return the deepest sampled node that the messages completely match, from the end of `known`.
 
@@ -107,7 +109,7 @@ def _best(
     nodes: Nodes,
     index: TurnIndex,
     root_key: str,
-    digests: DigestedMessages,
+    digests: Digests,
     reached: list[tuple[int | None, int, int, int]],
 ) -> _PrefixMatch:
     """Return the best of several paths from where they split."""
@@ -115,7 +117,7 @@ def _best(
     while reached:
         base, start, by_reference, by_call_id = reached.pop()
         for turn, end in _matching_children(nodes, root_key, base, digests, start).turns:
-            message = digests.echo(end)
+            message = digests.echoes[end]
             hits = (
                 by_reference + (turn.id in index.pointed(message)),
                 by_call_id + (turn.id in index.minters(message)),
@@ -134,7 +136,7 @@ class _MatchedChildren(NamedTuple):
 
 
 def _matching_children(
-    nodes: Nodes, root_key: str, base: int | None, digests: DigestedMessages, start: int
+    nodes: Nodes, root_key: str, base: int | None, digests: Digests, start: int
 ) -> _MatchedChildren:
     """Return the turns below `base` that the messages continue."""
     found: list[tuple[SampledNode, int]] = []
@@ -156,7 +158,7 @@ def _matching_children(
     return _MatchedChildren(found, depends)
 
 
-def stored_context(nodes: Nodes, root_key: str, base: int | None, digests: DigestedMessages) -> int | None:
+def stored_context(nodes: Nodes, root_key: str, base: int | None, digests: Digests) -> int | None:
     """Return the context node below `base` with exactly these messages, if any."""
     for node in nodes.below(root_key, base):
         if len(node.run) == len(digests) and digests.contains(node.run, 0):
@@ -179,26 +181,27 @@ def classify(
     nodes: Nodes,
     root_key: str,
     base: int | None,
-    digests: DigestedMessages,
+    digests: Digests,
     referenced: Sequence[SampledNode],
     stored: int | None,
+    parts: Callable[[int], PartDigests],
 ) -> Drift:
     """Return the drift of a request with the messages `digests` after `base`.
 
     `referenced` are the turns that these messages reference, in request order; `stored` is their
-    `stored_context`.
+    `stored_context`, `parts` digests the parts of one of them that is an assistant's.
     """
     if stored is not None:
         continued = any(nodes.sampled(child).continued for child in nodes.context(stored).children)
         return Drift(kind="fork", cause="rewind") if continued else Drift(kind="clean", cause="same_prompt")
-    edited = _edit(nodes, nodes.below(root_key, base), digests, referenced)
+    edited = _edit(nodes, nodes.below(root_key, base), digests, referenced, parts)
     if edited is not None:
         return edited
     if referenced:
         return Drift(kind="fork", cause="context", turn=referenced[0].turn, node=referenced[0].id)
     if base is None:
         return Drift(kind="fork", cause="new_root") if nodes.all else Drift(kind="clean", cause="first")
-    if any(message.role == "assistant" for message in digests.messages):
+    if digests.echoes:
         return Drift(kind="edited", cause="foreign")
     if nodes.sampled(base).continued:
         return Drift(kind="fork", cause="rewind")
@@ -206,7 +209,11 @@ def classify(
 
 
 def _edit(
-    nodes: Nodes, below: Sequence[ContextNode], digests: DigestedMessages, referenced: Sequence[SampledNode]
+    nodes: Nodes,
+    below: Sequence[ContextNode],
+    digests: Digests,
+    referenced: Sequence[SampledNode],
+    parts: Callable[[int], PartDigests],
 ) -> Drift | None:
     """Return the edit that made the request leave the longest prompt it starts with, if any."""
     prompts = [c for c in below if c.children and len(c.run) < len(digests) and digests.contains(c.run, 0)]
@@ -217,9 +224,8 @@ def _edit(
     turns = [nodes.sampled(child) for child in prompt.children]
     turn = max(turns, key=lambda s: (s.id in named, s.delivered, s.id))
     at = len(prompt.run)
-    got = digests.messages[at]
-    if got.role == "assistant":
-        cause = difference(turn.parts, digests.reader.parts(got))
+    if at in digests.echoes:
+        cause = difference(turn.parts, parts(at))
         if not cause:
             return Drift(kind="fork", cause="retention", turn=turn.turn, node=turn.id)
         return Drift(kind="edited", cause=cause, turn=turn.turn, node=turn.id, at=at)

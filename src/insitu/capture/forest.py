@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from insitu.capture.digests import (
-    DigestedMessages,
     MessageHasher,
+    PartDigests,
     declared_defaults,
     leading_system,
     root_key,
@@ -28,7 +28,7 @@ from insitu.capture.drift import PromptPlan, classify, longest_match, stored_con
 from insitu.capture.drift_diagnosis import Diagnosis, first_difference
 from insitu.capture.drift_log import DriftLog
 from insitu.capture.ledger import check_generation
-from insitu.capture.message_history import History, TreeWalk
+from insitu.capture.message_history import Digests, History, TreeWalk
 from insitu.capture.nodes import ContextNode, Nodes, SampledNode, chain, frozen_ids, joined
 from insitu.capture.segments import export
 from insitu.capture.turn_refs import TurnIndex
@@ -95,27 +95,33 @@ class Forest:
         Every assistant message on the path must equal what was sampled.
         """
         self._refuse_sealed("a request")
+        history = History.of(request.messages)
         tools = self._tools_digest(request.tools)
-        digests, system, lead = self._digest(request.messages, tools)
+        reader = self._reader(tools)
+        said, digests, system = _digested(history, reader, tools)
         key = root_key(fingerprint, system, tools)
-        found = longest_match(
-            self._nodes, self._index, key, digests, self._known_path(request.messages, key, tools)
-        )
-        if isinstance(request.messages, History):
-            # A path that a later message may invalidate is not cached.
-            walk = None if self._reset_roles else found.walk(key, self._nodes.forks)
-            request.messages.memory.digests = digests.cacheable(system, tools, lead, walk)
+        found = longest_match(self._nodes, self._index, key, digests, self._known_path(history, key, tools))
+        # A path that a later message may invalidate is not cached.
+        walk = None if self._reset_roles else found.walk(key, self._nodes.forks)
+        memory = history.memory
+        memory.digests, memory.system, memory.lead = digests, system, len(history) - len(said)
+        memory.tools, memory.walk = tools, walk
         base = found.base
-        rest = digests.rest(found.start)
-        echoes = self._index.referenced(rest.messages)
+        rest, messages = digests.rest(found.start), said[found.start :]
+        echoes = self._index.referenced(messages)
         stored = stored_context(self._nodes, key, base, rest)
+
+        def parts(at: int) -> PartDigests:
+            return reader.parts(messages[at])
+
         return PromptPlan(
             root_key=key,
             base=base,
             parent=stored,
-            replace=tuple(rest.messages),
-            drift=classify(self._nodes, key, base, rest, echoes, stored),
+            replace=messages,
+            drift=classify(self._nodes, key, base, rest, echoes, stored, parts),
             digests=rest,
+            reader=reader,
             tools=bool(request.tools),
             tool_choice_none=request.tool_choice_none,
             streamed=request.stream,
@@ -137,23 +143,14 @@ class Forest:
             self._readers[tools] = MessageHasher(declared_defaults(self._tools[0]), self._reset_roles)
         return self._readers[tools]
 
-    def _digest(self, messages: Sequence[Message], tools: bytes) -> tuple[DigestedMessages, bytes, int]:
-        """Return the digested conversation, the digest of the leading system messages and their number."""
-        reader = self._reader(tools)
-        before = messages.before if isinstance(messages, History) else None
-        if isinstance(messages, History) and before is not None and before.tools == tools:
-            return reader.conversation(messages.after(before.lead)), before.system, before.lead
-        lead = leading_system(messages)
-        return reader.conversation(messages[lead:]), system_digest(messages[:lead]), lead
-
-    def _known_path(self, messages: Sequence[Message], key: str, tools: bytes) -> TreeWalk | None:
+    def _known_path(self, history: History, key: str, tools: bytes) -> TreeWalk | None:
         """Return the path of an earlier request, if this one must take it too."""
-        before = messages.before if isinstance(messages, History) else None
-        if not isinstance(messages, History) or before is None or before.walk is None:
+        before = history.before
+        if before is None or before.walk is None:
             return None
         walk = before.walk
         same = before.tools == tools and walk.root_key == key and walk.forks == self._nodes.forks
-        return walk if same and before.lead + walk.depends <= messages.known else None
+        return walk if same and before.lead + walk.depends <= history.known else None
 
     def extend(
         self,
@@ -205,7 +202,7 @@ class Forest:
             root_key=plan.root_key,
             ids=frozen_ids(delta),
             run=plan.digests.run(),
-            reader=plan.digests.reader,
+            reader=plan.reader,
             wire=wire,
             chained=chain(b"" if base is None else base.chained, delta),
             tools=plan.tools,
@@ -351,6 +348,17 @@ class Forest:
     def _refuse_sealed(self, what: str) -> None:
         if self._sealed is not None:
             raise CaptureError(f"rollout {self._rollout_id}: {what} came after the session was sealed")
+
+
+def _digested(history: History, reader: MessageHasher, tools: bytes) -> tuple[History, Digests, bytes]:
+    """Return what follows the leading system messages, its digests, and the digest of the former."""
+    before = history.before
+    if before is not None and before.tools == tools:
+        said = history.after(before.lead)
+        return said, reader.conversation(said), before.system
+    lead = leading_system(history)
+    said = History.of(history[lead:])
+    return said, reader.conversation(said), system_digest(history[:lead])
 
 
 def _frozen_generation(generation: Generation) -> Generation:

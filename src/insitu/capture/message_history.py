@@ -2,17 +2,29 @@
 
 An agent sends its whole history with every call. The gateway proves by bytes how much of it an earlier
 request of the session contained; only the rest is parsed and hashed, and the forest takes the digests of the
-known messages from `DigestCache`. Digests and ids are kept, no text.
+known messages from `RequestMemory`. Digests and ids are kept, no text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import overload
+from typing import NamedTuple, overload
 
 from insitu.types import Message
+
+SIZE = 16
+"""Bytes of one digest."""
+
+
+class MessageDigest(NamedTuple):
+    """Digest of one message; reasoning is separate because clients may omit it."""
+
+    content: bytes
+    """Digest of role, text, tool names, canonical arguments and of the call that a tool message answers."""
+    reasoning: bytes
+    """Digest of the reasoning, empty without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,40 +45,97 @@ class TreeWalk:
     """`Nodes.forks` at that time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDigests:
-    """Digests of a request's messages; immutable, so that requests may share it."""
+@dataclass(frozen=True, slots=True)
+class DigestRun:
+    """Consecutive messages of a context node."""
 
-    system: bytes
-    """Digest of the leading system messages."""
-    tools: bytes
-    """Digest of the offered tools, on whose schemas the meaning of arguments depends."""
-    lead: int
-    """Number of leading system messages; the other fields do not count them."""
     content: bytes = field(repr=False)
-    reasoning: tuple[tuple[int, bytes], ...] = field(repr=False)
-    echoes: tuple[tuple[int, Message], ...] = field(repr=False)
-    """(index, call ids and turn references only) of each assistant message."""
-    resets: tuple[int, ...] = field(repr=False)
+    """`MessageDigest.content` of each, joined."""
+    reasoning: Mapping[int, bytes] | None = field(default=None, repr=False)
+    """Digest by index of each message with reasoning; None without assistant messages."""
+
+    def __len__(self) -> int:
+        return len(self.content) // SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests of the messages of a request, or of its last ones; without text.
+
+    Immutable, so that later requests may share it.
+    """
+
+    content: bytes = field(repr=False)
+    """`MessageDigest.content` of each, joined."""
+    reasoning: dict[int, bytes] = field(repr=False)
+    """Digest by index of each message with reasoning."""
+    echoes: dict[int, Message] = field(repr=False)
+    """Call ids and turn references by index of each assistant message."""
+    resets: Sequence[int] = field(repr=False)
     """Index of each message before which reasoning is dropped."""
-    walk: TreeWalk | None = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.content) // SIZE
+
+    def __getitem__(self, index: int) -> MessageDigest:
+        content = self.content[index * SIZE : (index + 1) * SIZE]
+        return MessageDigest(content, self.reasoning.get(index, b""))
+
+    @property
+    def reset_at(self) -> int:
+        """Index of the last message before which reasoning is dropped; -1 = all of it is kept."""
+        return self.resets[-1] if self.resets else -1
 
     def first(self, known: int) -> tuple[dict[int, bytes], dict[int, Message]]:
         """Return reasoning and assistant messages of the first `known` messages."""
-        reasoning, echoes = dict(self.reasoning), dict(self.echoes)
-        if echoes and self.echoes[-1][0] >= known:
-            echoes = {i: echo for i, echo in self.echoes if i < known}
-            reasoning = {i: digest for i, digest in self.reasoning if i < known}
-        return reasoning, echoes
+        if self.echoes and next(reversed(self.echoes)) >= known:
+            echoes = {i: echo for i, echo in self.echoes.items() if i < known}
+            return {i: digest for i, digest in self.reasoning.items() if i < known}, echoes
+        return dict(self.reasoning), dict(self.echoes)
+
+    def rest(self, start: int) -> Digests:
+        """Return those from `start` on."""
+        at = range(start, len(self))
+        reasoning = {i - start: self.reasoning[i] for i in at if i in self.reasoning}
+        echoes = {i - start: self.echoes[i] for i in at if i in self.echoes}
+        resets = [i - start for i in self.resets if i >= start]
+        return Digests(self.content[start * SIZE :], reasoning, echoes, resets)
+
+    def run(self) -> DigestRun:
+        """Return what a context node with these messages keeps."""
+        return DigestRun(self.content, dict(self.reasoning) if self.echoes else None)
+
+    def contains(self, run: DigestRun, start: int) -> bool:
+        """Return whether the messages at `start` equal `run`, each by the rule of `same_meaning`."""
+        at = start * SIZE
+        if self.content[at : at + len(run.content)] != run.content:
+            return False
+        if run.reasoning is None:
+            return True
+        echoed = ((i, self.reasoning.get(start + i)) for i in range(len(run)))
+        return all(got is None or got == run.reasoning.get(i) for i, got in echoed)
+
+    def matches(self, index: int, stored: MessageDigest) -> bool:
+        """Return `same_meaning(stored, self[index])` without creating the latter."""
+        if self.content[index * SIZE : (index + 1) * SIZE] != stored[0]:
+            return False
+        got = self.reasoning.get(index)
+        return got is None or got == stored[1]
 
 
-class DigestCache:
-    """Holds the digests of a request for a later one."""
+@dataclass(slots=True)
+class RequestMemory:
+    """What the forest found of a request, for a later one that begins with its messages."""
 
-    __slots__ = ("digests",)
-
-    def __init__(self) -> None:
-        self.digests: MessageDigests | None = None
+    digests: Digests | None = None
+    """Those after the leading system messages; None until the request is planned."""
+    system: bytes = b""
+    """Digest of the leading system messages."""
+    lead: int = 0
+    """Number of leading system messages; digests and walk do not count them."""
+    tools: bytes = b""
+    """Digest of the offered tools, on whose schemas the meaning of arguments depends."""
+    walk: TreeWalk | None = None
 
 
 class Unread(Exception):
@@ -85,10 +154,10 @@ class History(Sequence[Message]):
     def __init__(
         self,
         fresh: tuple[Message, ...],
-        memory: DigestCache,
+        memory: RequestMemory,
         *,
         known: int = 0,
-        before: MessageDigests | None = None,
+        before: RequestMemory | None = None,
         parse: Callable[[], tuple[Message, ...]] | None = None,
         long: Callable[[], bool] = lambda: False,
         origin: History | None = None,
@@ -107,6 +176,11 @@ class History(Sequence[Message]):
         self._origin: History = self if origin is None else origin
         self._no_parsing = False
         self._whole = fresh if parse is None else ()
+
+    @staticmethod
+    def of(messages: Sequence[Message]) -> History:
+        """Return the messages of a request as a history; no message of another sequence is known."""
+        return messages if isinstance(messages, History) else History(tuple(messages), RequestMemory())
 
     def __len__(self) -> int:
         return self.known + len(self._fresh)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from insitu.capture.digests import DigestRun, MessageDigest, MessageHasher, PartDigests, digest
+from insitu.capture.digests import MessageHasher, PartDigests, digest
+from insitu.capture.message_history import DigestRun, MessageDigest
 from insitu.errors import CaptureError
 from insitu.types import Generation, IntArray, MessageSpans, SegmentKind
 

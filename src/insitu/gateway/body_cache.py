@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
-from insitu.capture.message_history import DigestCache, History
+from insitu.capture.message_history import History, RequestMemory
 from insitu.gateway.dialects.base import Dialect, WireCall, WireError, deeper, labels
 from insitu.gateway.dialects.compaction import is_compaction
 from insitu.gateway.json_offsets import Elements, elements, whole_list
@@ -91,7 +91,7 @@ class _Record:
     rest: bytes
     """Digest of the bytes after the list."""
     rest_size: int
-    memory: DigestCache
+    memory: RequestMemory
     cuts: tuple[_Cut, ...]
 
 
@@ -181,9 +181,9 @@ class BodyCache:
         self.parsed_bytes += len(new)
         history = History(
             tuple(said.request.messages),
-            DigestCache(),
+            RequestMemory(),
             known=cut.messages,
-            before=record.memory.digests,
+            before=record.memory,
             parse=lambda: self._all(dialect, raw, action),
             long=lambda: len(raw) > INLINE_BYTES or _count_values(raw) > INLINE_VALUES,
         )
@@ -221,7 +221,7 @@ class BodyCache:
         found = whole_list(text, dialect.grows)
         if found is None:
             return wire
-        history = History(tuple(wire.request.messages), DigestCache())
+        history = History(tuple(wire.request.messages), RequestMemory())
         rest = raw[len(text[: found.close].encode()) :]
         record = _Record(
             rest=hashlib.sha256(rest).digest(),

@@ -122,12 +122,8 @@ class ToolBox:
         request and on earlier acknowledgements, so an unchanged prefix stays unchanged.
         """
         if self._answers:
-            messages = request.messages
             # Known messages have their answers already: reading them would parse the whole body again.
-            if isinstance(messages, History):
-                request = replace(request, messages=messages.changed(self._answered))
-            else:
-                request = replace(request, messages=tuple(map(self._answered, messages)))
+            request = replace(request, messages=History.of(request.messages).changed(self._answered))
         if not request.tools or not self.tools:
             return request, frozenset()
         if self._offered is None or self._offered.offered_by_agent is not request.tools:

@@ -114,11 +114,8 @@ async def planned(forest: Forest, request: ModelRequest, fingerprint: str) -> Pr
 
     Raises WireError for a body that is refused when read completely.
     """
-    messages = request.messages
-    if not isinstance(messages, History):
-        return forest.plan(request, fingerprint)
     try:
-        with messages.without_parsing():
+        with History.of(request.messages).without_parsing():
             return forest.plan(request, fingerprint)
     except Unread as unread:
         await asyncio.to_thread(unread.read)

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from insitu.capture.digests import DigestedMessages, MessageHasher
+from insitu.capture.digests import MessageHasher
 from insitu.capture.drift import PromptPlan, stored_context
 from insitu.capture.drift_diagnosis import Diagnosis
 from insitu.capture.forest import Forest
+from insitu.capture.message_history import Digests
 from insitu.errors import CaptureError, RecordError, boundary
 from insitu.types import ExpertArray, Generation, IntArray, Message, MessageSpans
 from insitu.types.codec import head, pick, read
@@ -125,7 +126,7 @@ class LoggedForest(Forest):
             # Logged because the digests depend on preceding call ids, which may differ from the stored ones.
             "said": run.content.hex(),
             "reasoning": [(index, digest.hex()) for index, digest in (run.reasoning or {}).items()],
-            "defaults": plan.digests.reader.defaults,
+            "defaults": plan.reader.defaults,
             "tools": plan.tools,
             "tool_choice_none": plan.tool_choice_none,
             "streamed": plan.streamed,
@@ -266,16 +267,15 @@ class _ReplayedForest(Forest):
     def _extend(self, event: dict[str, Any], delta: IntArray) -> None:
         base = event["base"]
         messages = read(tuple[Message, ...], event["messages"])
-        digests = DigestedMessages(
-            messages,
+        digests = Digests(
             bytes.fromhex(event["said"]),
             {index: bytes.fromhex(digest) for index, digest in event["reasoning"]},
-            {},  # This field and the next are used only while planning.
-            (),
-            self._hasher(event["defaults"]),
+            {i: message for i, message in enumerate(messages) if message.role == "assistant"},
+            (),  # Used only while planning.
         )
+        reader = self._hasher(event["defaults"])
         parent = stored_context(self._nodes, event["root_key"], base, digests)
-        plan = pick(PromptPlan, event, parent=parent, replace=messages, digests=digests)
+        plan = pick(PromptPlan, event, parent=parent, replace=messages, digests=digests, reader=reader)
         diagnosis = read(Diagnosis | None, event["diagnosis"])
         spans = read(MessageSpans, event.get("spans", ()))
         self._check_node(event, self.extend(plan, delta, diagnosis, spans))

@@ -24,8 +24,7 @@ from insitu.chat.renderers_adapter import AdaptedRenderer, render
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.chat.validation import CodecRenderer
 from insitu.engines.scripted import ScriptedEngine
-from insitu.gateway.body_cache import BodyName
-from insitu.gateway.dialects.base import WireCall
+from insitu.gateway.dialects.base import ParsedBody
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend, TokenSession
@@ -84,7 +83,7 @@ class Talk:
         session = Gateway(TokenBackend(self.engine, self.renderer), config).open_session("r", limits=limits)
         assert isinstance(session, TokenSession)
         for turn in range(steps):
-            call = session.admit(BodyName("", b"%d" % turn, b""), WireCall(request=self.request))
+            call = session.admit(ParsedBody(request=self.request))
             said = await call.task
             call.delivered()
             reported = Message(

@@ -25,8 +25,7 @@ from insitu.chat.renderer import prepared
 from insitu.chat.template import template_renderer
 from insitu.chat.validation import CodecRenderer
 from insitu.engines.scripted import ScriptedEngine
-from insitu.gateway.body_cache import BodyName
-from insitu.gateway.dialects.base import WireCall
+from insitu.gateway.dialects.base import ParsedBody
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import SessionStats
@@ -80,7 +79,7 @@ class Lab:
         assert isinstance(session, TokenSession)
         self.runs.append([m for m in request.messages if m.role != "system"])
         for turn in range(steps):
-            call = session.admit(BodyName("", b"%d" % turn, b""), WireCall(request=request))
+            call = session.admit(ParsedBody(request=request))
             reply = await call.task
             call.delivered()
             run = follow_up(reply, follow)

@@ -14,8 +14,8 @@ import pytest
 
 from insitu.capture.forest import Forest
 from insitu.capture.message_history import History
-from insitu.gateway.body_cache import CUTS, BodyCache
-from insitu.gateway.dialects.base import Dialect, WireCall, WireError
+from insitu.gateway.body_parser import CUTS, BodyParser, canonical_digest
+from insitu.gateway.dialects.base import Dialect, ParsedBody, WireError
 from insitu.gateway.json_offsets import whole_list
 from insitu.gateway.server import DIALECTS
 from insitu.types import Generation, ModelRequest
@@ -108,12 +108,12 @@ class Lab:
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
         self.action = ACTIONS.get(dialect.name, "call")
-        self.bodies = BodyCache(128, 1 << 20)
+        self.bodies = BodyParser(128, 1 << 20)
         self.forest = Forest("r/0")
 
-    def parse(self, raw: bytes) -> WireCall:
+    def parse(self, raw: bytes) -> ParsedBody:
         """Parsed both ways; they must agree, message by message and in what the forest makes of them."""
-        wire, _ = self.bodies.parse(self.dialect, raw, self.action)
+        wire = self.bodies.parse(self.dialect, raw, self.action)
         whole = self.dialect.parse(json.loads(raw), self.action)
         request = ModelRequest(messages=wire.request.messages, tools=wire.request.tools)
         plan = self.forest.plan(request, "f")
@@ -152,7 +152,7 @@ def test_each_turn_costs_what_is_new(dialect: Dialect, write: Callable[[Body], b
     for turn in range(30):
         raw = write(MAKE[dialect.name](turn, words))
         before = lab.bodies.parsed_bytes
-        wire, _ = lab.bodies.parse(dialect, raw, lab.action)
+        wire = lab.bodies.parse(dialect, raw, lab.action)
         plan = lab.forest.plan(wire.request, "f")
         parsed = lab.bodies.parsed_bytes - before
         assert parsed < 4 * len(words(0).encode()) + 1500, "the known messages were read again"
@@ -287,7 +287,7 @@ def test_what_is_wrong_with_new_elements_is_named_as_when_parsed_whole(tail: byt
     with pytest.raises(WireError) as reported:
         lab.bodies.parse(lab.dialect, bad, lab.action)
     with pytest.raises(WireError) as fresh:
-        BodyCache(128, 1 << 20).parse(lab.dialect, bad, lab.action)
+        BodyParser(128, 1 << 20).parse(lab.dialect, bad, lab.action)
     assert (str(reported.value), reported.value.param) == (str(fresh.value), fresh.value.param)
     assert lab.known(raw) > 0
 
@@ -305,21 +305,24 @@ def test_depth_is_counted_from_the_top_of_the_body() -> None:
 
 
 def test_names_of_equal_bodies_are_the_same_however_spelled() -> None:
-    bodies = BodyCache(128, 1 << 20)
+    bodies = BodyParser(128, 1 << 20)
     dialect = DIALECTS["chat"]
     body = chat(2, words)
 
-    def name(raw: bytes, action: str = "call") -> Any:
-        return bodies.parse(dialect, raw, action)[1]
+    def same(one: bytes, other: bytes, action: str = "call") -> bool:
+        parsed = bodies.parse(dialect, one, "call"), bodies.parse(dialect, other, action)
+        canonical = {canonical_digest(body) for body in parsed}
+        assert (len({body.digest for body in parsed}) == 1) == (one == other and action == "call")
+        return len(canonical) == 1
 
-    one = name(dump(body))
+    one = dump(body)
     other = copy.deepcopy(body)
-    assert one.same(name(dump(other)))
-    assert one.same(name(json.dumps(dict(reversed(other.items())), indent=1).encode()))
-    assert not one.same(name(dump(other), "elsewhere"))
+    assert same(one, dump(other))
+    assert same(one, json.dumps(dict(reversed(other.items())), indent=1).encode())
+    assert not same(one, dump(other), "elsewhere")
     other["messages"][-1]["content"] += "."
-    assert not one.same(name(dump(other)))
-    assert name(dump(other)).same(name(json.dumps(other).encode()))
+    assert not same(one, dump(other))
+    assert same(dump(other), json.dumps(other).encode())
 
 
 def test_few_conversations_and_few_cuts_are_kept() -> None:
@@ -360,13 +363,13 @@ def test_a_half_of_a_surrogate_pair_in_a_known_or_new_part_is_read_as_its_replac
     half, whole = b'"half \\ud83d"', '"half \ufffd"'.encode()
     for turn in range(1, 6):
         raw = dump(chat(turn, words)).replace(b'"Fix it."', half)
-        wire, name = lab.bodies.parse(lab.dialect, raw, lab.action)
+        wire = lab.bodies.parse(lab.dialect, raw, lab.action)
         lab.forest.plan(wire.request, "f")
         meant = lab.dialect.parse(orjson.loads(raw.replace(half, whole)), lab.action)
         assert tuple(wire.request.messages) == tuple(meant.request.messages)
-        assert name.canonical()
+        assert canonical_digest(wire)
     newest = orjson.dumps(chat(6, words)).replace(b'"Fix it."', half).replace(b"1005 says", b"\\udc00 says")
-    wire, _ = lab.bodies.parse(lab.dialect, newest, lab.action)
+    wire = lab.bodies.parse(lab.dialect, newest, lab.action)
     assert "\ufffd says" in wire.request.messages[-1].text
 
 
@@ -376,7 +379,7 @@ def test_what_is_no_json_behind_a_known_body_is_refused(tail: bytes) -> None:
     lab = Lab(GROWING[0])
     raw = dump(MAKE[GROWING[0].name](3, words))
     lab.bodies.parse(GROWING[0], raw, lab.action)
-    plan = lab.forest.plan(lab.bodies.parse(GROWING[0], raw, lab.action)[0].request, "f")
+    plan = lab.forest.plan(lab.bodies.parse(GROWING[0], raw, lab.action).request, "f")
     assert plan.replace
     close = raw.rindex(b"]", 0, raw.index(b'"stream"') if b'"stream"' in raw else None)
     broken = raw[:close] + tail + raw[close:]

@@ -14,8 +14,8 @@ from gateway_rig import ASK, Rig, said
 
 from insitu.capture.forest import Forest
 from insitu.chat.template import TemplateRenderer
-from insitu.gateway.body_cache import INLINE_BYTES, INLINE_VALUES, BodyCache
-from insitu.gateway.dialects.base import WireCall, WireError
+from insitu.gateway.body_parser import INLINE_BYTES, INLINE_VALUES, BodyParser
+from insitu.gateway.dialects.base import ParsedBody, WireError
 from insitu.gateway.dialects.chat import ChatDialect
 from insitu.gateway.prompt_ids import planned
 from insitu.gateway.request import GatewayConfig
@@ -24,18 +24,18 @@ Body = dict[str, Any]
 
 
 async def test_a_long_body_does_not_hold_up_the_event_loop() -> None:
-    bodies = BodyCache(128, 1 << 20)
+    bodies = BodyParser(128, 1 << 20)
     for text, inline in (("x", True), ("\\ud83d" * (INLINE_BYTES // 6 + 1), False)):
         raw = b'{"messages":[{"role":"user","content":"' + text.encode() + b'"}]}'
         reading = asyncio.create_task(bodies.read(ChatDialect(), raw, ""))
         await asyncio.sleep(0)
         assert reading.done() == inline
-        wire, _ = await reading
+        wire = await reading
         assert len(wire.request.messages) == 1
 
 
 async def test_nor_does_a_short_one_of_many_values_while_they_are_new() -> None:
-    bodies = BodyCache(128, 1 << 20)
+    bodies = BodyParser(128, 1 << 20)
     many = [{"role": "user", "content": "x"}] * (INLINE_VALUES // 3 + 1)
     for messages, inline in ((many, False), ([*many, {"role": "user", "content": "y"}], True)):
         raw = orjson.dumps({"messages": messages})
@@ -43,7 +43,7 @@ async def test_nor_does_a_short_one_of_many_values_while_they_are_new() -> None:
         reading = asyncio.create_task(bodies.read(ChatDialect(), raw, ""))
         await asyncio.sleep(0)
         assert reading.done() == inline
-        wire, _ = await reading
+        wire = await reading
         assert len(wire.request.messages) == len(messages)
         Forest("r").plan(wire.request, "f")
 
@@ -54,7 +54,7 @@ class Slow(ChatDialect):
     def __init__(self) -> None:
         self.may, self.begun, self.under_way, self.most = threading.Event(), threading.Event(), 0, 0
 
-    def parse(self, body: Body, action: str) -> WireCall:
+    def parse(self, body: Body, action: str) -> ParsedBody:
         if len(body["messages"]) < INLINE_VALUES // 3:
             return super().parse(body, action)
         self.under_way += 1
@@ -67,9 +67,9 @@ class Slow(ChatDialect):
 
 @pytest.mark.case(24)
 async def test_a_client_that_leaves_while_its_body_is_parsed_finds_it_parsed_once() -> None:
-    bodies, dialect = BodyCache(128, 1 << 20), Slow()
+    bodies, dialect = BodyParser(128, 1 << 20), Slow()
     short: list[Body] = [{"role": "user", "content": "x"}]
-    wire, _ = await bodies.read(dialect, orjson.dumps({"messages": short}), "")
+    wire = await bodies.read(dialect, orjson.dumps({"messages": short}), "")
     Forest("r").plan(wire.request, "f")
     long = orjson.dumps({"messages": [*short, *short * INLINE_VALUES]})
     left = asyncio.create_task(bodies.read(dialect, long, ""))
@@ -80,7 +80,7 @@ async def test_a_client_that_leaves_while_its_body_is_parsed_finds_it_parsed_onc
     left.cancel()
     await asyncio.sleep(0.05)
     dialect.may.set()
-    wire, _ = await retry
+    wire = await retry
     assert len(wire.request.messages) == 1 + INLINE_VALUES
     assert dialect.most == 1
     with pytest.raises(asyncio.CancelledError):
@@ -92,9 +92,9 @@ LONG = [{"role": "user", "content": "x"}] * INLINE_VALUES
 
 async def test_known_messages_of_a_long_body_are_read_again_in_a_thread() -> None:
     """The second body goes on from the first one, which was refused: nothing sampled holds its messages."""
-    bodies, forest, dialect = BodyCache(128, 1 << 20), Forest("r"), ChatDialect()
+    bodies, forest, dialect = BodyParser(128, 1 << 20), Forest("r"), ChatDialect()
     for more in ([], [{"role": "user", "content": "y"}]):
-        wire, _ = await bodies.read(dialect, orjson.dumps({"messages": [*LONG, *more]}), "")
+        wire = await bodies.read(dialect, orjson.dumps({"messages": [*LONG, *more]}), "")
         planning = asyncio.create_task(planned(forest, wire.request, "f"))
         await asyncio.sleep(0)
         assert planning.done() == (not more), "what is known is parsed on the event loop"
@@ -104,9 +104,9 @@ async def test_known_messages_of_a_long_body_are_read_again_in_a_thread() -> Non
 
 
 async def test_short_known_messages_are_read_again_at_once() -> None:
-    bodies, forest, dialect = BodyCache(128, 1 << 20), Forest("r"), ChatDialect()
+    bodies, forest, dialect = BodyParser(128, 1 << 20), Forest("r"), ChatDialect()
     for count in (2, 3):
-        wire, _ = await bodies.read(dialect, orjson.dumps({"messages": LONG[:count]}), "")
+        wire = await bodies.read(dialect, orjson.dumps({"messages": LONG[:count]}), "")
         planning = asyncio.create_task(planned(forest, wire.request, "f"))
         await asyncio.sleep(0)
         assert planning.done()
@@ -131,10 +131,10 @@ async def test_a_body_that_is_refused_when_read_as_a_whole_overflows_nothing(
     part = [{"role": "user", "content": "x"}] * 20
     async with Rig(renderer, [said("ok")], config=GatewayConfig(max_json_items=100)) as rig:
         bodies = rig.session.bodies
-        wire, name = await bodies.read(ChatDialect(), orjson.dumps({"messages": part}), "")
+        wire = await bodies.read(ChatDialect(), orjson.dumps({"messages": part}), "")
         Forest("r").plan(wire.request, "f")
-        wire, name = await bodies.read(ChatDialect(), orjson.dumps({"messages": part * 2}), "")
-        call = rig.session.admit(name, wire)
+        wire = await bodies.read(ChatDialect(), orjson.dumps({"messages": part * 2}), "")
+        call = rig.session.admit(wire)
         with pytest.raises(WireError) as refused:
             await call.task
         assert refused.value.cause == "invalid_request"

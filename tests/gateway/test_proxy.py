@@ -16,7 +16,7 @@ import pytest
 from insitu.config import load_config
 from insitu.errors import ConfigError, GatewayError
 from insitu.gateway.admin import Admin
-from insitu.gateway.body_cache import INLINE_BYTES
+from insitu.gateway.body_parser import INLINE_BYTES
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.provider_backend import ProviderBackend, ProviderSession, checked_model, open_provider
 from insitu.gateway.provider_limits import ProviderOptions

@@ -24,7 +24,7 @@ import orjson
 from insitu.chat.open_renderer import Splitter
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.scripted import ScriptedEngine
-from insitu.gateway.dialects.base import WireCall
+from insitu.gateway.dialects.base import ParsedBody
 from insitu.gateway.routes import parse_path
 from insitu.gateway.server import DIALECTS, Gateway
 from insitu.gateway.session import Session
@@ -52,7 +52,7 @@ class Exchange:
         route = parse_path(self.path.split("?")[0])
         return route.dialect if route is not None and route.kind == "call" else ""
 
-    def wire(self) -> WireCall:
+    def wire(self) -> ParsedBody:
         """The body, parsed by its dialect."""
         route = parse_path(self.path.split("?")[0])
         assert route is not None

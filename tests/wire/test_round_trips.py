@@ -15,15 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from insitu.capture.digests import MessageHasher, same_meaning
-from insitu.gateway.dialects.base import Envelope
+from insitu.gateway.dialects.base import Envelope, ParsedBody
 from insitu.gateway.server import DIALECTS
-from insitu.types import Message, Reply, ToolCall
+from insitu.types import Message, ModelRequest, Reply, ToolCall
 
 NAMES = {
     "ns__spawn": '{"type":"function","name":"spawn","namespace":"ns"}',
     "patch": '{"type":"custom","name":"patch","namespace":""}',
 }
-ENVELOPE = Envelope(id="0123456789abcdef01234567", created=1, model="policy", names=NAMES)
+ENVELOPE = Envelope(
+    id="0123456789abcdef01234567",
+    created=1,
+    model="policy",
+    body=ParsedBody(request=ModelRequest(messages=()), names=NAMES),
+)
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 VALUES = st.recursive(

@@ -17,16 +17,22 @@ from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from insitu.gateway.dialects.base import Dialect, Envelope, WireError
+from insitu.gateway.dialects.base import Dialect, Envelope, ParsedBody, WireError
 from insitu.gateway.server import DIALECTS
-from insitu.types import Finish, Reply, ToolCall
+from insitu.types import Finish, ModelRequest, Reply, ToolCall
 
 ENVELOPE = Envelope(
     id="0123456789abcdef01234567",
     created=1_700_000_000,
     model="policy",
-    include_usage=True,
-    names={"ns__spawn": '{"type":"function","name":"spawn","namespace":"ns"}', "patch": '{"type":"custom"}'},
+    body=ParsedBody(
+        request=ModelRequest(messages=()),
+        include_usage=True,
+        names={
+            "ns__spawn": '{"type":"function","name":"spawn","namespace":"ns"}',
+            "patch": '{"type":"custom"}',
+        },
+    ),
 )
 LINES = "é 🙂\r\n\u2028\u2029\x85\n\n"
 

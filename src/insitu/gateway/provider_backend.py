@@ -26,7 +26,7 @@ from aiohttp import web
 from insitu.engines.http import checked_url
 from insitu.errors import ConfigError, EngineUnavailable, GatewayError
 from insitu.gateway.backend import ServerState
-from insitu.gateway.body_cache import INLINE_BYTES
+from insitu.gateway.body_parser import INLINE_BYTES
 from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.provider_call import ProviderCall, reason_of
 from insitu.gateway.provider_faults import FaultLog, SessionFaults

@@ -19,10 +19,10 @@ from insitu.chat.renderer import ChatRenderer, forgotten_before
 from insitu.engines.base import Engine, TracksSessions
 from insitu.errors import EngineError, EngineUnavailable, RenderError
 from insitu.gateway.backend import ServerState
-from insitu.gateway.body_cache import BodyCache, BodyName
+from insitu.gateway.body_parser import BodyParser, canonical_digest
 from insitu.gateway.connection import json_response
 from insitu.gateway.deadlines import QueueTimeout, SessionClock
-from insitu.gateway.dialects.base import Dialect, WireCall, WireError
+from insitu.gateway.dialects.base import Dialect, ParsedBody, WireError
 from insitu.gateway.prompt_ids import CHARS_PER_TOKEN, counted, overflow, unrenderable
 from insitu.gateway.reply_checks import ReplyChecks
 from insitu.gateway.request import hints_of, read_body
@@ -96,7 +96,7 @@ class TokenSession(Session):
         self.server, self.engine, self.renderer = backend.server, backend.engine, backend.renderer
         self.forest, self.log = backend.open_forest(self)
         config = self.server.config
-        self.bodies = BodyCache(config.max_json_depth, config.max_json_items)
+        self.bodies = BodyParser(config.max_json_depth, config.max_json_items)
         self.calls: list[TokenCall] = []
         """Running, or finished and not yet delivered."""
         self._counting = 0
@@ -148,48 +148,60 @@ class TokenSession(Session):
         if route.kind == "model":
             return json_response(dialect.model(config.model_name))
         if route.kind == "count":
-            wire, _ = await self._read(http, route, dialect)
-            return json_response(dialect.count(await self.count_tokens(wire.request)))
+            body = await self._read(http, route, dialect)
+            return json_response(dialect.count(await self.count_tokens(body.request)))
         try:
-            wire, name = await self._read(http, route, dialect)
-            self.server.note("shim", not_offered(self.spec.shim, wire.request.tools))
+            body = await self._read(http, route, dialect)
+            self.server.note("shim", not_offered(self.spec.shim, body.request.tools))
             if any(
-                name == "context_management" and "compact" in value for name, value in wire.request.advisory
+                name == "context_management" and "compact" in value for name, value in body.request.advisory
             ):
                 self.server.note("compaction", _NO_THRESHOLD)
             if hints := hints_of(http):
-                wire = replace(wire, request=replace(wire.request, hints=wire.request.hints + hints))
-            call = self.admit(name, wire)
+                body = replace(body, request=replace(body.request, hints=body.request.hints + hints))
+            call = self.admit(body)
         except WireError as error:
             self.server.reports.refused(self.rollout_id, dialect.name, error.cause, self.dead)
             raise
-        return await call.deliver(http, dialect, wire)
+        return await call.deliver(http, dialect, body)
 
-    async def _read(self, http: web.BaseRequest, route: Route, dialect: Dialect) -> tuple[WireCall, BodyName]:
+    async def _read(self, http: web.BaseRequest, route: Route, dialect: Dialect) -> ParsedBody:
         query = f"?{http.query_string}" if http.query_string else ""
         with self.server.intake.share() as reserve:
             raw = await read_body(http, self.server.config, self._max_body_bytes, reserve)
             return await self.bodies.read(dialect, raw, route.action + query)
 
-    def admit(self, name: BodyName, wire: WireCall) -> TokenCall:
+    def admit(self, body: ParsedBody) -> TokenCall:
         """Return a new call, or the one of the same body that lost its client. Raises WireError."""
         self.check_open()
         if self.dead:
             raise WireError("session_failed", "This session has failed and serves no more calls.")
         self.state = "live"
-        for call in self.calls:
-            if not call.attached and not call.task.cancelling() and call.name.same(name):
-                call.attach()
-                return call
+        left = self._left_behind(body)
+        if left is not None:
+            left.attach()
+            return left
         if self._busy() >= self._max_busy:
             self.stats.refusals += 1
             self._refused += 1
             if self._refused < MAX_REFUSALS:
                 raise _too_many()
         turn, self._ordinal = self._ordinal, self._ordinal + 1
-        call = TokenCall(self, name, wire, turn)
+        call = TokenCall(self, body, turn)
         self.calls.append(call)
         return call
+
+    def _left_behind(self, body: ParsedBody) -> TokenCall | None:
+        """Return a call of the same body whose client is gone."""
+        canonical = b""
+        for call in self.calls:
+            if call.attached or call.task.cancelling():
+                continue
+            if call.digest != body.digest:
+                canonical = canonical or canonical_digest(body)
+            if call.digest == body.digest or call.canonical == canonical:
+                return call
+        return None
 
     def _busy(self) -> int:
         """Return the number of running calls, with or without clients."""

@@ -24,10 +24,10 @@ from insitu.chat.renderer import ParsedReply
 from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, EngineUnavailable, RenderError
 from insitu.gateway.backend import CallReport
-from insitu.gateway.body_cache import BodyName
+from insitu.gateway.body_parser import canonical_digest
 from insitu.gateway.connection import json_response, name_request
 from insitu.gateway.deadlines import CallDeadline
-from insitu.gateway.dialects.base import SSE_HEADERS, Dialect, Envelope, WireCall, WireError, labels
+from insitu.gateway.dialects.base import SSE_HEADERS, Dialect, Envelope, ParsedBody, WireError, labels
 from insitu.gateway.dialects.client_tools import echoed
 from insitu.gateway.dialects.media import in_place_of
 from insitu.gateway.prompt_ids import check_size, explain, fresh_texts, planned, rendered, unrenderable
@@ -59,9 +59,12 @@ DOING_CHARS = 200
 class TokenCall:
     """Sampled once, and written to the client that is attached. Made and held by its session."""
 
-    def __init__(self, session: TokenSession, name: BodyName, wire: WireCall, turn: int) -> None:
+    def __init__(self, session: TokenSession, body: ParsedBody, turn: int) -> None:
         """Start it."""
-        self.session, self.name, self.turn = session, name, turn
+        self.session, self.turn = session, turn
+        self.digest = body.digest
+        self.canonical = b""
+        """`canonical_digest` of its body, once its client is gone: the body is not kept for a retry."""
         self.attached = True
         """A client is waiting for it."""
         self.left = asyncio.Event()
@@ -77,7 +80,7 @@ class TokenCall:
         """Prompt tokens that were new since the turn it continues."""
         self._cut_off = False
         """It was cancelled while the engine was down."""
-        self.task = asyncio.create_task(self._run(wire.request, wire.names))
+        self.task = asyncio.create_task(self._run(body.request, body.names))
         self.task.add_done_callback(self._settled)
 
     # ----------------------------------------------------------------------- clients
@@ -90,37 +93,37 @@ class TokenCall:
             self._grace.cancel()
         self.session.stats.replays += 1
 
-    async def deliver(self, http: web.BaseRequest, dialect: Dialect, wire: WireCall) -> web.StreamResponse:
+    async def deliver(self, http: web.BaseRequest, dialect: Dialect, body: ParsedBody) -> web.StreamResponse:
         """Wait for the reply, write it to the attached client and report the call.
 
         Raises WireError while a status can still be sent, ConnectionResetError when the client is gone.
         """
         began, failure = time.monotonic(), "client gone"
         try:
-            write = self._stream if wire.request.stream else self._whole
-            response, failure = await write(http, dialect, wire)
+            write = self._stream if body.request.stream else self._whole
+            response, failure = await write(http, dialect, body)
         except (ConnectionResetError, TimeoutError) as error:
-            self._released()
+            self._released(body)
             raise ConnectionResetError("client gone") from error
         except WireError as error:
-            self._released()
+            self._released(body)
             failure = error.cause
             raise
         except BaseException:
-            self._released()
+            self._released(body)
             raise
         finally:
             self.session.server.reports.report(self._report(dialect, failure, time.monotonic() - began))
         return response
 
     async def _whole(
-        self, http: web.BaseRequest, dialect: Dialect, wire: WireCall
+        self, http: web.BaseRequest, dialect: Dialect, body: ParsedBody
     ) -> tuple[web.StreamResponse, str]:
         await asyncio.wait({self.task})
-        reply, envelope = self._result(), self._envelope(wire)
-        body = dialect.reply(reply, envelope)
-        self._store(wire, body)
-        response = json_response(body)
+        reply, envelope = self._result(), self._envelope(body)
+        said = dialect.reply(reply, envelope)
+        self._store(body, said)
+        response = json_response(said)
         name_request(response, envelope.id)
         async with asyncio.timeout(self.session.server.config.write_timeout_s):
             await response.prepare(http)
@@ -129,11 +132,11 @@ class TokenCall:
         return response, ""
 
     async def _stream(
-        self, http: web.BaseRequest, dialect: Dialect, wire: WireCall
+        self, http: web.BaseRequest, dialect: Dialect, body: ParsedBody
     ) -> tuple[web.StreamResponse, str]:
         """Return also the cause of a failure that was sent in the stream."""
-        server, envelope = self.session.server, self._envelope(wire)
-        response = web.StreamResponse(headers={**SSE_HEADERS, "Content-Type": envelope.content_type})
+        server, envelope = self.session.server, self._envelope(body)
+        response = web.StreamResponse(headers={**SSE_HEADERS, "Content-Type": body.content_type})
         name_request(response, envelope.id)
 
         async def send(frames: bytes, *, last: bool = False) -> None:
@@ -155,10 +158,10 @@ class TokenCall:
                 raise
             server.counters.refused += 1
             await send(dialect.error_event(error, envelope), last=True)
-            self._released()
+            self._released(body)
             return response, error.cause
-        if wire.kept is not None:
-            self._store(wire, dialect.reply(reply, envelope))
+        if body.kept is not None:
+            self._store(body, dialect.reply(reply, envelope))
         await send(b"".join(dialect.events(reply, envelope)), last=True)
         self.delivered()
         return response, ""
@@ -172,24 +175,18 @@ class TokenCall:
             raise WireError("engine_failed", "The gateway failed.") from error
         return self.task.result()
 
-    def _store(self, wire: WireCall, body: Mapping[str, object]) -> None:
+    def _store(self, body: ParsedBody, said: Mapping[str, object]) -> None:
         """Store the reply before the client can refer to it."""
-        if wire.kept is not None:
-            self.session.bodies.stored.keep(wire.kept, body)
+        if body.kept is not None:
+            self.session.bodies.stored.keep(body.kept, said)
 
-    def _envelope(self, wire: WireCall) -> Envelope:
+    def _envelope(self, body: ParsedBody) -> Envelope:
         name = f"{self.session.rollout_id}\0{self.turn}".encode()
         return Envelope(
             id=hashlib.blake2b(name, digest_size=12).hexdigest(),
             created=int(time.time()),
             model=self.session.server.config.model_name,
-            include_usage=wire.include_usage,
-            names=wire.names,
-            content_type=wire.content_type,
-            compaction=wire.compaction,
-            history=wire.history,
-            echo=wire.echo,
-            stored=wire.kept is not None,
+            body=body,
         )
 
     def delivered(self) -> None:
@@ -200,13 +197,13 @@ class TokenCall:
         self.left.set()
         self.session.server.counters.replies += 1
 
-    def _released(self) -> None:
+    def _released(self, body: ParsedBody) -> None:
         """Keep an undelivered reply, or give the call a short grace period: its client is gone."""
         self.attached = False
         self.left.set()
         if self.session.state == "sealed" or self not in self.session.calls:
             return
-        self.name.canonical()  # the body itself is not kept for a retry that may never come
+        self.canonical = self.canonical or canonical_digest(body)
         if not self.task.done():
             grace_s = self.session.server.config.disconnect_grace_s
             self._grace = asyncio.get_running_loop().call_later(grace_s, self.task.cancel)
@@ -359,7 +356,7 @@ class TokenCall:
         generation: Generation,
         names: Mapping[str, str],
     ) -> Reply:
-        """Store what was sampled and return it as a reply; `names`: `WireCall.names`."""
+        """Store what was sampled and return it as a reply; `names`: `ParsedBody.names`."""
         session, stats = self.session, self.session.stats
         sampled_tokens = len(generation.ids)
         generation, parsed, stop = cut_at_stop(session.renderer, generation, request.stop, request.tools)

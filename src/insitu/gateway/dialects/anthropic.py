@@ -14,7 +14,7 @@ from insitu.gateway.dialects import client_tools, media
 from insitu.gateway.dialects.base import (
     Cause,
     Envelope,
-    WireCall,
+    ParsedBody,
     WireError,
     arguments_object,
     arguments_text,
@@ -64,7 +64,7 @@ class AnthropicDialect:
     grows = "messages"
     in_band: frozenset[Cause] = frozenset()
 
-    def parse(self, body: Mapping[str, object], action: str) -> WireCall:
+    def parse(self, body: Mapping[str, object], action: str) -> ParsedBody:
         _refuse(body)
         raw = sequence(body.get("messages"), "messages")
         if not raw:
@@ -98,7 +98,7 @@ class AnthropicDialect:
             ),
             hints=labels(hints),
         )
-        return WireCall(request=request)
+        return ParsedBody(request=request)
 
     def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
         message = _message_head(reply, envelope)

@@ -88,8 +88,8 @@ class WireError(GatewayError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WireCall:
-    """A parsed body: the request for the model, and options of the answer on the wire."""
+class ParsedBody:
+    """A body: the request for the model, options of the answer on the wire, and what identifies it."""
 
     request: ModelRequest
     include_usage: bool = False
@@ -98,7 +98,7 @@ class WireCall:
     """Tool name for the model -> JSON text with which the dialect restores the wire form of its calls
     (namespaces, free-form tools)."""
     content_type: str = EVENT_STREAM
-    """Content type of a streamed answer, passed on to `events` in the Envelope."""
+    """Content type of a streamed answer."""
     compaction: bool = False
     """The reply is a summary that becomes a compaction item."""
     history: tuple[str, ...] | None = None
@@ -107,6 +107,11 @@ class WireCall:
     """JSON texts of the items that the reply answers, where the client may refer to them by its id later."""
     echo: Mapping[str, object] = field(default_factory=dict)
     """Fields of the body that the reply repeats."""
+    place: str = ""
+    """Wire format and action that it was sent to. This and what follows is set by the `BodyParser`."""
+    raw: bytes = field(default=b"", repr=False)
+    digest: bytes = b""
+    """Of the place and the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,17 +123,8 @@ class Envelope:
     created: int
     """Unix seconds."""
     model: str
-    include_usage: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
-    """`WireCall.names` of the request."""
-    content_type: str = EVENT_STREAM
-    compaction: bool = False
-    history: tuple[str, ...] | None = None
-    """`compaction` and `history` of the request."""
-    echo: Mapping[str, object] = field(default_factory=dict)
-    """`WireCall.echo` of the request."""
-    stored: bool = False
-    """The client may refer to this reply by its id."""
+    body: ParsedBody = field(default=ParsedBody(request=ModelRequest(messages=())), repr=False)
+    """What is answered."""
     kept_alive: int = 0
     """Number of `keep_alive` frames sent before."""
 
@@ -151,7 +147,7 @@ class Dialect(Protocol):
     def in_band(self) -> frozenset[Cause]:
         """Failures that a streamed call always reports as an event, as the provider's clients expect."""
 
-    def parse(self, body: Mapping[str, object], action: str) -> WireCall:
+    def parse(self, body: Mapping[str, object], action: str) -> ParsedBody:
         """Parse a body. Raises WireError.
 
         `action` is the route after the version prefix with its query, which some providers use for model and

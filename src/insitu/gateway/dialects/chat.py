@@ -14,7 +14,7 @@ from insitu.gateway.dialects.base import (
     SSE_KEEP_ALIVE,
     Cause,
     Envelope,
-    WireCall,
+    ParsedBody,
     WireError,
     json_text,
     labels,
@@ -86,7 +86,7 @@ class ChatDialect(OpenAIDialect):
     grows = "messages"
     in_band: frozenset[Cause] = frozenset()
 
-    def parse(self, body: Mapping[str, object], action: str) -> WireCall:
+    def parse(self, body: Mapping[str, object], action: str) -> ParsedBody:
         _refuse(body)
         messages = sequence(body.get("messages"), "messages")
         if not messages:
@@ -109,7 +109,7 @@ class ChatDialect(OpenAIDialect):
         )
         options = body.get("stream_options")
         usage = options is not None and bool(mapping(options, "stream_options").get("include_usage"))
-        return WireCall(request=request, include_usage=usage)
+        return ParsedBody(request=request, include_usage=usage)
 
     def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
         message: dict[str, object] = {"role": "assistant", "content": reply.text or None, "refusal": None}
@@ -130,14 +130,14 @@ class ChatDialect(OpenAIDialect):
             deltas.append({"content": reply.text})
         deltas += [{"tool_calls": [{"index": i, **_call(c)}]} for i, c in enumerate(reply.tool_calls)]
         head = _head(envelope, "chat.completion.chunk")
-        if envelope.include_usage:
+        if envelope.body.include_usage:
             head["usage"] = None
         for delta in deltas:
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
             yield sse_data({**head, "choices": [choice]})
         last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(reply)}
         yield sse_data({**head, "choices": [last]})
-        if envelope.include_usage:
+        if envelope.body.include_usage:
             yield sse_data({**head, "choices": [], "usage": _usage(reply)})
         yield SSE_DONE
 

@@ -294,7 +294,7 @@ def responses_call(item: _Json, param: str) -> ToolCall:
 def echoed(call: ToolCall, form: str) -> ToolCall:
     """Return a sampled call as its item is read when a client sends it back, so that the echo is known.
 
-    `form`: its entry in `WireCall.names`. An item cannot hold everything that a model writes.
+    `form`: its entry in `ParsedBody.names`. An item cannot hold everything that a model writes.
     """
     kind = str(orjson.loads(form).get("type"))
     if kind == "custom":

@@ -17,7 +17,7 @@ from insitu.gateway.dialects.base import (
     EVENT_STREAM,
     Cause,
     Envelope,
-    WireCall,
+    ParsedBody,
     WireError,
     arguments_object,
     sse_data,
@@ -43,7 +43,7 @@ class GeminiDialect:
     grows = ""
     in_band: frozenset[Cause] = frozenset()
 
-    def parse(self, body: Mapping[str, object], action: str) -> WireCall:
+    def parse(self, body: Mapping[str, object], action: str) -> ParsedBody:
         return gemini_input.parse(body, action)
 
     def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
@@ -52,7 +52,7 @@ class GeminiDialect:
     def events(self, reply: Reply, envelope: Envelope) -> Iterator[bytes]:
         parts = _parts(reply)
         chunks = [_chunk([part], reply, envelope, last=i == len(parts) - 1) for i, part in enumerate(parts)]
-        if envelope.content_type == EVENT_STREAM:
+        if envelope.body.content_type == EVENT_STREAM:
             for chunk in chunks:
                 yield sse_data(chunk)
             return
@@ -77,7 +77,7 @@ class GeminiDialect:
     def error_event(self, error: WireError, envelope: Envelope) -> bytes:
         """Bare JSON also in a stream of events: that is how the clients tell a failure from a chunk."""
         body = orjson.dumps(self.error(error))
-        return (body if envelope.content_type == EVENT_STREAM else b"[" + body + b"]") + _BREAK
+        return (body if envelope.body.content_type == EVENT_STREAM else b"[" + body + b"]") + _BREAK
 
     def count(self, tokens: int) -> Mapping[str, object]:
         return {"totalTokens": tokens}

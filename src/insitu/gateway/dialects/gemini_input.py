@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 from insitu.gateway.dialects import media
 from insitu.gateway.dialects.base import (
     EVENT_STREAM,
-    WireCall,
+    ParsedBody,
     WireError,
     arguments_text,
     join_assistants,
@@ -33,7 +33,7 @@ from insitu.types import Message, ModelRequest, ToolCall, ToolSpec
 _Json = Mapping[str, object]
 
 
-def parse(body: _Json, action: str) -> WireCall:
+def parse(body: _Json, action: str) -> ParsedBody:
     """Parse a body; `action` is `models/{model}:{method}` with its query. Raises WireError."""
     path, _, query = action.partition("?")
     model, _, method = path.removeprefix("models/").rpartition(":")
@@ -62,7 +62,7 @@ def parse(body: _Json, action: str) -> WireCall:
         hints=labels((*_labels(body), *dropped)),
     )
     as_events = not streamed or "sse" in parse_qs(query).get("alt", ())
-    return WireCall(
+    return ParsedBody(
         request=request, content_type=EVENT_STREAM if as_events else "application/json; charset=utf-8"
     )
 

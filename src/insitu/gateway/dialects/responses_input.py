@@ -9,7 +9,7 @@ import orjson
 
 from insitu.gateway.dialects import client_tools, compaction, media
 from insitu.gateway.dialects.base import (
-    WireCall,
+    ParsedBody,
     WireError,
     json_text,
     labels,
@@ -75,7 +75,7 @@ _FREE_FORM = json_text(
 """Schema of a free-form tool for the model."""
 
 
-def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
+def parse(body: Mapping[str, object], *, compact: bool = False) -> ParsedBody:
     """Parse a body; `compact`: of the route that only compacts. Raises WireError."""
     _refuse(body)
     messages: list[Message] = []
@@ -105,7 +105,7 @@ def parse(body: Mapping[str, object], *, compact: bool = False) -> WireCall:
         advisory=(*_FIELDS.ignored_params(body), *strict_tools(tools.strict)),
         hints=labels((*client_metadata(body, _METADATA, ("client_metadata", "metadata")), *tools.dropped)),
     )
-    return WireCall(
+    return ParsedBody(
         request=request,
         names=tools.names,
         compaction=compact or asked,

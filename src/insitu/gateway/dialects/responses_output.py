@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 import orjson
 
 from insitu.gateway.dialects import client_tools, compaction, responses_input
-from insitu.gateway.dialects.base import Cause, Envelope, WireCall, WireError, sse_event
+from insitu.gateway.dialects.base import Cause, Envelope, ParsedBody, WireError, sse_event
 from insitu.gateway.dialects.openai import OpenAIDialect
 from insitu.types import Reply, ToolCall
 
@@ -52,7 +52,7 @@ def _head(envelope: Envelope, status: str) -> _Json:
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
-        "store": envelope.stored,
+        "store": envelope.body.kept is not None,
         "temperature": None,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
@@ -60,7 +60,7 @@ def _head(envelope: Envelope, status: str) -> _Json:
         "top_p": None,
         "truncation": "disabled",
         "usage": None,
-        **envelope.echo,
+        **envelope.body.echo,
     }
 
 
@@ -79,12 +79,12 @@ def _usage(reply: Reply) -> _Json:
 
 def _history(envelope: Envelope) -> Iterator[_Json]:
     """Yield the items before a compaction item, with ids of the gateway."""
-    for index, text in enumerate(envelope.history or ()):
+    for index, text in enumerate(envelope.body.history or ()):
         yield {"id": f"msg_{envelope.id}_{index}", **orjson.loads(text)}
 
 
 def _items(reply: Reply, envelope: Envelope) -> list[_Json]:
-    if envelope.compaction:
+    if envelope.body.compaction:
         return [compaction.item(reply, envelope)]
     items: list[_Json] = []
     if reply.reasoning:
@@ -117,7 +117,7 @@ def _text_part(text: str) -> _Json:
 
 def _call(call: ToolCall, place: str, envelope: Envelope) -> _Json:
     """Return a call in the wire form of its tool."""
-    form = orjson.loads(envelope.names.get(call.name, "{}"))
+    form = orjson.loads(envelope.body.names.get(call.name, "{}"))
     item = client_tools.responses_item(str(form.get("type")), call, place)
     if item is not None:
         return item
@@ -199,11 +199,11 @@ class ResponsesDialect(OpenAIDialect):
     grows = "input"
     in_band: frozenset[Cause] = frozenset({"context_length_exceeded"})
 
-    def parse(self, body: Mapping[str, object], action: str) -> WireCall:
+    def parse(self, body: Mapping[str, object], action: str) -> ParsedBody:
         return responses_input.parse(body, compact=action.partition("?")[0] == "responses/compact")
 
     def reply(self, reply: Reply, envelope: Envelope) -> Mapping[str, object]:
-        if envelope.history is not None:
+        if envelope.body.history is not None:
             return {
                 "id": f"resp_{envelope.id}",
                 "object": "response.compaction",
@@ -211,7 +211,7 @@ class ResponsesDialect(OpenAIDialect):
                 "output": [*_history(envelope), compaction.item(reply, envelope)],
                 "usage": _usage(reply),
             }
-        cut = reply.finish == "length" and not reply.tool_calls and not envelope.compaction
+        cut = reply.finish == "length" and not reply.tool_calls and not envelope.body.compaction
         return {
             **_head(envelope, "incomplete" if cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

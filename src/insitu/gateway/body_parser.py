@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import orjson
 
 from insitu.capture.message_history import History, RequestMemory
-from insitu.gateway.dialects.base import Dialect, WireCall, WireError, deeper, labels
+from insitu.gateway.dialects.base import Dialect, ParsedBody, WireError, deeper, labels
 from insitu.gateway.dialects.compaction import is_compaction
 from insitu.gateway.json_offsets import Elements, elements, whole_list
 from insitu.gateway.request import decode, loads, sorted_json, too_many_values
@@ -44,31 +44,13 @@ class _TooMany(Exception):
     """There are too many values to parse on the event loop; nothing was done."""
 
 
-class BodyName:
-    """Identity of a body, to recognise its retry: agents mark retries by nothing else.
+def canonical_digest(body: ParsedBody) -> bytes:
+    """Return a digest that does not depend on the spelling, to recognise a retry by nothing else.
 
-    Equal bytes are the same body; so are bodies that are equal after parsing, which is compared only while a
-    call waits for its retry.
+    Agents do not mark retries. Equal bytes are the same body; so are bodies that are equal after parsing,
+    which is compared only while a call waits for its retry.
     """
-
-    __slots__ = ("_canonical", "_place", "_raw", "digest")
-
-    def __init__(self, place: str, digest: bytes, raw: bytes) -> None:
-        self.digest = digest
-        self._place = place.encode()
-        self._raw = raw
-        self._canonical = b""
-
-    def same(self, other: BodyName) -> bool:
-        return self.digest == other.digest or self.canonical() == other.canonical()
-
-    def canonical(self) -> bytes:
-        """Return a digest that does not depend on the spelling; release the body."""
-        if not self._canonical:
-            plain = sorted_json(loads(self._raw))
-            self._canonical = hashlib.sha256(self._place + b"\0" + plain).digest()
-            self._raw = b""
-        return self._canonical
+    return hashlib.sha256(body.place.encode() + b"\0" + sorted_json(loads(body.raw))).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +62,7 @@ class _Cut:
     digest: bytes
     messages: int
     """Number of messages before it."""
-    wire: WireCall
+    parsed: ParsedBody
     """The body and the elements before it, parsed, without the messages."""
 
 
@@ -95,7 +77,7 @@ class _Record:
     cuts: tuple[_Cut, ...]
 
 
-class BodyCache:
+class BodyParser:
     """Parses the bodies of one session on one event loop; `read` handles one body at a time."""
 
     def __init__(self, max_depth: int, max_items: int) -> None:
@@ -110,7 +92,7 @@ class BodyCache:
         """Bytes of JSON parsed so far."""
         self.stored = StoredResponses()
 
-    async def read(self, dialect: Dialect, raw: bytes, action: str) -> tuple[WireCall, BodyName]:
+    async def read(self, dialect: Dialect, raw: bytes, action: str) -> ParsedBody:
         """Parse a body, in a worker thread when it is long. Raises WireError."""
         async with self._reading:
             if len(raw) <= INLINE_BYTES:
@@ -118,24 +100,23 @@ class BodyCache:
                     return self.parse(dialect, raw, action, most=INLINE_VALUES)
             return await _in_thread(lambda: self.parse(dialect, raw, action))
 
-    def parse(
-        self, dialect: Dialect, raw: bytes, action: str, most: int | None = None
-    ) -> tuple[WireCall, BodyName]:
-        """Return the parsed call and the identity of its body.
+    def parse(self, dialect: Dialect, raw: bytes, action: str, most: int | None = None) -> ParsedBody:
+        """Return the parsed body.
 
         Raises WireError, and _TooMany where more than `most` values would have to be parsed.
         """
         place = f"{dialect.name} {action}"
         marks, digest = self._hash(place, raw)
-        name = BodyName(place, digest, raw)
         for record, cut in self._known(marks, raw):
             _check_count(raw[cut.end : len(raw) - record.rest_size], most)
-            wire = self._continue(dialect, raw, action, record, cut, marks[cut.end])
-            if wire is not None:
+            parsed = self._continue(dialect, raw, action, record, cut, marks[cut.end])
+            if parsed is not None:
                 self._misses = self._pause = 0
-                return wire, name
-        _check_count(raw, most)
-        return self._whole(dialect, raw, action, place), name
+                break
+        else:
+            _check_count(raw, most)
+            parsed = self._whole(dialect, raw, action, place)
+        return replace(parsed, place=place, raw=raw, digest=digest)
 
     # ----------------------------------------------------------------------- known bodies
 
@@ -164,7 +145,7 @@ class BodyCache:
 
     def _continue(
         self, dialect: Dialect, raw: bytes, action: str, record: _Record, cut: _Cut, mark: Hash
-    ) -> WireCall | None:
+    ) -> ParsedBody | None:
         """Return the call of a body that continues a known one; None when it does not."""
         close = len(raw) - record.rest_size
         new = raw[cut.end : close]
@@ -175,7 +156,7 @@ class BodyCache:
             values = loads(b"[0" + new + b"]")[1:]
             if deeper(values, self._max_depth - 1, self._max_items) or any(map(is_compaction, values)):
                 return None
-            said = dialect.parse({dialect.grows: values}, action) if values else cut.wire
+            said = dialect.parse({dialect.grows: values}, action) if values else cut.parsed
         except (orjson.JSONDecodeError, WireError):
             return None  # parsing it whole names what is wrong, or finds that nothing is
         self.parsed_bytes += len(new)
@@ -187,11 +168,11 @@ class BodyCache:
             parse=lambda: self._all(dialect, raw, action),
             long=lambda: len(raw) > INLINE_BYTES or _count_values(raw) > INLINE_VALUES,
         )
-        base = _with(cut.wire, said) if values else cut.wire
+        base = _with(cut.parsed, said) if values else cut.parsed
         known = tuple(c for c in record.cuts if c.end <= cut.end)
         later = replace(record, memory=history.memory, cuts=known)
         self._records.remove(record)
-        part = _BodyPart(raw, cut.end, mark, len(history), cut.wire, base)
+        part = _BodyPart(raw, cut.end, mark, len(history), cut.parsed, base)
         self._learn(dialect, action, later, part, elements(new.decode(), 0))
         return replace(base, request=replace(base.request, messages=history))
 
@@ -202,26 +183,26 @@ class BodyCache:
 
     # ----------------------------------------------------------------------- whole bodies
 
-    def _whole(self, dialect: Dialect, raw: bytes, action: str, place: str) -> WireCall:
+    def _whole(self, dialect: Dialect, raw: bytes, action: str, place: str) -> ParsedBody:
         """Parse a complete body and store where a later one may continue."""
         self.parsed_bytes += len(raw)
         sent = decode(raw, self._max_depth, self._max_items)
         body = self.stored.expand(sent)
-        wire = dialect.parse(body, action)
+        whole = dialect.parse(body, action)
         if sent.get("previous_response_id"):
-            wire = replace(wire, echo={**wire.echo, "previous_response_id": sent["previous_response_id"]})
-        more = body is not sent or wire.history is not None or wire.kept is not None
+            whole = replace(whole, echo={**whole.echo, "previous_response_id": sent["previous_response_id"]})
+        more = body is not sent or whole.history is not None or whole.kept is not None
         # What is not in the bytes, or must be handed on as text, cannot go on from known bytes.
         if not dialect.grows or self._pause or more:
             self._pause = max(0, self._pause - 1)
-            return wire
+            return whole
         self._misses += 1
         self._pause = min(64, 1 << max(0, self._misses - MAX_MISSES)) - 1
         text = raw.decode()
         found = whole_list(text, dialect.grows)
         if found is None:
-            return wire
-        history = History(tuple(wire.request.messages), RequestMemory())
+            return whole
+        history = History(tuple(whole.request.messages), RequestMemory())
         rest = raw[len(text[: found.close].encode()) :]
         record = _Record(
             rest=hashlib.sha256(rest).digest(),
@@ -231,9 +212,9 @@ class BodyCache:
         )
         start = hashlib.sha256(place.encode() + b"\0")
         none = _without_messages(dialect.parse({**body, dialect.grows: [_ASK]}, action))
-        part = _BodyPart(raw, 0, start, len(history), none, _without_messages(wire))
+        part = _BodyPart(raw, 0, start, len(history), none, _without_messages(whole))
         self._learn(dialect, action, record, part, found)
-        return replace(wire, request=replace(wire.request, messages=history))
+        return replace(whole, request=replace(whole.request, messages=history))
 
     def _learn(
         self, dialect: Dialect, action: str, record: _Record, part: _BodyPart, found: Elements
@@ -245,19 +226,21 @@ class BodyCache:
         running, at = part.mark.copy(), part.start
         text = part.raw[at:].decode() if cut_after else ""
         cuts = list(record.cuts)
-        for i, wire in zip(cut_after, _wires(dialect, action, part, found.values, cut_after), strict=True):
+        for i, parsed in zip(
+            cut_after, _parsed_until(dialect, action, part, found.values, cut_after), strict=True
+        ):
             end = part.start + len(text[: found.ends[i]].encode())
             running.update(part.raw[at:end])
             at = end
             after = len(_messages(dialect, found.values[i + 1 :], action))
             digest = running.copy().digest()
-            cuts.append(_Cut(end=end, digest=digest, messages=part.messages - after, wire=wire))
+            cuts.append(_Cut(end=end, digest=digest, messages=part.messages - after, parsed=parsed))
         if cuts:
             self._records.append(replace(record, cuts=tuple(cuts[-CUTS:])))
             del self._records[:-RECORDS]
 
 
-async def _in_thread(work: Callable[[], tuple[WireCall, BodyName]]) -> tuple[WireCall, BodyName]:
+async def _in_thread(work: Callable[[], ParsedBody]) -> ParsedBody:
     """Run `work` in a worker thread; return only when it is done, even if cancelled.
 
     A thread cannot be stopped, and an abandoned one must not change what the next request reads.
@@ -295,9 +278,9 @@ class _BodyPart(NamedTuple):
     """Hash of all bytes before `start`."""
     messages: int
     """Number of messages in the whole body."""
-    before: WireCall
+    before: ParsedBody
     """The parsed call before it, without the messages."""
-    wire: WireCall
+    parsed: ParsedBody
     """The parsed call to its end."""
 
 
@@ -305,27 +288,27 @@ _ASK = {"role": "user", "content": "."}
 """A plain message, in every dialect whose list grows."""
 
 
-def _without_messages(wire: WireCall) -> WireCall:
-    return replace(wire, request=replace(wire.request, messages=()))
+def _without_messages(parsed: ParsedBody) -> ParsedBody:
+    return replace(parsed, request=replace(parsed.request, messages=()))
 
 
-def _wires(
+def _parsed_until(
     dialect: Dialect, action: str, part: _BodyPart, values: list[object], cut_after: list[int]
-) -> list[WireCall]:
+) -> list[ParsedBody]:
     """Return the parsed call up to each of the elements `cut_after`.
 
     A body that continues from there may lack the later elements. Raises WireError.
     """
-    wire, whole = part.before, part.wire
-    if (wire.names, wire.request.hints) == (whole.names, whole.request.hints):
-        return [wire] * len(cut_after)
-    wires: list[WireCall] = []
+    parsed, whole = part.before, part.parsed
+    if (parsed.names, parsed.request.hints) == (whole.names, whole.request.hints):
+        return [parsed] * len(cut_after)
+    found: list[ParsedBody] = []
     at = 0
     for i in cut_after:
-        wire = _with(wire, dialect.parse({dialect.grows: values[at : i + 1]}, action))
-        wires.append(wire)
+        parsed = _with(parsed, dialect.parse({dialect.grows: values[at : i + 1]}, action))
+        found.append(parsed)
         at = i + 1
-    return wires
+    return found
 
 
 def _same_rest(record: _Record, raw: bytes) -> bool:
@@ -335,16 +318,17 @@ def _same_rest(record: _Record, raw: bytes) -> bool:
     return hashlib.sha256(memoryview(raw)[close:]).digest() == record.rest
 
 
-def _with(wire: WireCall, said: WireCall) -> WireCall:
+def _with(parsed: ParsedBody, said: ParsedBody) -> ParsedBody:
     """Return a call with the names and labels that new elements add."""
     if said.names:
-        wire = replace(wire, names={**wire.names, **said.names})
+        parsed = replace(parsed, names={**parsed.names, **said.names})
     if said.compaction:
-        wire = replace(wire, compaction=True)
-    hints = labels((*wire.request.hints, *said.request.hints)) if said.request.hints else wire.request.hints
-    if hints == wire.request.hints:
-        return wire
-    return replace(wire, request=replace(wire.request, hints=hints))
+        parsed = replace(parsed, compaction=True)
+    before = parsed.request.hints
+    hints = labels((*before, *said.request.hints)) if said.request.hints else before
+    if hints == before:
+        return parsed
+    return replace(parsed, request=replace(parsed.request, hints=hints))
 
 
 def _messages(dialect: Dialect, values: list[object], action: str) -> tuple[Message, ...]:

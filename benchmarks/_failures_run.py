@@ -20,7 +20,7 @@ from benchmarks._failures_world import Nowhere
 from insitu.attempt import AttemptExecutor, AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.chat.load import load_renderer
 from insitu.collect.breaker import Breaker
-from insitu.collect.groups import collect_groups
+from insitu.collect.groups import open_groups
 from insitu.collect.options import CollectOptions
 from insitu.config import Config, demo_preset, load_config, model_folder
 from insitu.engines.base import Engine, EngineWrapper
@@ -178,7 +178,8 @@ async def _collect(stage: Stage, rate: float) -> Sequence[Group]:
         seed=c.run.seed, group_size=c.collect.group_size, attempts=c.collect.attempts, pause_s=0.0
     )
     runner = Reported(stage.attempts, stage.engine.trouble)
-    return await collect_groups(runner, nowhere, nowhere, Breaker(), options, stage.tasks)
+    async with open_groups(runner, nowhere, nowhere, Breaker(), options, stage.tasks) as collector:
+        return (await collector.next_batch()).groups
 
 
 async def _real(seed: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
-from insitu.collect.groups import collect_groups
+from insitu.collect.groups import open_groups
 from insitu.collect.options import CollectOptions, Phase, Slot
 from insitu.plan.step import PlanConfig, plan_step
 from insitu.types import (
@@ -179,8 +179,8 @@ class Nowhere:
 
     def discard(self, rollout_ids: Sequence[str], reason: str) -> None: ...
 
-    def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
-        return {}
+    def held(self, phase: Phase, step: int) -> tuple[Rollout, ...]:
+        return ()
 
     def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
         return {}
@@ -201,7 +201,8 @@ async def collected(world: World, setting: Setting, tries: int) -> list[list[Gro
     for step in range(world.groups // GROUPS_PER_STEP):
         tasks = [replace(task, id=f"{step}/{g}") for g in range(GROUPS_PER_STEP)]
         at = options.changed(first_step=step)
-        steps.append(list(await collect_groups(attempts, nowhere, nowhere, breaker, at, tasks)))
+        async with open_groups(attempts, nowhere, nowhere, breaker, at, tasks) as collector:
+            steps.append(list((await collector.next_batch()).groups))
     return steps
 
 

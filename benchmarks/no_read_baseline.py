@@ -17,7 +17,7 @@ from benchmarks._arguments import Arguments
 from insitu.attempt import AttemptExecutor
 from insitu.chat.load import load_renderer
 from insitu.collect.breaker import Breaker
-from insitu.collect.groups import collect_groups
+from insitu.collect.groups import open_groups
 from insitu.collect.options import CollectOptions, Phase, Slot
 from insitu.config import Config, demo_preset, load_config, model_folder
 from insitu.engines.scripted import ScriptedEngine
@@ -63,8 +63,8 @@ class _NullSink:
 
     def discard(self, rollout_ids: Sequence[str], reason: str) -> None: ...
 
-    def held(self, phase: Phase, step: int) -> dict[str, Rollout]:
-        return {}
+    def held(self, phase: Phase, step: int) -> tuple[Rollout, ...]:
+        return ()
 
     def tried(self, phase: Phase, step: int) -> dict[str, int]:
         return {}
@@ -87,7 +87,8 @@ async def measure(config: Config, tasks: int, *, anchor: bool = False) -> dict[s
     async with open_runtime(config, TokenBackend(engine, renderer), source) as runtime:
         attempts = AttemptExecutor(runtime.gateway, runtime.workers, runtime.judge)
         options = CollectOptions(seed=0, group_size=1, phase="eval_before", first_step=0)
-        groups = await collect_groups(attempts, sink, sink, Breaker(), options, chosen)
+        async with open_groups(attempts, sink, sink, Breaker(), options, chosen) as collector:
+            groups = (await collector.next_batch()).groups
     found: dict[str, list[float]] = {}
     for group in groups:
         for rollout in group.rollouts:

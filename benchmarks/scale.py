@@ -30,6 +30,7 @@ from insitu.attempt import AttemptSpec
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.options import CollectOptions
+from insitu.collect.store_sink import StoreSink
 from insitu.config import load_config
 from insitu.engines.base import EngineInfo, Receipt
 from insitu.engines.rpc import Frame, Handler, RpcPeer, encode
@@ -55,7 +56,6 @@ from insitu.types.codec import VALUES
 from insitu_fleet.controller import Fleet
 from insitu_fleet.values import pack
 from insitu_train.alarms import InfraFailureRate
-from insitu_train.batch_source import StoreSink
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.virtual_time import run_virtual
 

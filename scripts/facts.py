@@ -175,6 +175,21 @@ def folder_cycles(modules: list[Source]) -> list[list[str]]:
     return sorted([a, b] for a, b in edges if a < b and (b, a) in edges)
 
 
+def evaluation_systems(modules: list[Source]) -> int:
+    """Return how many ways lead to rollouts that a resumed run takes up again.
+
+    Counted by shape: classes that keep and give back a phase (`collect.options.ResumableSink`), and callers
+    of `open_groups`, which alone takes such a class; whichever are more.
+    """
+    sinks = callers = 0
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and "Protocol" not in map(ast.unparse, node.bases):
+                sinks += {"put", "held", "tried"} <= {getattr(item, "name", "") for item in node.body}
+            callers += isinstance(node, ast.Call) and ast.unparse(node.func).endswith("open_groups")
+    return max(sinks, callers)
+
+
 def config_keys(package: Path) -> list[str]:
     """Return the keys of the configuration as `table.key`."""
     return sorted(
@@ -258,6 +273,7 @@ def facts(root: Path = ROOT) -> dict[str, Any]:
         "config_keys": len(keys),
         "config_keys_declared_twice": keys_declared_twice(modules, config_tables(folders[0])),
         "files_that_know_of_engine_downtime": sum(bool(DOWNTIME.search(module.text)) for module in modules),
+        "evaluation_systems": evaluation_systems(modules),
         "folder_cycles": folder_cycles(modules),
         "python_examples": python_examples(),
         "records": len(list((root / "docs" / "decisions").glob("*.md"))),
@@ -278,6 +294,8 @@ def over_budget(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     for word, places in found["banned_words"].items():
         problems += [f"{place}: banned word: {word}" for place in places]
     problems += [f"folders {a} and {b} import each other" for a, b in found["folder_cycles"]]
+    if found["evaluation_systems"] > 1:
+        problems.append(f"{found['evaluation_systems']} ways to collect an evaluation, at most 1")
     if found["records"] > budget["records"]:
         problems.append(f"docs/decisions: {found['records']} records, at most {budget['records']}")
     if found["readme_bytes"] > budget["readme_bytes"]:

@@ -6,14 +6,14 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from insitu.attempt import AttemptSpec, OnStart, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
-from insitu.collect.groups import collect_groups
+from insitu.collect.groups import open_groups
 from insitu.collect.options import Check, CollectOptions, Phase, Slot, nothing_to_check
 from insitu.errors import CaptureError, EngineError, SandboxError, TaskError, TrainError
 from insitu.tasks.toy import ToySource
@@ -60,8 +60,8 @@ class Memory:
     def discard(self, rollout_ids: Sequence[str], reason: str) -> None:
         raise AssertionError("a synchronous batch gives no rollout up")
 
-    def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
-        return dict(self.rollouts)
+    def held(self, phase: Phase, step: int) -> Iterable[Rollout]:
+        return list(self.rollouts.values())
 
     def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
         return self.tries
@@ -88,9 +88,11 @@ async def collected(
     **changes: Any,
 ) -> Sequence[Group]:
     options = CollectOptions(**{"seed": 5, "group_size": 4, "pause_s": 0.001, **changes})
-    return await collect_groups(
+    running = open_groups(
         attempts, sink, Quiet(), Breaker(breaker), options, tasks, check=check, version=version
     )
+    async with running as collector:
+        return (await collector.next_batch()).groups
 
 
 async def test_groups_keep_task_and_slot_order_although_attempts_end_in_another() -> None:

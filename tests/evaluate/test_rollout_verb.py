@@ -16,7 +16,15 @@ import pytest
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
 from insitu.engines.scripted import ScriptedEngine
-from insitu.errors import ConfigError, EngineError, RecordError, SetupError, TaskError, TrainError
+from insitu.errors import (
+    ConfigError,
+    EngineError,
+    RecordError,
+    SandboxError,
+    SetupError,
+    TaskError,
+    TrainError,
+)
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
@@ -154,6 +162,37 @@ def test_a_run_in_which_nothing_moves_ends_with_one_line(
     with pytest.raises(TrainError, match=r"none was decided for [12] s: 0 rollouts run, 6 wait for a worker"):
         run(tmp_path, Scripted(), "limits.wall_s=0.5", "collect.stall_timeout_s=0.5")
     assert time.monotonic() - began < 20.0
+
+
+def test_what_a_stopped_run_sampled_is_accounted_for_and_no_failure(tmp_path: Path) -> None:
+    async def stopped() -> None:
+        this = asyncio.current_task()
+        assert this is not None
+
+        def stop(key: RequestKey) -> None:
+            if key.rollout_id == "rollout/00000/002/00" and key.turn == 1:
+                this.cancel()
+
+        config = load_config(None, [*SETTINGS, f"run.dir={tmp_path / 'run'}"])
+        await collect_rollouts(config, PlainView(StringIO()), RolloutOptions(sampler=Scripted(stop).sampler))
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(stopped())
+    with read_store(tmp_path / "run") as store:
+        assert store.attempts_by_end()["cancelled"] >= 1
+        lost = store.check_balance().tokens.excluded["unused"]
+        assert lost > 0
+    summary = run(tmp_path, Scripted(), resume=True)
+    assert (summary["graded"], summary["masked"], summary["last_failure"]) == (6, {}, "")
+    assert summary["ledger"]["excluded"]["unused"] == lost
+    with read_store(tmp_path / "run") as store:
+        assert {state.state for state in store.open_rollouts()} == set()
+
+
+def test_a_run_ends_after_as_many_failures_as_configured(tmp_path: Path) -> None:
+    broken = Scripted(lambda key: EngineError("engine on fire"))
+    with pytest.raises(SandboxError, match="2 attempts in a row failed; the last: .*engine on fire"):
+        run(tmp_path, broken, "collect.max_consecutive_failures=2")
 
 
 def test_other_tasks_than_it_began_with_are_refused(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
         "classes_used_twice": {"Twice": ["a.x", "b.y"]},
         "banned_words": {"anew": ["src/insitu/b/y.py:4"]},
         "folder_cycles": [["a.x", "a.y"]],
+        "evaluation_systems": 2,
         "records": 26,
         "readme_bytes": 101,
     }
@@ -62,6 +63,7 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
         "class Twice is defined in a.x, b.y",
         "src/insitu/b/y.py:4: banned word: anew",
         "folders a.x and a.y import each other",
+        "2 ways to collect an evaluation, at most 1",
         "docs/decisions: 26 records, at most 25",
         "README.md: 101 bytes, at most 100",
     ]

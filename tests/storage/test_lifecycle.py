@@ -15,13 +15,13 @@ from helpers_record import make_rollout
 
 from insitu import failpoint
 from insitu.collect.options import Slot
+from insitu.collect.store_sink import StoreSink
 from insitu.errors import RecordError
 from insitu.storage.attempts import ENDS
 from insitu.storage.lifecycle import REASONS, STATES, Reason
 from insitu.storage.store import Score, Store, add_ledgers
 from insitu.types import EXCLUSIONS, Ledger, Rollout, Status
 from insitu_train.alarms import InfraFailureRate
-from insitu_train.batch_source import StoreSink
 
 
 def slots(step: int = 1, group: int = 0, count: int = 4) -> list[Slot]:

@@ -12,6 +12,7 @@ import pytest
 
 from insitu.attempt import AttemptSpec
 from insitu.collect.breaker import Breaker
+from insitu.collect.store_sink import StoreSink
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, RecordError
 from insitu.plan.step import PlanConfig, plan_step, use_of
@@ -21,7 +22,7 @@ from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tasks.toy import ToySource
 from insitu.types import Group, Limits, Status
 from insitu_train.alarms import InfraFailureRate
-from insitu_train.batch_source import Batches, StoreSink, collect_options, open_batches, resume_state
+from insitu_train.batch_source import Batches, collect_options, open_batches, resume_state
 from insitu_train.recovery import check_steps
 from insitu_train.step_metrics import ahead_summary
 from tests.fakes.attempts import fake_rollout

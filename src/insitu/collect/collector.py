@@ -67,6 +67,11 @@ class _State:
     """Running and ready groups, in the order of their draws."""
 
 
+def without_tokens(rollout: Rollout) -> Rollout:
+    """Return a rollout with its result alone; the sink has the tokens and files."""
+    return replace(rollout, trajectory=NOTHING_SAMPLED, changed={})
+
+
 class Collector:
     """Fills groups; use it inside `open`."""
 
@@ -288,8 +293,7 @@ class Collector:
 
     def _kept(self, rollout: Rollout) -> Rollout:
         """Return the rollout without tokens and files unless the caller needs them."""
-        whole = self._options.whole
-        return rollout if whole else replace(rollout, trajectory=NOTHING_SAMPLED, changed={})
+        return rollout if self._options.whole else without_tokens(rollout)
 
     def _settle(self, pending: PendingGroup) -> None:
         """Finish a group whose members are all decided or given up."""

@@ -6,40 +6,19 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from insitu.collect.breaker import Breaker
-from insitu.collect.collector import Collector
+from insitu.collect.collector import Collector, without_tokens
 from insitu.collect.options import (
     AttemptRunner,
     Check,
     CollectOptions,
+    GroupScorer,
     ResumableSink,
     RolloutObserver,
     nothing_to_check,
 )
 from insitu.collect.pending_group import ResumedGroup, ResumeState
 from insitu.collect.starvation import Activity
-from insitu.types import Group, Task
-
-
-async def collect_groups(
-    attempts: AttemptRunner,
-    sink: ResumableSink,
-    watcher: RolloutObserver,
-    breaker: Breaker,
-    options: CollectOptions,
-    tasks: Sequence[Task],
-    *,
-    check: Check = nothing_to_check,
-    version: int = 0,
-) -> Sequence[Group]:
-    """Return one group per task, in task order, slots in order: one synchronous batch.
-
-    Raises when breaker or check stop the run, and TrainError at the stall timeout.
-    """
-    if not tasks:
-        return ()
-    running = open_groups(attempts, sink, watcher, breaker, options, tasks, check=check, version=version)
-    async with running as collector:
-        return (await collector.next_batch()).groups
+from insitu.types import Task
 
 
 @asynccontextmanager
@@ -55,9 +34,14 @@ async def open_groups(
     version: int = 0,
     activity: Activity | None = None,
 ) -> AsyncIterator[Collector]:
-    """Run the rollouts of `collect_groups` inside the context; `next_batch` returns all of its groups."""
+    """Run rollouts inside the context; `next_batch` returns a group per task, in task order, slots in order.
+
+    It raises when breaker or check stop the run, and TrainError at the stall timeout.
+    """
     o = options.changed(max_staleness=0, groups=len(tasks), total=len(tasks), group_deadline_s=0.0)
-    held, tried = sink.held(o.phase, o.first_step), sink.tried(o.phase, o.first_step)
+    whole = o.whole or (isinstance(attempts, GroupScorer) and attempts.scores_groups)
+    held = {r.id: r if whole else without_tokens(r) for r in sink.held(o.phase, o.first_step)}
+    tried = sink.tried(o.phase, o.first_step)
     for number, task in enumerate(tasks):
         sink.plan(o.slots(number), task.id, version)
     draws = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from insitu.attempt import AttemptSpec, OnStart, ignore_cancelled, no_wait
+from insitu.config import Config
 from insitu.config.base import Count
 from insitu.config.training import CollectKeys
 from insitu.types import Group, Rollout, Task
@@ -34,7 +35,7 @@ class Sink(Protocol):
     """Storage for everything that is planned; when a call returns it survives the end of this process."""
 
     def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
-        """Record a draw: its rollouts exist from now on. Repeated after a resume by `collect_groups`."""
+        """Record a draw: its rollouts exist from now on. Repeated after a resume by `open_groups`."""
 
     def start(self, rollout_id: str, attempt: int, version: int) -> None:
         """Record that an attempt has got its worker."""
@@ -61,8 +62,8 @@ class Sink(Protocol):
 class ResumableSink(Sink, Protocol):
     """Sink that returns what earlier processes stored of a phase."""
 
-    def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
-        """Return the rollouts already decided for a step, by rollout id.
+    def held(self, phase: Phase, step: int) -> Iterable[Rollout]:
+        """Return the rollouts already decided for a step.
 
         A rollout that only failed because of the infrastructure is left out while it can be retried.
         """
@@ -134,6 +135,14 @@ class CollectOptions(CollectKeys):
     """Backoff before the second attempt; doubled for each further one."""
     whole: bool = True
     """False: returned rollouts contain no tokens and no files (the sink has them), to save memory."""
+
+    @classmethod
+    def of(cls, config: Config, **more: Any) -> Self:
+        """Return the options of a run, with `more` of where its groups belong."""
+        usual: dict[str, Any] = {"seed": config.run.seed, "temperature": config.engine.temperature}
+        # No rollout may be reported as stalled before its own limit has passed.
+        usual["stall_timeout_s"] = max(config.collect.stall_timeout_s, 2 * config.longest_wall_s)
+        return config.collect.pick(cls, **{**usual, **more})
 
     def slots(self, number: int) -> list[Slot]:
         """Return the slots of a draw, counted from 0."""

@@ -1,6 +1,6 @@
 """`insitu rollout`: graded rollouts of many tasks without training, on any engine, resumable.
 
-    source -> collect_groups -> AttemptExecutor (gateway, sandboxes, judge) -> store -> report
+    source -> Evaluation -> AttemptExecutor (gateway, sandboxes, judge) -> store -> report
 
 With a provider (`upstream`) the gateway forwards calls and stores their text; with engines it samples tokens.
 Stored rollouts are not repeated after a kill. Does not import torch.
@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from insitu.collect.breaker import Breaker
-from insitu.collect.groups import collect_groups
-from insitu.collect.options import CollectOptions
 from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
-from insitu.evaluate.results import PHASE, STEP, ResultSink, check_same_tasks, count_missing
-from insitu.evaluate.summary import count_per_task, render, summarise, write_results
+from insitu.evaluate.evaluation import Evaluation
+from insitu.evaluate.summary import PHASE, count_per_task, render, summarise, write_results
 from insitu.grading.runners.find import runner_for
 from insitu.progress.base import View
 from insitu.runtime.engine import open_sampler
 from insitu.runtime.preflight import Prepared, check_local_engine, prepare, prepare_tasks
 from insitu.runtime.run import OpenSampler, open_agents, open_backend
-from insitu.runtime.running import RunningAgents
 from insitu.storage.files import write_text
 from insitu.storage.open_run import open_run
 from insitu.storage.run_dir import REPORT, SESSIONS, RunDir
@@ -38,10 +35,12 @@ from insitu.storage.wall_clock import WALL_S, WallClock
 from insitu.tasks.base import REWARD_ONLY, Split, TaskSource
 from insitu.tasks.mix import TaskMix
 from insitu.tracking.start import start_trackers
-from insitu.types import Task
+from insitu.types import Rollout, Task
 
 AGENT, AGENT_VERSION = "agent", "agent_version"
 """Keys of stored facts."""
+CLOCK_S = 5.0
+"""Interval at which the elapsed time is stored; at most that much is lost in a kill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +99,15 @@ async def collect_rollouts(config: Config, view: View, options: RolloutOptions) 
         clock = WallClock(store, options.began)
         # A finished run is reported again even on a machine that could not continue it.
         tasks = prepared.tasks if prepared else prepare_tasks(config, view.note, chosen_tasks)[1]
-        check_same_tasks(store, tasks, config.rollout.samples)
+        evaluation = Evaluation(phase=PHASE, tasks=tasks, samples=config.rollout.samples)
+        missing = evaluation.missing(store)
+        store.recover()
         view.note(f"run directory {run.path}")
         start_trackers(run.path, run.config, view.note)
-        if count_missing(store, tasks, config.rollout.samples):
+        if missing:
             try:
                 ready = prepared or prepare_rollouts(config, view.note)
-                await _fill(run, store, ready, view, clock, options)
+                await _fill(run, store, evaluation, ready, view, clock, options)
             finally:
                 # After a disk error, that error must be reported, not a failed write here.
                 with contextlib.suppress(RecordError):
@@ -123,57 +124,54 @@ async def collect_rollouts(config: Config, view: View, options: RolloutOptions) 
 async def _fill(
     run: RunDir,
     store: Store,
+    evaluation: Evaluation,
     prepared: Prepared,
     view: View,
     clock: WallClock,
     options: RolloutOptions,
 ) -> None:
     """Run the undecided rollouts."""
+    c = run.config
     remove_stale_scratch()
     view.stage("starting the engine and the agents")
     async with (
         open_backend(run, prepared.renderer, view.note, options.sampler) as opened,
-        open_agents(
-            run.config, opened.backend, opened.engine, prepared.source, prepared.setups, view.note
-        ) as runtime,
+        open_agents(c, opened.backend, opened.engine, prepared.source, prepared.setups, view.note) as runtime,
     ):
         await opened.check()
         name, version = runtime.agents
         store.set_meta(AGENT, name)
         store.set_meta(AGENT_VERSION, version)
-        await _collect(run, store, runtime, opened.check, prepared, view, clock)
-
-
-async def _collect(
-    run: RunDir,
-    store: Store,
-    runtime: RunningAgents,
-    check: Callable[[], Awaitable[None]],
-    prepared: Prepared,
-    view: View,
-    clock: WallClock,
-) -> None:
-    c, source, tasks = run.config, prepared.source, prepared.tasks
-    planned = len(tasks) * c.rollout.samples
-    view.begin(f"{' '.join(runtime.agents)}, {source.name}, seed {c.run.seed}", planned)
-    if note := _other_split_note(c, source):
-        view.note(note)
-    view.stage(f"{len(tasks)} tasks, {c.rollout.samples} each", planned)
-    sink = ResultSink(store, clock, view.note)
-    options = c.collect.pick(
-        CollectOptions,
-        seed=c.run.seed,
-        group_size=c.rollout.samples,
-        phase=PHASE,
-        first_step=STEP,
-        temperature=c.engine.temperature,
-        whole=False,
-        # A rollout must not be reported as stalled before its own timeout.
-        stall_timeout_s=max(c.collect.stall_timeout_s, 2 * c.longest_wall_s),
-    )
-    await collect_groups(runtime.attempts(run), sink, view, Breaker(), options, tasks, check=check)
-    per_task = count_per_task(store.outcomes(PHASE, STEP), len(tasks))
+        planned = len(evaluation.tasks) * evaluation.samples
+        view.begin(f"{name} {version}, {prepared.source.name}, seed {c.run.seed}", planned)
+        if note := _other_split_note(c, prepared.source):
+            view.note(note)
+        view.stage(f"{len(evaluation.tasks)} tasks, {evaluation.samples} each", planned)
+        breaker, notes = Breaker(c.collect.max_consecutive_failures), _Notes(store, clock, view.note)
+        running = evaluation.open(c, store, notes, runtime.attempts(run), view, breaker, check=opened.check)
+        async with running as collector:
+            await collector.next_batch()
+    per_task = count_per_task(store.outcomes(PHASE, 0), len(evaluation.tasks))
     view.eval_done(f"{c.rollout.split} tasks", Score.of_tasks(per_task))
+
+
+class _Notes:
+    """Implements collect.store_sink.AttemptObserver: tells of failures, and stores the elapsed time."""
+
+    def __init__(self, store: Store, clock: WallClock, note: Callable[[str], None]) -> None:
+        self._store, self._clock, self._note = store, clock, note
+        self._noted_s = time.monotonic()
+
+    def decided(self, rollout: Rollout) -> None:
+        if time.monotonic() - self._noted_s >= CLOCK_S:
+            self._store.set_meta(WALL_S, self._clock.meta()[WALL_S])
+            self._noted_s = time.monotonic()
+
+    def failed(self, rollout: Rollout) -> None:
+        slot = int(rollout.id.rpartition("/")[2])
+        self._note(
+            f"{rollout.task_id} {slot}: attempt {rollout.attempt} could not be graded: {rollout.error}"
+        )
 
 
 def _other_split_note(config: Config, source: TaskSource) -> str:

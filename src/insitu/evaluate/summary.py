@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from insitu.config import Config
-from insitu.evaluate.results import PHASE, STEP
 from insitu.gateway.text_log import spent_in
 from insitu.progress.base import duration
+from insitu.storage.attempts import CANCELLED, INTERRUPTED
 from insitu.storage.files import write_text
 from insitu.storage.pass_at_k import PassAtK, TaskCounts, covered, estimate, reported_ks
 from insitu.storage.run_dir import RunDir
@@ -23,6 +23,8 @@ from insitu.storage.summaries import RolloutSummary
 from insitu.types import Outcome, Status, Task
 
 RESULTS = "results.jsonl"
+PHASE = "rollout"
+"""Phase of the only evaluation, at step 0."""
 
 
 def solved(rollout: RolloutSummary) -> bool:
@@ -42,7 +44,7 @@ def count_per_task(rollouts: Sequence[RolloutSummary], tasks: int) -> list[TaskC
 def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) -> Mapping[str, Any]:
     """Return the summary without the agent and the time; `records`: folder of the provider calls."""
     c = run.config
-    rollouts = store.outcomes(PHASE, STEP)
+    rollouts = store.outcomes(PHASE, 0)
     per_task = count_per_task(rollouts, len(tasks))
     score = Score.of_tasks(per_task)
     return {
@@ -110,8 +112,10 @@ def _infra_failures(store: Store, rollouts: Sequence[RolloutSummary]) -> Mapping
     """Map task ids to their number of infrastructure failures if any, most first."""
     counts = Counter[str]()
     for rollout in rollouts:
-        failed = [status is Status.INFRA_FAILED for _, status, _ in store.attempts(rollout.rollout_id)]
-        counts[rollout.task_id] += sum(failed)
+        counts[rollout.task_id] += sum(
+            status is Status.INFRA_FAILED and not error.startswith((CANCELLED, INTERRUPTED))
+            for _, status, error in store.attempts(rollout.rollout_id)
+        )
     return {task: count for task, count in counts.most_common() if count}
 
 
@@ -157,7 +161,7 @@ def _usage(run: RunDir, rollouts: Sequence[RolloutSummary], records: str) -> Map
 def write_results(run: RunDir, store: Store) -> None:
     """Write results.jsonl with one line per rollout."""
     agent_of = functools.cache(run.config.agent_of)
-    outcomes = store.outcomes(PHASE, STEP)
+    outcomes = store.outcomes(PHASE, 0)
     lines = [orjson.dumps(_line(rollout, agent_of(rollout.part))).decode() for rollout in outcomes]
     write_text(run.path / RESULTS, "".join(f"{line}\n" for line in lines))
 

@@ -23,8 +23,9 @@ from insitu.capture.ledger import reassign
 from insitu.chat.renderer import ChatRenderer
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
-from insitu.collect.options import AttemptRunner, Check, Phase
+from insitu.collect.options import AttemptRunner, Check, CollectOptions, Phase
 from insitu.collect.pending_group import ResumedGroup, ResumeState
+from insitu.collect.store_sink import StoreSink
 from insitu.config import Config, model_folder
 from insitu.engines.base import LoadingEngine, PauseMode, Receipt
 from insitu.engines.factory import open_server
@@ -48,7 +49,7 @@ from insitu.tasks.mix import TaskMix
 from insitu.types import Group, Ledger, Rollout, Status
 from insitu_bridges.process import RolloutBatch, weights_folder
 from insitu_train.alarms import InfraFailureRate
-from insitu_train.batch_source import Batches, StoreSink, collect_options, open_batches
+from insitu_train.batch_source import Batches, open_batches
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
 from insitu_train.weights.files import SupportsPublish
@@ -145,11 +146,9 @@ class RolloutSource:
         """
         found = self._tasks.find(task)
         phase: Phase = "eval_during" if evaluation else "train"
-        options = collect_options(self._config).changed(
-            max_staleness=0, groups=ENDLESS, total=1, group_size=1, group_deadline_s=0.0, phase=phase
-        )
         # Steps of batches begin at 1.
-        options = options.changed(first_step=0)
+        place = {"phase": phase, "first_step": 0, "groups": ENDLESS, "total": 1, "group_size": 1}
+        options = CollectOptions.of(self._config, max_staleness=0, group_deadline_s=0.0, **place)
         slots = options.slots(key)
         name = slots[0].rollout_id
         self._sink.plan(slots, found.id, self._version)

@@ -7,71 +7,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
-from insitu.collect.options import AttemptRunner, Check, CollectOptions, Phase, RolloutObserver, Slot
+from insitu.collect.options import AttemptRunner, Check, CollectOptions, RolloutObserver
 from insitu.collect.pending_group import ResumedGroup, ResumeState
 from insitu.collect.starvation import Activity
+from insitu.collect.store_sink import StoreSink
 from insitu.config import Config
 from insitu.plan.step import PlanConfig, use_of
-from insitu.storage.attempts import CANCELLED
-from insitu.storage.lifecycle import Reason, RolloutState
+from insitu.storage.lifecycle import RolloutState
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.tasks.samplers import GroupOutcome, TaskDraws
-from insitu.types import Group, Rollout, Status, Task
-from insitu_train.alarms import InfraFailureRate
-
-
-class StoreSink:
-    """Store what the collector decides; implements collect.options.Sink."""
-
-    def __init__(self, store: Store, masks: InfraFailureRate) -> None:
-        self._store, self._masks = store, masks
-
-    def plan(self, slots: Sequence[Slot], task_id: str, version: int) -> None:
-        self._store.plan(slots, task_id, version)
-
-    def start(self, rollout_id: str, attempt: int, version: int) -> None:
-        self._store.start(rollout_id, attempt, version)
-
-    def put(self, slot: Slot, rollout: Rollout) -> None:
-        self._masks.decided(rollout)
-        self._store.put_rollout(slot.phase, slot.step, slot.group, slot.slot, rollout)
-        if slot.phase == "train":
-            self._store.close_group(slot.phase, slot.step, slot.group)
-
-    def rescored(self, rollout: Rollout) -> None:
-        self._store.put_reward(rollout)
-
-    def attempted(self, slot: Slot, rollout: Rollout) -> None:
-        self._masks.failed(rollout)
-        self._store.put_attempt(rollout)
-
-    def cancelled(self, slot: Slot, rollout: Rollout, reason: str) -> None:
-        """Store a cancelled attempt: not a failure; its tokens are excluded for the reason."""
-        ledger = reassign(rollout.trajectory.ledger, reason)
-        trajectory = replace(rollout.trajectory, ledger=ledger)
-        self._store.put_attempt(replace(rollout, trajectory=trajectory, error=CANCELLED + reason))
-
-    def discard(self, rollout_ids: Sequence[str], reason: str) -> None:
-        """Discard rollouts; this may close their groups."""
-        self._store.discard(rollout_ids, cast(Reason, reason))
-        states = [state for name in rollout_ids if (state := self._store.state(name)) is not None]
-        for place in sorted({(s.phase, s.step, s.group) for s in states}):
-            self._store.close_group(*place)
-
-    def held(self, phase: Phase, step: int) -> Mapping[str, Rollout]:
-        again = self._store.still_open(phase, step)
-        stored = self._store.rollouts(phase, step)
-        return {r.id: r for r in stored if not (again and r.status is Status.INFRA_FAILED)}
-
-    def tried(self, phase: Phase, step: int) -> Mapping[str, int]:
-        return self._store.tried(f"{phase}/{step:05d}/")
+from insitu.types import Group, Task
 
 
 class Batches(Protocol):
@@ -175,15 +125,7 @@ async def open_batches(
 def collect_options(config: Config) -> CollectOptions:
     """Return the collector's options for training."""
     groups = config.collect.groups_per_step
-    return config.collect.pick(
-        CollectOptions,
-        seed=config.run.seed,
-        groups=groups,
-        total=config.run.steps * groups,
-        temperature=config.engine.temperature,
-        # No rollout may be reported as stalled before its own limit has passed.
-        stall_timeout_s=max(config.collect.stall_timeout_s, 2 * config.longest_wall_s),
-    )
+    return CollectOptions.of(config, groups=groups, total=config.run.steps * groups)
 
 
 def _settled_groups(store: Store) -> Callable[[], Sequence[GroupOutcome]]:

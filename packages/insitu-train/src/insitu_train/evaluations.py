@@ -19,12 +19,12 @@ from typing import Any
 
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
-from insitu.collect.groups import open_groups
 from insitu.collect.options import AttemptRunner
 from insitu.collect.starvation import Activity
 from insitu.config import Config, EvalTable
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
+from insitu.evaluate.evaluation import Evaluation
 from insitu.progress.base import View
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.paired import mean_change
@@ -36,7 +36,6 @@ from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.types import Group
 from insitu_train.alarms import InfraFailureRate
-from insitu_train.batch_source import StoreSink, collect_options
 from insitu_train.step_metrics import by_set
 from insitu_train.unparsed import unparsed_counts
 
@@ -220,24 +219,24 @@ class Evaluations:
     @asynccontextmanager
     async def _open(self, table: EvalTable, when: When, step: int) -> AsyncIterator[_OpenEvaluation]:
         """Run the rollouts of one evaluation inside the context."""
-        parts, masks = self._parts, InfraFailureRate(self._run.config.collect.infra_failure_alarm)
+        config, parts = self._run.config, self._parts
         if parts is None:
             raise ConfigError("no agent runs: nothing can be evaluated")
-        version = parts.engine.receipt.version
-        options = collect_options(self._run.config)
-        running = open_groups(
+        masks, version = InfraFailureRate(config.collect.infra_failure_alarm), parts.engine.receipt.version
+        evaluation = Evaluation(
+            phase=self._phase(table, when),
+            step=step,
+            tasks=self._tasks[table.name],
+            samples=table.samples,
+            temperature=table.temperature,
+        )
+        running = evaluation.open(
+            config,
+            self._store,
+            masks,
             parts.attempts,
-            StoreSink(self._store, masks),
             self._view,
             self._breaker,
-            options.changed(
-                phase=self._phase(table, when),
-                first_step=step,
-                group_size=table.samples,
-                temperature=table.temperature or options.temperature,
-                whole=False,
-            ),
-            self._tasks[table.name],
             check=parts.check,
             version=version,
             activity=self._activity,

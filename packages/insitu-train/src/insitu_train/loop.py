@@ -25,6 +25,7 @@ from insitu.capture.ledger import reassign
 from insitu.collect.breaker import Breaker
 from insitu.collect.options import AttemptRunner
 from insitu.collect.starvation import Activity
+from insitu.collect.store_sink import StoreSink
 from insitu.engines.base import Engine
 from insitu.errors import RecordError, TrainError
 from insitu.plan.step import PlanConfig, StepPlan, plan_step
@@ -38,7 +39,7 @@ from insitu.storage.wall_clock import WallClock
 from insitu.tasks.mix import TaskMix
 from insitu.types import Ledger, Status
 from insitu_train.alarms import IN_A_ROW, CollapseAlarm, InfraFailureRate, StepAlarms, why_untrained
-from insitu_train.batch_source import Batches, StoreSink, open_batches
+from insitu_train.batch_source import Batches, open_batches
 from insitu_train.checkpoints import Checkpoints
 from insitu_train.evaluations import (
     EvalParts,

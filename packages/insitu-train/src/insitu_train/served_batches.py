@@ -17,6 +17,7 @@ from typing import Any
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.collect.options import RolloutObserver, Slot
+from insitu.collect.store_sink import StoreSink
 from insitu.config import Config, model_folder
 from insitu.engines.base import Receipt
 from insitu.errors import ConfigError, TrainError
@@ -25,7 +26,6 @@ from insitu.storage.lifecycle import SERVE
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
 from insitu.types import Group
-from insitu_train.batch_source import StoreSink
 
 
 def check_tokens(config: Config, run: Path, renderer: ChatRenderer) -> None:

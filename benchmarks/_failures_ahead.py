@@ -22,8 +22,8 @@ from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.options import CollectOptions
-from insitu.plan.step import PlanConfig, plan_step
 from insitu.types import Group, Limits, Rollout, Status, Task, task_hash
+from insitu_train.plan.step import PlanConfig, plan_step
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.virtual_time import run_virtual
 

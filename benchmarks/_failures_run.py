@@ -28,7 +28,6 @@ from insitu.errors import EngineError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.judge import TaskJudge
 from insitu.grading.runners.find import runner_for
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.runtime.agents import limits_of
 from insitu.runtime.run import open_runtime
 from insitu.storage.temp_dirs import scratch_folder
@@ -48,6 +47,7 @@ from insitu.types import (
 )
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 
 RATES = (0.0, 0.05, 0.15)
 TASKS = 24

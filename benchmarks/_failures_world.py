@@ -19,7 +19,6 @@ from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.collect.breaker import Breaker
 from insitu.collect.groups import open_groups
 from insitu.collect.options import CollectOptions, Phase, Slot
-from insitu.plan.step import PlanConfig, plan_step
 from insitu.types import (
     Group,
     Ledger,
@@ -32,6 +31,7 @@ from insitu.types import (
     Trajectory,
     task_hash,
 )
+from insitu_train.plan.step import PlanConfig, plan_step
 
 GROUPS_PER_STEP, GROUP_SIZE = 50, 8
 TRIES, MOST_TRIES = 3, 6

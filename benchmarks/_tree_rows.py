@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from insitu.plan.step import PlanRow
+from insitu_train.plan.step import PlanRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

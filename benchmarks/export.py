@@ -21,12 +21,12 @@ import numpy as np
 
 from benchmarks._arguments import Arguments, count
 from insitu.config import load_config
-from insitu.plan.step import PlanConfig, plan_step
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
 from insitu.types import Group, IntArray, Ledger, Rollout, Segment, Status, Timings, Trajectory, Turn
 from insitu_bridges.equality import difference
 from insitu_bridges.imports import import_folder
+from insitu_train.plan.step import PlanConfig, plan_step
 
 GROUPS, SLOTS = 16, 16
 SAMPLED = 200

@@ -35,8 +35,8 @@ from benchmarks._failures_world import (
     credits_of,
 )
 from insitu.errors import InsituError
-from insitu.plan.step import PlanConfig
 from insitu.types import Group, Status
+from insitu_train.plan.step import PlanConfig
 
 RATES = (0.0, 0.05, 0.15)
 RESAMPLED = 2000

@@ -27,8 +27,6 @@ from rich.table import Table
 
 from benchmarks._arguments import Arguments, count, wide_console
 from insitu.errors import TrainError
-from insitu.plan.packing import MicroBatch
-from insitu.plan.step import PlanRow, StepPlan
 from insitu.types import Ledger
 from insitu_train.memory.peak import peak_bytes
 from insitu_train.memory.plan import KEPT_FREE, LADDER, load_of
@@ -36,6 +34,8 @@ from insitu_train.memory.predict import GIB, MemoryModel
 from insitu_train.model.base import PLAIN
 from insitu_train.model.hf import HfPolicy, adopt
 from insitu_train.options import OptimConfig, PolicyConfig, TrainConfig
+from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.step import PlanRow, StepPlan
 from insitu_train.trainer.trainer import Trainer
 
 TRAINED = 0.25

@@ -24,9 +24,6 @@ import numpy as np
 
 from benchmarks._arguments import Arguments, count
 from insitu.errors import TrainError
-from insitu.plan.prefix import Sorted, sort_rows
-from insitu.plan.prefix_tree import build_tree, tree_work
-from insitu.plan.step import PlanConfig, plan_step
 from insitu.types import (
     BoolArray,
     Group,
@@ -38,6 +35,9 @@ from insitu.types import (
     Timings,
     Trajectory,
 )
+from insitu_train.plan.prefix import Sorted, sort_rows
+from insitu_train.plan.prefix_tree import build_tree, tree_work
+from insitu_train.plan.step import PlanConfig, plan_step
 
 VOCAB = 151_936
 SYSTEM, TASK = 6_000, 2_000

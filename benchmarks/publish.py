@@ -41,13 +41,13 @@ from insitu.engines.replicas import EngineSet
 from insitu.engines.safetensors_file import read_folder
 from insitu.engines.vllm import open_vllm
 from insitu.errors import TrainError
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
 from insitu_train.embedded.model import ModelConfig, initialise, save_model
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
 from insitu_train.options import OptimConfig, PolicyConfig, TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.weights.files import (
     DeltaPublisher,
     DiskPublisher,

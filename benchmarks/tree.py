@@ -26,13 +26,13 @@ from torch import Tensor
 from benchmarks._arguments import Arguments, amount, chosen_device, count, either_share
 from benchmarks._tree_rows import Work, rows_of
 from insitu.config.training import LossConfig
-from insitu.plan.prefix_tree import Tree, build_tree, tree_work
-from insitu.plan.step import PlanRow
 from insitu_train.attention.tree import Piece, TreeAttend
 from insitu_train.embedded.model import ModelConfig, initialise
 from insitu_train.loss.fused_head import objective
 from insitu_train.loss.losses import LossInputs, token_loss
 from insitu_train.model.base import Attend
+from insitu_train.plan.prefix_tree import Tree, build_tree, tree_work
+from insitu_train.plan.step import PlanRow
 
 SMALL = ModelConfig(
     vocab_size=1024, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

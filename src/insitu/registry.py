@@ -70,9 +70,6 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "pytest": "insitu.grading.runners.pytest:PytestRunner",
         "command": "insitu.grading.runners.command:CommandRunner",
     },
-    "advantages": {
-        name: f"insitu.plan.advantage:{name}" for name in ("dr_grpo", "grpo", "rloo", "maxrl", "zero")
-    },
     "samplers": {name: f"insitu.tasks.samplers:{name}" for name in ("epochs", "signal")},
     "sandboxes": {
         "local": "insitu.runtime.sandboxes:local_backend",
@@ -102,6 +99,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "api": "replay replay_async sft sft_async train train_async",
         "engines": "embedded tinker",
         "losses": "dppo ppo_clip cispo gspo decoupled nll",
+        "advantages": "dr_grpo grpo rloo maxrl zero",
     },
     "view": {
         "verbs": "view runs top show compare query",

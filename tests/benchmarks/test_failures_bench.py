@@ -13,7 +13,7 @@ from benchmarks._failures_ahead import DEADLINE_S, MEDIAN_S, ahead, credits_ahea
 from benchmarks._failures_run import Trouble
 from benchmarks._failures_world import MOST_TRIES, TRIES, Setting, World, collected, credits_of
 from benchmarks.failures import MEASURES, _cases, sums_of, table
-from insitu.plan.step import PlanConfig
+from insitu_train.plan.step import PlanConfig
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import planner
 from insitu.errors import TrainError
-from insitu.plan.prefix import Sorted, sort_rows
+from insitu_train.plan.prefix import Sorted, sort_rows
 
 pytestmark = pytest.mark.slow
 

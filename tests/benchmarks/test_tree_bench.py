@@ -12,9 +12,9 @@ import torch
 from benchmarks import tree
 from benchmarks._tree_rows import Work, rows_of
 from benchmarks.tree import SMALL, operations
-from insitu.plan.prefix_tree import build_tree
-from insitu.plan.step import PlanRow
 from insitu_train.attention.tree import TreeAttend
+from insitu_train.plan.prefix_tree import build_tree
+from insitu_train.plan.step import PlanRow
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from insitu.plan.step import PlanConfig
 from insitu.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
+from insitu_train.plan.step import PlanConfig
 
 PLAN = PlanConfig()
 

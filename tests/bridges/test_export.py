@@ -20,8 +20,6 @@ import insitu
 from insitu.cli import main
 from insitu.config import WARM_START
 from insitu.errors import InsituError, RecordError
-from insitu.plan.step import PlanConfig, plan_step
-from insitu.plan.stored import stored_groups
 from insitu.storage.run_dir import RunDir, read_store
 from insitu_bridges.equality import difference
 from insitu_bridges.export import FORMS as FORMS_OF_EXPORT
@@ -30,6 +28,8 @@ from insitu_bridges.jsonl import read_jsonl
 from insitu_bridges.parquet import read_parquet
 from insitu_bridges.records import ROWS, read_rollout
 from insitu_bridges.verbs import EXPORT_FORMS
+from insitu_train.plan.step import PlanConfig, plan_step
+from insitu_train.plan.stored import stored_groups
 
 FORMS = ("jsonl", "parquet", "hf")
 

@@ -17,7 +17,6 @@ from row_lab import rollout, segment
 
 from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.config.training import LossConfig
-from insitu.plan.step import PlanConfig, plan_step
 from insitu.types import Group, Ledger, Rollout, Status
 from insitu_bridges.rows import GroupRows, rows_of
 from insitu_bridges.slime import rewards, to_samples
@@ -27,6 +26,7 @@ from insitu_bridges.to_skyrl import to_skyrl
 from insitu_bridges.to_tinker import datums, to_tinker
 from insitu_bridges.to_verifiers import to_verifiers
 from insitu_bridges.to_verl import to_verl
+from insitu_train.plan.step import PlanConfig, plan_step
 
 pytestmark = pytest.mark.bridge
 REDUCERS = ("token", "rollout", "constant", "group")

@@ -7,9 +7,9 @@ import pytest
 from row_lab import PLAN, groups, rollout
 
 from insitu.errors import TrainError
-from insitu.plan.step import plan_step
 from insitu.types import EXCLUSIONS, Group, Status
 from insitu_bridges.rows import REFUSALS, GroupRows, convert, rows_of, unscored
+from insitu_train.plan.step import plan_step
 
 
 def all_rows(made: tuple[GroupRows, ...]) -> list[tuple[str, int]]:

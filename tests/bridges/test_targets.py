@@ -20,7 +20,6 @@ import insitu
 from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.cli import main
 from insitu.errors import RecordError
-from insitu.plan.step import PlanConfig, PlanRow
 from insitu.types import Group, Trajectory, Turn
 from insitu_bridges.calls import row_calls
 from insitu_bridges.equality import difference
@@ -34,6 +33,7 @@ from insitu_bridges.to_skyrl import to_skyrl
 from insitu_bridges.to_tinker import to_tinker
 from insitu_bridges.to_verifiers import to_verifiers
 from insitu_bridges.to_verl import to_verl
+from insitu_train.plan.step import PlanConfig, PlanRow
 
 Groups = tuple[GroupRows, ...]
 

@@ -29,7 +29,6 @@ from trl_cpu import async_args, async_trainer, stand_in_for_cuda, toy_config
 from insitu.concurrency import run_all
 from insitu.config import WARM_START, dump_toml
 from insitu.config.training import LossConfig
-from insitu.plan.step import PlanConfig, plan_step
 from insitu.storage.run_dir import read_store
 from insitu.types import Group, Rollout
 from insitu_bridges import SourceProcess, task_ids, trl
@@ -37,6 +36,7 @@ from insitu_bridges.rows import rows_of
 from insitu_bridges.thread import SourceThread
 from insitu_train.embedded.model import load_model
 from insitu_train.options import TrainConfig
+from insitu_train.plan.step import PlanConfig, plan_step
 from insitu_train.trainer.trainer import Trainer
 
 # The packages warn about one another.

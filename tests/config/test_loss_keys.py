@@ -12,9 +12,9 @@ from insitu.config import dump_toml, load_config
 from insitu.config.base import marks
 from insitu.config.training import LossConfig, TrainTable
 from insitu.errors import ConfigError
-from insitu.plan.step import PlanConfig
 from insitu_train.loss.losses import LossInputs, token_loss
 from insitu_train.options import TrainConfig
+from insitu_train.plan.step import PlanConfig
 
 pytestmark = pytest.mark.slow
 

@@ -17,13 +17,13 @@ from insitu import registry
 from insitu.config.training import LossConfig
 from insitu.engines.base import Engine
 from insitu.grading.runners.find import runner_for
-from insitu.plan.advantage import advantages
 from insitu.runtime.sandboxes import make_backend
 from insitu.tasks.factory import open_source
 from insitu.tasks.mix import TaskMix, TaskSet
 from insitu.tasks.samplers import TaskDraws
 from insitu.testing import SandboxContract
 from insitu_train.loss.losses import LossInputs, token_loss
+from insitu_train.plan.advantage import advantages
 from tests.grading.test_reward import make, score
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from insitu.shutdown import descendants
 from insitu.storage.run_dir import has_rollouts, read_store
 from insitu.tasks.toy import ToyProblem, make_problem
 from insitu.types import Limits, Status
-from insitu_view.run_report import show_run
+from insitu_train.run_report import show_run
 from tests.fakes.provider import KEY, FakeProvider, serve_provider
 
 pytestmark = pytest.mark.slow

@@ -18,9 +18,9 @@ import numpy as np
 
 from insitu.engines.base import EngineInfo, Receipt
 from insitu.errors import EngineError, TrainError
-from insitu.plan.step import StepPlan
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu_train.options import StepResult
+from insitu_train.plan.step import StepPlan
 
 _START = "start"
 

@@ -19,10 +19,10 @@ from train_lab import group, sampled_groups, slow_logprobs, small_model
 from insitu import cli
 from insitu.capture.forest import Forest
 from insitu.errors import TrainError
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import Generation, Message, ModelRequest, Rollout
 from insitu_train.embedded.model import Qwen3, load_model
 from insitu_train.options import OptimConfig, TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.trainer import Trainer
 

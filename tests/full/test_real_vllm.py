@@ -28,9 +28,9 @@ from insitu.engines.vllm import VllmEngine, open_vllm
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
-from insitu.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows
 from insitu.types import Ledger, Limits
 from insitu_train.embedded.model import load_model, save_model
+from insitu_train.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows
 from insitu_train.trainer.batch import make_batch
 from insitu_train.trainer.scoring_server import ScoringServer
 from insitu_train.trainer.served_reference import ServedReference

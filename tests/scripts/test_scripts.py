@@ -150,7 +150,7 @@ def test_broken_layers_are_found(tmp_path: Path) -> None:
     package = source / "insitu"
     (package / "capture" / "bad.py").write_text("import insitu.storage.store\n")
     (package / "gateway" / "bad.py").write_text("def f() -> None:\n    import torch\n")
-    (package / "agents" / "bad.py").write_text("import insitu_view.report\n")
+    (package / "agents" / "bad.py").write_text("import insitu_train.report\n")
     (source / "insitu_view" / "bad.py").write_text("import transformers\n")
     (package / "middleware").mkdir()
     (package / "middleware" / "__init__.py").write_text("")
@@ -162,7 +162,7 @@ def test_broken_layers_are_found(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "insitu.capture.bad -> insitu.storage.store" in done.stdout
     assert "insitu.gateway.bad -> torch" in done.stdout
-    assert "insitu.agents.bad -> insitu_view.report" in done.stdout
+    assert "insitu.agents.bad -> insitu_train.report" in done.stdout
     assert "insitu_view.bad -> transformers" in done.stdout
     assert "insitu.middleware" in done.stdout
     for module in late:

@@ -17,7 +17,6 @@ import torch
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
-from insitu.plan.step import StepPlan
 from insitu_train.model import shard as sharding
 from insitu_train.model.base import Policy
 from insitu_train.model.hf import HfPolicy, open_hf
@@ -25,6 +24,7 @@ from insitu_train.model.parity import logprobs
 from insitu_train.model.parts import PartFiles
 from insitu_train.model.shard import gathered, open_sharded
 from insitu_train.options import Lora, OptimConfig, TrainConfig
+from insitu_train.plan.step import StepPlan
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.distributed import Ranks, Sharded, join, leave
 from insitu_train.trainer.trainer import Trainer

@@ -8,8 +8,8 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TrainError
-from insitu.plan.advantage import advantages, overlong_penalty
 from insitu.types import equal_rewards
+from insitu_train.plan.advantage import advantages, overlong_penalty
 
 
 def test_formulas_against_hand_written_numbers() -> None:

@@ -15,7 +15,6 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.store_sink import StoreSink
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, RecordError
-from insitu.plan.step import PlanConfig, plan_step, use_of
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix, TaskSet

@@ -15,8 +15,8 @@ from transformers import Qwen3ForCausalLM
 
 from insitu.engines.safetensors_file import read_folder
 from insitu.errors import TrainError
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.options import OptimConfig, TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.trainer import Trainer
 

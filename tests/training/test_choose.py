@@ -11,10 +11,10 @@ from train_lab import segment
 
 from insitu.config.training import RowRules
 from insitu.errors import TrainError
-from insitu.plan.packing import MicroBatch
-from insitu.plan.step import PlanConfig
 from insitu.storage.store import Store
 from insitu.types import Rollout, Status
+from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.step import PlanConfig
 from insitu_train.sft.run import plan_examples, schedule
 from insitu_train.sft.selection import Selection, SelectionRules, choose, explain, stored_tokens
 

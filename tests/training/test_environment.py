@@ -11,10 +11,10 @@ import pytest
 from train_lab import group, rollout, segment
 
 from insitu.config import WARM_START
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec, computing
 from insitu_train.options import OptimConfig, TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 
 pytestmark = pytest.mark.slow
 

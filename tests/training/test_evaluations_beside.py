@@ -14,7 +14,6 @@ import pytest
 from insitu.attempt import AttemptSpec, ignore_cancelled, no_wait
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, SandboxError, TrainError
-from insitu.plan.step import PlanConfig, StepPlan
 from insitu.storage.metrics import read_metrics
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.score import Score
@@ -25,6 +24,7 @@ from insitu.types import Limits, Rollout
 from insitu_train.learner.supervisor import LearnerSupervisor
 from insitu_train.loop import RunAgents, RunParts, TrainingLoop
 from insitu_train.options import StepResult
+from insitu_train.plan.step import PlanConfig, StepPlan
 from insitu_train.recovery import committed
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.learner import FakeLearner

@@ -21,7 +21,6 @@ from insitu.capture.segments import version_row
 from insitu.config import load_config
 from insitu.engines.base import Engine
 from insitu.errors import EngineError, RecordError, TrainError
-from insitu.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.storage.scores import read_row, score_file
 from insitu.storage.store import Store
 from insitu.types import Group, RequestKey, SamplingParams
@@ -32,6 +31,7 @@ from insitu_train.learner.process import LearnerSpec
 from insitu_train.learner.serialization import decode_plan, encode_plan
 from insitu_train.loop import REFERENCE, START_MODEL, check_start_model, keep_start_model
 from insitu_train.options import OptimConfig, TrainConfig, dump_config, parse_config
+from insitu_train.plan.step import PlanConfig, plan_digest, plan_step
 from insitu_train.weights.files import ExportRequest
 
 pytestmark = pytest.mark.slow
@@ -366,7 +366,7 @@ def test_a_plan_survives_the_wire_and_a_changed_one_is_refused() -> None:
 def test_the_controllers_side_never_imports_torch() -> None:
     modules = (
         *("insitu_train.learner.client", "insitu_train.learner.serialization", "insitu_train.options"),
-        *("insitu.plan.step", "insitu.plan.advantage"),
+        *("insitu_train.plan.step", "insitu_train.plan.advantage"),
     )
     imports = ", ".join(modules)
     code = f"import {imports}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -13,9 +13,9 @@ from trl.rewards import get_soft_overlong_punishment
 from trl_lab import Host, assigned, sampler_ratio
 
 from insitu.config.training import LossConfig
-from insitu.plan.advantage import advantages, overlong_penalty
-from insitu.plan.step import PlanConfig, plan_step
 from insitu_train.loss.losses import LossInputs, token_loss
+from insitu_train.plan.advantage import advantages, overlong_penalty
+from insitu_train.plan.step import PlanConfig, plan_step
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -27,9 +27,6 @@ from transformers import (
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
-from insitu.plan.packing import MicroBatch
-from insitu.plan.prefix_tree import build_tree
-from insitu.plan.step import StepPlan
 from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
 from insitu_train.embedded.weights import checksum
 from insitu_train.loss.fused_head import score
@@ -40,6 +37,9 @@ from insitu_train.memory.predict import GIB, BuiltinMemory, MemoryModel
 from insitu_train.model.base import PLAIN, MemoryOptions
 from insitu_train.model.hf import HfPolicy
 from insitu_train.options import Lora, PolicyConfig
+from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.prefix_tree import build_tree
+from insitu_train.plan.step import StepPlan
 from insitu_train.trainer.batch import make_batch, states
 from insitu_train.trainer.reference import Reference
 from insitu_train.trainer.trainer import Trainer

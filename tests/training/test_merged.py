@@ -10,12 +10,12 @@ from rounding import apart
 from train_lab import sampled_groups, small_model
 
 from insitu.config import load_config
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.embedded.model import save_model
 from insitu_train.model.hf import HfPolicy, open_hf
 from insitu_train.model.load import open_policy
 from insitu_train.model.lora import merged_weight
 from insitu_train.options import Lora, OptimConfig, PolicyConfig, TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]

@@ -14,13 +14,13 @@ from torch import Tensor
 from train_lab import group, rollout, segment
 from transformers import AutoModelForCausalLM
 
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.loss.losses import LossInputs, token_loss
 from insitu_train.memory.plan import load_of
 from insitu_train.memory.predict import MemoryModel
 from insitu_train.model.base import PLAIN, MemoryOptions
 from insitu_train.model.hf import HfPolicy, open_hf
 from insitu_train.options import Lora, OptimConfig, TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer.trainer import Trainer
 from insitu_train.weights.export import export
 from insitu_train.weights.files import ExportRequest

@@ -24,7 +24,7 @@ import sys
 from train_lab import sampled_groups, small_model
 import insitu_train.learner.main
 from insitu_train.options import TrainConfig
-from insitu.plan.step import PlanConfig, plan_step
+from insitu_train.plan.step import PlanConfig, plan_step
 from insitu_train.trainer.trainer import Trainer
 
 model = small_model()

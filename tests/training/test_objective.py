@@ -15,11 +15,11 @@ from train_lab import group, rollout, sampled_groups, segment, slow_logprobs, sm
 
 from insitu.config.training import LossConfig
 from insitu.errors import ConfigError, TrainError
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import Group, Rollout
 from insitu_train.embedded.model import Qwen3, save_model
 from insitu_train.loss.inputs import StepInputs
 from insitu_train.options import TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.reference import Reference, read_reference
 from insitu_train.trainer.trainer import Trainer

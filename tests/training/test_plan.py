@@ -15,12 +15,12 @@ from train_lab import group, rollout, sampled_groups, segment, small_model
 
 from insitu.config import load_config, model_folder
 from insitu.errors import ConfigError, TrainError
-from insitu.plan.digest import is_plan
-from insitu.plan.packing import PAIR_COST, pack, pair_cost
-from insitu.plan.prefix import common_prefix
-from insitu.plan.step import PlanConfig, plan_digest, plan_step
 from insitu.types import Ledger, Rollout, Status
 from insitu_train.embedded.model import ModelConfig, initialise, save_model
+from insitu_train.plan.digest import is_plan
+from insitu_train.plan.packing import PAIR_COST, pack, pair_cost
+from insitu_train.plan.prefix import common_prefix
+from insitu_train.plan.step import PlanConfig, plan_digest, plan_step
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,11 @@ from train_lab import sampled_groups, small_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 from insitu.errors import TrainError
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.embedded.model import Qwen3, save_model
 from insitu_train.model.base import MemoryOptions, Policy
 from insitu_train.model.hf import HfPolicy, adopt, open_hf
 from insitu_train.options import Lora, OptimConfig, TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.trainer import Trainer
 

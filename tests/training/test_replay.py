@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from train_lab import group, rollout, segment
 
 from insitu.errors import ConfigError, TrainError
-from insitu.plan.prefix import sort_rows
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import ExpertArray
 from insitu_train.learner.serialization import decode_plan, encode_plan
 from insitu_train.loss.losses import LossInputs, token_loss
@@ -24,6 +22,8 @@ from insitu_train.model.experts import routers
 from insitu_train.model.hf import HfPolicy, decoder_layers, open_hf
 from insitu_train.model.load import open_policy
 from insitu_train.options import PolicyConfig
+from insitu_train.plan.prefix import sort_rows
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.numeric]

@@ -11,9 +11,9 @@ from train_lab import group, rollout, segment
 from insitu.config import load_config
 from insitu.config.training import RowRules
 from insitu.errors import ConfigError
-from insitu.plan.row_selection import choose_rows
-from insitu.plan.step import PlanConfig, StepPlan, plan_step, use_of
 from insitu.types import Ledger, Rollout, Segment
+from insitu_train.plan.row_selection import choose_rows
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step, use_of
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -19,18 +19,18 @@ from insitu.attempt import NOTHING_SAMPLED
 from insitu.chat.load import load_renderer
 from insitu.config import Config
 from insitu.errors import ConfigError, RecordError, TrainError
-from insitu.plan.step import PlanConfig
 from insitu.storage.metrics import Metrics, read_metrics
 from insitu.storage.run_dir import read_store
 from insitu.types import Rollout, Status
 from insitu_train.embedded.model import load_model
 from insitu_train.embedded.weights import checksum
 from insitu_train.loop import TrainOptions
+from insitu_train.plan.step import PlanConfig
 from insitu_train.replay import replay_run
+from insitu_train.run_report import show_run
 from insitu_train.sft.run import open_tokens, plan_examples, run_sft, schedule, train_config
 from insitu_train.sft.selection import SelectionRules, choose, explain, stored_tokens
 from insitu_train.trainer.trainer import Trainer
-from insitu_view.run_report import show_run
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,6 @@ from transformers import CONFIG_MAPPING
 from insitu.config import load_config
 from insitu.config.training import LossConfig
 from insitu.errors import ConfigError, TrainError
-from insitu.plan.step import StepPlan
 from insitu_train.embedded.model import save_model
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
@@ -31,6 +30,7 @@ from insitu_train.model.hf import HfPolicy, decoder_layers, empty_model
 from insitu_train.model.load import device_of
 from insitu_train.model.parts import enough, kinds
 from insitu_train.options import Lora, OptimConfig, PolicyConfig, TrainConfig
+from insitu_train.plan.step import StepPlan
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.distributed import Sharded
 from insitu_train.trainer.optimizer import Optimiser

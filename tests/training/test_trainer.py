@@ -15,10 +15,10 @@ from transformers import Qwen3ForCausalLM
 
 from insitu.config.training import LossConfig, LossName
 from insitu.errors import BadStepError, TrainError
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import Group
 from insitu_train.embedded.model import Qwen3, save_model
 from insitu_train.options import OptimConfig, TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]

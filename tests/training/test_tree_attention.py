@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from train_lab import VOCAB, small_model
 
-from insitu.plan.prefix_tree import Tree, build_tree
 from insitu.types import BoolArray, FloatArray, IntArray
 from insitu_train.attention.flex import FlexAttend, block_mask
 from insitu_train.attention.tree import TreeAttend, pairs, tree_pieces, visible
+from insitu_train.plan.prefix_tree import Tree, build_tree
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from insitu.errors import TrainError
-from insitu.plan.prefix import common_prefix, sort_rows
-from insitu.plan.prefix_tree import Tree, build_tree, tree_work
 from insitu.types import BoolArray, FloatArray, IntArray
+from insitu_train.plan.prefix import common_prefix, sort_rows
+from insitu_train.plan.prefix_tree import Tree, build_tree, tree_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,11 @@ from train_lab import VOCAB, group, rollout, sampled_groups, segment, slow_logpr
 from insitu.config import load_config
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.types import Group
 from insitu_train.embedded.model import Qwen3
 from insitu_train.memory.plan import load_of
 from insitu_train.options import TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer.batch import make_batch
 from insitu_train.trainer.trainer import Trainer
 

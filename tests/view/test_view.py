@@ -23,9 +23,9 @@ from insitu.progress.plain import PlainView
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Score, Store
 from insitu.types import DriftNote, Ledger, Outcome, Rollout, Status, Timings, Trajectory, Verdict
-from insitu_view.curve import Curve, CurvePoint, curve_of, curve_svg
-from insitu_view.report import EvaluationReport, FinalReport, ShownRollout, ShownTurn, render_report
-from insitu_view.run_report import finish, show_run
+from insitu_train.curve import Curve, CurvePoint, curve_of, curve_svg
+from insitu_train.report import EvaluationReport, FinalReport, ShownRollout, ShownTurn, render_report
+from insitu_train.run_report import finish, show_run
 
 
 class Clock:

@@ -19,7 +19,6 @@ from insitu.attempt import AttemptSpec
 from insitu.capture.ledger import reassign
 from insitu.config import Config, load_config
 from insitu.errors import SetupError
-from insitu.plan.step import PlanConfig, StepPlan
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
@@ -31,6 +30,7 @@ from insitu_train.evaluations import EvalResult, heldout_summary
 from insitu_train.learner.supervisor import LearnerSupervisor
 from insitu_train.loop import RunParts, TrainingLoop, TrainOptions
 from insitu_train.options import StepResult, gaps
+from insitu_train.plan.step import PlanConfig, StepPlan
 from insitu_train.run import run_training
 from insitu_train.step_metrics import step_metrics
 from tests.fakes.attempts import fake_rollout

@@ -14,7 +14,6 @@ import numpy as np
 
 from insitu.chat.load import load_renderer
 from insitu.config import WARM_START, load_config
-from insitu.plan.step import PlanConfig, plan_step
 from insitu.storage.artifacts import AgentArtifacts
 from insitu.storage.logs import AgentLogs
 from insitu.storage.run_dir import RunDir
@@ -39,6 +38,7 @@ from insitu.types import (
     Turn,
     Verdict,
 )
+from insitu_train.plan.step import PlanConfig, plan_step
 
 CORPUS = (
     "<script>window.pwned=1</script>",

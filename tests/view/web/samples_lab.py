@@ -14,7 +14,7 @@ from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.types import Group, Ledger
 from insitu_train.evaluations import EvalResult, evaluations_summary, heldout_summary
-from insitu_view.run_report import finish
+from insitu_train.run_report import finish
 
 Rewards = Sequence[Sequence[float | None]]
 BEFORE: Rewards = [(1, 0, 0), *[(0, 0, 0)] * 5]

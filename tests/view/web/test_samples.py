@@ -11,7 +11,7 @@ from samples_lab import AFTER, BEFORE, STEP, UNGRADED, Rewards, put, stored
 from insitu.cli import main
 from insitu.progress.base import rounded
 from insitu.storage.run_dir import RunDir, read_store
-from insitu_view.curve import curve_of
+from insitu_train.curve import curve_of
 from insitu_view.web.findings import compare_tasks
 from insitu_view.web.pages import heldout
 from insitu_view.web.runs import RunHandle, run_info

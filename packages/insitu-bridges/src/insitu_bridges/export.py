@@ -21,9 +21,6 @@ import orjson
 from insitu.chat.words import Words, WordsCache
 from insitu.config import Config, dump_toml
 from insitu.errors import ConfigError, RecordError
-from insitu.plan.digest import is_plan
-from insitu.plan.step import PlanConfig, plan_step
-from insitu.plan.stored import stored_groups
 from insitu.storage.files import sha256_of, write_text
 from insitu.storage.queries import RunReader
 from insitu.storage.redaction import Redaction
@@ -41,6 +38,9 @@ from insitu_bridges.records import SCHEMA, Record, StoredRollout, rollout_record
 from insitu_bridges.rows import Conversion, GroupRows, convert
 from insitu_bridges.stored import READ_S, RolloutFilter, RunPart, run_parts, stored_rollouts
 from insitu_bridges.targets import REMOVED, TARGETS, check_payload, read_payload, write_payload
+from insitu_train.plan.digest import is_plan
+from insitu_train.plan.step import PlanConfig, plan_step
+from insitu_train.plan.stored import stored_groups
 
 FILES = ("jsonl", "parquet", "hf")
 """Forms that `insitu import` reads."""

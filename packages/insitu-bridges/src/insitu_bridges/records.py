@@ -19,7 +19,6 @@ import numpy as np
 from insitu.capture.export import by_index, chain_ends, chain_of
 from insitu.config.training import RowRules
 from insitu.errors import RecordError, TrainError
-from insitu.plan.row_selection import choose_rows
 from insitu.types import (
     ExpertArray,
     FileEntry,
@@ -34,6 +33,7 @@ from insitu.types import (
 from insitu.types.codec import head, pick, read
 from insitu.types.values import plain
 from insitu_bridges.rows import RolloutRows
+from insitu_train.plan.row_selection import choose_rows
 
 SCHEMA = 1
 """Version of the columns."""

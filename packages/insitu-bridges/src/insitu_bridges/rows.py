@@ -15,8 +15,8 @@ from typing import Generic, Literal, TypeVar, get_args
 import numpy as np
 
 from insitu.errors import TrainError
-from insitu.plan.step import PlanConfig, PlannedRollout, PlanRow, plan_rollouts, row_of
 from insitu.types import EXCLUSIONS, Group, Ledger, Rollout, Segment, Status
+from insitu_train.plan.step import PlanConfig, PlannedRollout, PlanRow, plan_rollouts, row_of
 
 T = TypeVar("T")
 Refusal = Literal["target_one_row", "target_length", "target_unscored"]

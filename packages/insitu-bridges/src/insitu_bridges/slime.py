@@ -28,7 +28,6 @@ from tokenizers import Tokenizer
 from insitu.chat.load import load_renderer
 from insitu.config import Config, model_folder
 from insitu.errors import ConfigError
-from insitu.plan.step import PlanConfig
 from insitu.types import Rollout, Segment, Status
 from insitu_bridges.process import task_ids
 from insitu_bridges.rows import (
@@ -46,6 +45,7 @@ from insitu_bridges.slime_arguments import check_sampling, read_arguments, rollo
 from insitu_bridges.target_rows import replayed_experts
 from insitu_bridges.thread import SourceThread
 from insitu_bridges.to_verifiers import Text, no_text
+from insitu_train.plan.step import PlanConfig
 
 STATUS = {Status.OK: "completed", Status.TRUNCATED: "truncated", Status.AGENT_FAILED: "failed"}
 ABORTED = "aborted"

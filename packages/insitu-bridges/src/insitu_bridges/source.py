@@ -32,7 +32,6 @@ from insitu.engines.factory import open_server
 from insitu.engines.replicas import EngineSet
 from insitu.engines.server_command import SERVERS
 from insitu.errors import ConfigError
-from insitu.plan.step import PlanConfig, plan_step
 from insitu.runtime.engine import Sampler, open_sampler
 from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import prepare
@@ -52,6 +51,7 @@ from insitu_train.alarms import InfraFailureRate
 from insitu_train.batch_source import Batches, open_batches
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
+from insitu_train.plan.step import PlanConfig, plan_step
 from insitu_train.weights.files import SupportsPublish
 
 log = logging.getLogger(__name__)

@@ -15,14 +15,14 @@ from insitu.chat.words import Words
 from insitu.config import Config
 from insitu.errors import RecordError
 from insitu.grading.reward import main_line
-from insitu.plan.step import PlanConfig
-from insitu.plan.stored import stored_groups
 from insitu.storage.lifecycle import SERVE
 from insitu.storage.queries import ATTEMPTS, ONE_ROW, STATE, UNCOUNTED, RunReader, read_attempt
 from insitu.storage.run_dir import read_config
 from insitu.types import Group, Rollout, Turn
 from insitu_bridges.records import StoredRollout
 from insitu_bridges.rows import GroupRows, RolloutRows, rows_of
+from insitu_train.plan.step import PlanConfig
+from insitu_train.plan.stored import stored_groups
 
 PLACE = {
     "rowid": "row",

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from insitu.plan.step import PlanRow
 from insitu.types import BoolArray
 from insitu_bridges.rows import Conversion, GroupRows, convert, step_tokens
 from insitu_bridges.target_rows import TargetRow, first_trained, replayed_experts, target_row, unscaled
+from insitu_train.plan.step import PlanRow
 
 
 def to_prime(

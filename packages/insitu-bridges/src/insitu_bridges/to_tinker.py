@@ -12,9 +12,9 @@ import numpy as np
 
 from insitu.errors import SetupError
 from insitu.install_hints import install_extra
-from insitu.plan.step import PlanRow
 from insitu_bridges.rows import Conversion, GroupRows, convert
 from insitu_bridges.target_rows import TargetRow, first_trained, target_row
+from insitu_train.plan.step import PlanRow
 
 
 def to_tinker(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:

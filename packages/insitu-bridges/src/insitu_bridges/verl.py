@@ -24,12 +24,12 @@ import aiohttp
 
 from insitu.config import Config
 from insitu.errors import ConfigError, EngineError, user_code
-from insitu.plan.step import PlanConfig
 from insitu_bridges.process import read_named
 from insitu_bridges.rows import rows_alone
 from insitu_bridges.thread import SourceThread
 from insitu_bridges.to_verl import output_of
 from insitu_bridges.versions import check_version
+from insitu_train.plan.step import PlanConfig
 
 KEY = "INSITU_VERL_KEY"
 """Variable with the secret of the connection, made here."""

@@ -26,9 +26,6 @@ import torch
 from torch import Tensor
 
 from insitu.errors import InsituError, TrainError
-from insitu.plan.packing import MicroBatch
-from insitu.plan.prefix_tree import build_tree
-from insitu.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows, plan_digest
 from insitu.types import Ledger
 from insitu_train.attention.rows import Causal, Shared, flash_works
 from insitu_train.attention.tree import TreeAttend, visible
@@ -40,6 +37,9 @@ from insitu_train.memory.predict import GIB, MemoryModel
 from insitu_train.model.base import Attend, MemoryOptions
 from insitu_train.model.hf import HfPolicy, adopt
 from insitu_train.options import Lora, OptimConfig, PolicyConfig, TrainConfig
+from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.prefix_tree import build_tree
+from insitu_train.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows, plan_digest
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.trainer import Trainer
 

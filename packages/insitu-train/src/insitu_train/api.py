@@ -26,8 +26,8 @@ from insitu_train.hub_runs import check_hub, fetch_run, pushing_checkpoints, rep
 from insitu_train.loop import TrainOptions
 from insitu_train.replay import replay_run
 from insitu_train.run import run_training
+from insitu_train.run_report import finish
 from insitu_train.sft.run import run_sft
-from insitu_view.run_report import finish
 
 
 async def train_and_report(config: Config, view: View, options: TrainOptions) -> None:

@@ -16,7 +16,7 @@ from insitu.collect.pending_group import ResumedGroup, ResumeState
 from insitu.collect.starvation import Activity
 from insitu.collect.store_sink import StoreSink
 from insitu.config import Config
-from insitu.plan.step import PlanConfig, use_of
+from insitu_train.plan.step import PlanConfig, use_of
 from insitu.storage.lifecycle import RolloutState
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix

@@ -28,7 +28,6 @@ from insitu.collect.starvation import Activity
 from insitu.collect.store_sink import StoreSink
 from insitu.engines.base import Engine
 from insitu.errors import RecordError, TrainError
-from insitu.plan.step import PlanConfig, StepPlan, plan_step
 from insitu.progress.base import SHOWN, View
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.open_run import RunKind, kind_of
@@ -52,6 +51,7 @@ from insitu_train.evaluations import (
 from insitu_train.learner.client import Learner
 from insitu_train.learner.supervisor import LearnerSupervisor, Trained
 from insitu_train.options import StepResult, gaps
+from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.recovery import best_step, heldout_scores
 from insitu_train.served_batches import ServedBatches
 from insitu_train.step_metrics import (

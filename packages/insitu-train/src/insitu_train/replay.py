@@ -13,9 +13,6 @@ from typing import Any
 
 from insitu.config import model_folder
 from insitu.errors import RecordError
-from insitu.plan.digest import is_plan
-from insitu.plan.step import PlanConfig, plan_step
-from insitu.plan.stored import stored_groups
 from insitu.progress.base import View
 from insitu.storage.open_run import kind_of
 from insitu.storage.run_dir import read_config, read_store
@@ -23,6 +20,9 @@ from insitu.storage.temp_dirs import scratch_folder
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec, require_learner
 from insitu_train.loop import check_start_model
+from insitu_train.plan.digest import is_plan
+from insitu_train.plan.step import PlanConfig, plan_step
+from insitu_train.plan.stored import stored_groups
 
 
 async def replay_run(run_dir: Path, view: View) -> Mapping[str, Any]:

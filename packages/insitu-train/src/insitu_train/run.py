@@ -16,7 +16,6 @@ from insitu.engines.factory import open_server
 from insitu.engines.replicas import EngineSet
 from insitu.errors import RecordError
 from insitu.gateway.token_backend import TokenBackend
-from insitu.plan.step import PlanConfig
 from insitu.progress.base import View
 from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import Checks, Prepared, check_names, prepare
@@ -44,6 +43,7 @@ from insitu_train.loop import (
     finished_run,
     keep_start_model,
 )
+from insitu_train.plan.step import PlanConfig
 from insitu_train.recovery import check_steps, committed
 from insitu_train.served_batches import NoEngine, fit_to_sessions
 from insitu_train.weights.files import (

@@ -21,7 +21,6 @@ from insitu.collect.store_sink import StoreSink
 from insitu.config import Config, model_folder
 from insitu.engines.base import Receipt
 from insitu.errors import ConfigError, TrainError
-from insitu.plan.step import PlanConfig, use_of
 from insitu.storage.lifecycle import SERVE
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store

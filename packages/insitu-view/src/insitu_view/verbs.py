@@ -63,7 +63,7 @@ def show(
     json: Annotated[bool, Arg(help="print summary.json, or the rollout as JSON")] = False,
 ) -> int:
     from insitu.results.run import Run
-    from insitu_view.run_report import show_run
+    from insitu_train.run_report import show_run
 
     if rollout or failed is not None or unparsed is not None:
         return _show_rollouts(

@@ -12,11 +12,11 @@ import numpy as np
 from insitu.concurrency import run_all
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
-from insitu.plan.step import PlanConfig
 from insitu.types import Group, Rollout, Segment
 from insitu_bridges.process import SourceProcess
 from insitu_bridges.rows import Conversion, Refusal, RolloutRows, RowKey, convert, rows_of
 from insitu_bridges.trl.weights import SourceOwner, check_temperature, publish
+from insitu_train.plan.step import PlanConfig
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from insitu.config import Config
 from insitu.errors import ConfigError, TrainError
-from insitu.plan.step import PlanConfig
 from insitu_bridges.rows import rows_alone
 from insitu_bridges.thread import SourceThread
 from insitu_bridges.to_openenv import training_trace
 from insitu_bridges.trl.rollout_func import task_id
 from insitu_bridges.trl.weights import SourceOwner
+from insitu_train.plan.step import PlanConfig
 
 
 class HarnessSession:

@@ -17,10 +17,10 @@ from insitu.engines.safetensors_file import (
     write_tensors,
 )
 from insitu.errors import ConfigError, TrainError, boundary
-from insitu.plan.step import PlanConfig
 from insitu_bridges.process import read, weights_folder
 from insitu_bridges.thread import SourceThread
 from insitu_bridges.versions import check_version
+from insitu_train.plan.step import PlanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

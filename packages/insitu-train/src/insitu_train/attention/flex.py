@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from insitu.plan.prefix_tree import Tree
+from insitu_train.plan.prefix_tree import Tree
 
 BLOCK = 128
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from insitu.plan.prefix_tree import Tree
 from insitu_train.attention.rows import flash_works, runs_on_gpu
+from insitu_train.plan.prefix_tree import Tree
 
 aten = torch.ops.aten
 LONG = 512

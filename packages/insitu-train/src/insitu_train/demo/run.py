@@ -21,9 +21,9 @@ from insitu.storage.store import Store
 from insitu.types import IntArray, Rollout
 from insitu_train.learner.process import require_learner
 from insitu_train.loop import TrainOptions
+from insitu_train.report import ShownRollout, ShownTurn
 from insitu_train.run import run_training
-from insitu_view.report import ShownRollout, ShownTurn
-from insitu_view.run_report import finish
+from insitu_train.run_report import finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,12 @@ from insitu.engines.child import Child
 from insitu.engines.remote import ChildEngine
 from insitu.engines.rpc import Frame, Meta, RpcClient
 from insitu.errors import EngineError, TrainError
-from insitu.plan.step import StepPlan
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu_train.learner.process import LearnerSpec, absolute, spawn_learner
 from insitu_train.learner.serialization import decode_result, encode_plan
 from insitu_train.options import StepResult
+from insitu_train.plan.step import StepPlan
 from insitu_train.weights.files import ExportRequest, ExportResult
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from insitu.errors import TrainError, boundary
-from insitu.plan.packing import MicroBatch
-from insitu.plan.step import PlanRow, StepPlan, plan_digest
 from insitu.types.codec import Array, Arrays, ValueCodec
 from insitu_train.options import StepResult
+from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.step import PlanRow, StepPlan, plan_digest
 
 _CODEC = ValueCodec(StepPlan, PlanRow, MicroBatch, StepResult)
 

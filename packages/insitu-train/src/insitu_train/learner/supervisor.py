@@ -21,11 +21,11 @@ from pathlib import Path
 from insitu.engines.base import Engine, EngineWrapper
 from insitu.engines.downtime import engine_down
 from insitu.errors import EngineError, TrainError
-from insitu.plan.step import StepPlan
 from insitu.storage.checkpoint_files import set_aside
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu_train.learner.client import Learner
 from insitu_train.options import StepResult
+from insitu_train.plan.step import StepPlan
 from insitu_train.recovery import Committed, CommittedStep
 from insitu_train.weights.files import Publisher
 

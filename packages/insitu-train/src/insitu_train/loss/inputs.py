@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from insitu.config.training import LossConfig
-from insitu.plan.packing import MicroBatch
-from insitu.plan.step import StepPlan
 from insitu_train.loss.losses import LossInputs
+from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.step import StepPlan
 
 Rows = Mapping[int, Tensor]
 """Row index in the plan -> one value per trained token."""

@@ -16,9 +16,6 @@ from typing import Any
 import torch
 
 from insitu.errors import TrainError
-from insitu.plan.packing import MicroBatch
-from insitu.plan.prefix_tree import build_tree
-from insitu.plan.step import StepPlan
 from insitu_train.attention.tree import by_pieces, tree_pieces
 from insitu_train.embedded.model import Qwen3
 from insitu_train.memory.meta_run import AttentionShape, BatchShape
@@ -26,6 +23,9 @@ from insitu_train.memory.predict import GIB, BuiltinMemory, Kernels, MemoryModel
 from insitu_train.model.base import PLAIN, MemoryOptions
 from insitu_train.model.hf import HfPolicy
 from insitu_train.options import Lora
+from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.prefix_tree import build_tree
+from insitu_train.plan.step import StepPlan
 
 KEPT_FREE = 0.06
 """Share of a device's memory that is left to fragmentation and libraries where no limit is configured."""

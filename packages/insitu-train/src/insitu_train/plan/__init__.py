@@ -1,1 +1,0 @@
-"""The planner under its former name, for scripts that have it; leaves when the packages are split."""

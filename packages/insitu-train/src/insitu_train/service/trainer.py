@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from insitu.errors import BadStepError, EngineError, TrainError
-from insitu.plan.step import PlanRow, StepPlan
 from insitu.types import FloatArray
 from insitu_train.loss.fused_head import Scores
 from insitu_train.loss.inputs import StepInputs
 from insitu_train.loss.losses import token_loss
 from insitu_train.loss.metrics import LossSums, result_of
 from insitu_train.options import StepResult, TrainConfig, rate
+from insitu_train.plan.step import PlanRow, StepPlan
 from insitu_train.service.reduction import Reduction
 from insitu_train.service.session import TrainingRun
 from insitu_train.trainer.batch import make_batch

@@ -23,7 +23,6 @@ from insitu.chat.renderer import ChatRenderer, forgotten_before
 from insitu.config import Config, model_folder
 from insitu.config.training import LossConfig, RowRules
 from insitu.errors import RecordError, TrainError
-from insitu.plan.step import PlanConfig, StepPlan, cut_row, pack_rows, plan_digest
 from insitu.progress.base import View
 from insitu.storage.files import write_text
 from insitu.storage.metrics import MetricsFile
@@ -42,6 +41,7 @@ from insitu_train.loop import (
     keep_start_model,
 )
 from insitu_train.options import StepResult, TrainConfig
+from insitu_train.plan.step import PlanConfig, StepPlan, cut_row, pack_rows, plan_digest
 from insitu_train.recovery import prune
 from insitu_train.served_batches import check_tokens
 from insitu_train.sft.selection import (

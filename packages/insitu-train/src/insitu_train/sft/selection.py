@@ -18,10 +18,10 @@ from insitu.config import Config
 from insitu.config.training import RowRules, SelectionKeys
 from insitu.errors import RenderError
 from insitu.gateway.text_log import last_record
-from insitu.plan.row_selection import cut_rows
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
 from insitu.types import Segment, Status
+from insitu_train.plan.row_selection import cut_rows
 from insitu_train.sft.distill import distill_session
 
 Reason = Literal[

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from insitu.errors import TrainError
-from insitu.plan.packing import MicroBatch
-from insitu.plan.prefix_tree import Tree, build_tree
-from insitu.plan.step import PlanRow, StepPlan
 from insitu.types import IntArray
 from insitu_train.attention.tree import TreeAttend, by_pieces, tree_pieces
 from insitu_train.loss.fused_head import chosen
 from insitu_train.model.base import Attend, Policy
 from insitu_train.model.experts import replayed
 from insitu_train.model.hf import HfPolicy
+from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.prefix_tree import Tree, build_tree
+from insitu_train.plan.step import PlanRow, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

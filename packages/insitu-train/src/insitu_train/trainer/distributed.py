@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from insitu.errors import BadStepError, ConfigError, TrainError
-from insitu.plan.packing import MicroBatch
+from insitu_train.plan.packing import MicroBatch
 
 T = TypeVar("T")
 _BAD = "bad step: "

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from insitu.config.base import is_url
 from insitu.errors import ConfigError, TrainError
-from insitu.plan.step import PlanRow
 from insitu_train.embedded.weights import checksum
 from insitu_train.loss.fused_head import score
 from insitu_train.model.base import PLAIN, MemoryOptions, Policy
 from insitu_train.model.hf import HfPolicy
 from insitu_train.model.load import open_policy
 from insitu_train.options import TrainConfig
+from insitu_train.plan.step import PlanRow
 from insitu_train.trainer.batch import TensorBatch, states
 from insitu_train.trainer.scoring_server import ScoringServer
 from insitu_train.trainer.served_reference import ServedReference

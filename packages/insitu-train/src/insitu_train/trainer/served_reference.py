@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from insitu.errors import TrainError
-from insitu.plan.step import PlanRow
 from insitu_train.model.base import PLAIN, MemoryOptions, Policy
+from insitu_train.plan.step import PlanRow
 from insitu_train.trainer.batch import TensorBatch
 from insitu_train.trainer.scoring_server import ScoringServer
 

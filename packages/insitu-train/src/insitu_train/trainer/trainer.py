@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from insitu.errors import BadStepError, ConfigError, TrainError
-from insitu.plan.packing import MicroBatch, pack
-from insitu.plan.step import StepPlan
 from insitu_train.embedded.model import Qwen3
 from insitu_train.loss.fused_head import FusedLoss, Objective, Scores, kept_gradient, objective, score
 from insitu_train.loss.inputs import StepInputs
@@ -33,6 +31,8 @@ from insitu_train.model.base import PLAIN, MemoryOptions, Policy
 from insitu_train.model.hf import HfPolicy
 from insitu_train.model.shard import gathered
 from insitu_train.options import StepResult, TrainConfig
+from insitu_train.plan.packing import MicroBatch, pack
+from insitu_train.plan.step import StepPlan
 from insitu_train.trainer.batch import TensorBatch, make_batch, states
 from insitu_train.trainer.distributed import Ranks
 from insitu_train.trainer.mismatch import Mismatch, refused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from insitu.errors import TrainError
-from insitu.plan.step import StepPlan
+from insitu_train.plan.step import StepPlan
 
 
 def check_versions(plan: StepPlan, version: int, max_staleness: int) -> None:

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from insitu.errors import ConfigError, boundary
-from insitu.plan.prefix import Sorted, sort_rows
 from insitu.types import IntArray
+from insitu_train.plan.prefix import Sorted, sort_rows
 
 Layout = Literal["prefix", "tree", "rows"]
 PAIR_COST = 0.001

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from insitu.plan.prefix import Sorted, sort_rows
 from insitu.types import FloatArray
+from insitu_train.plan.prefix import Sorted, sort_rows
 
 if TYPE_CHECKING:
-    from insitu.plan.step import PlanRow, StepPlan
+    from insitu_train.plan.step import PlanRow, StepPlan
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from insitu.errors import TrainError
-from insitu.plan.prefix import Sorted, sort_rows
-from insitu.plan.step import PlanRow
 from insitu.types import FloatArray, IntArray
+from insitu_train.plan.prefix import Sorted, sort_rows
+from insitu_train.plan.step import PlanRow
 
 S = TypeVar("S", bound=np.generic)
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from insitu.config.training import RowRules
 from insitu.errors import TrainError
-from insitu.plan.prefix import common_prefix
 from insitu.types import Ledger, Rollout, Segment
+from insitu_train.plan.prefix import common_prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

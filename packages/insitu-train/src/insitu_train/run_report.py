@@ -17,8 +17,8 @@ from insitu.storage.run_dir import KIND, REPORT, read_config, read_store, read_s
 from insitu.storage.score import Score, describe_rewards
 from insitu.storage.store import ScoresBy, Store
 from insitu.types import Ledger
-from insitu_view.curve import curve_of, curve_svg
-from insitu_view.report import (
+from insitu_train.curve import curve_of, curve_svg
+from insitu_train.report import (
     EvaluationReport,
     FinalReport,
     ShownRollout,

@@ -11,11 +11,11 @@ import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
 from insitu.chat.template import TemplateRenderer
-from insitu.runtime.gauges import write_gauges
 from insitu.storage.metrics import read_metrics
 from insitu.storage.store import Store
 from insitu.storage.timeline import TIMELINE, Timeline
 from insitu.types import Message, Turn
+from insitu_train.gauges import write_gauges
 
 
 def pieces(renderer: TemplateRenderer, turn: Turn) -> list[tuple[str, str, str]]:

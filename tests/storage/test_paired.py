@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from insitu.storage.paired import mean_change, sign_flip_p
 from insitu.storage.pass_at_k import TaskCounts
+from insitu_train.paired import mean_change, sign_flip_p
 
 Pairs = list[tuple[TaskCounts, TaskCounts]]
 

@@ -20,12 +20,12 @@ from train_lab import group, rollout, sampled_groups, segment, small_model
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
 from insitu.shutdown import descendants
-from insitu.storage.scores import read_row, score_file
 from insitu_train.embedded.model import save_model
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
 from insitu_train.options import OptimConfig, StepResult, TrainConfig
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
+from insitu_train.scores import read_row, score_file
 from insitu_train.trainer.distributed import Together, join
 from insitu_train.trainer.reference import Reference
 from insitu_train.trainer.trainer import Trainer

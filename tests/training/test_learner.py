@@ -21,7 +21,6 @@ from insitu.capture.segments import version_row
 from insitu.config import load_config
 from insitu.engines.base import Engine
 from insitu.errors import EngineError, RecordError, TrainError
-from insitu.storage.scores import read_row, score_file
 from insitu.storage.store import Store
 from insitu.types import Group, RequestKey, SamplingParams
 from insitu_train.embedded.model import load_model, save_model
@@ -32,6 +31,7 @@ from insitu_train.learner.serialization import decode_plan, encode_plan
 from insitu_train.loop import REFERENCE, START_MODEL, check_start_model, keep_start_model
 from insitu_train.options import OptimConfig, TrainConfig, dump_config, parse_config
 from insitu_train.plan.step import PlanConfig, plan_digest, plan_step
+from insitu_train.scores import read_row, score_file
 from insitu_train.weights.files import ExportRequest
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,9 @@ from insitu.engines.downtime import on_downtime
 from insitu.errors import EngineError, TrainError
 from insitu.gateway.deadlines import CallDeadline, SessionClock
 from insitu.gateway.session import SessionStats
-from insitu_train.plan.step import StepPlan
-from insitu.storage.checkpoint_files import verify
 from insitu.storage.files import sha256_of
 from insitu.types import Ledger, RequestKey, SamplingParams
+from insitu_train.checkpoint_files import verify
 from insitu_train.learner.supervisor import LearnerSupervisor, RetryingEngine, Trained
 from insitu_train.options import StepResult
 from insitu_train.plan.step import StepPlan

@@ -14,10 +14,10 @@ from train_lab import sampled_groups, slow_logprobs, small_model
 from insitu.config.tables import Config
 from insitu.config.training import LossConfig
 from insitu.errors import RecordError
-from insitu.storage.scores import CLIPPED, MISMATCHED, prune_scores, read_row, score_file
 from insitu_train.embedded.weights import checksum
 from insitu_train.options import TrainConfig
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
+from insitu_train.scores import CLIPPED, MISMATCHED, prune_scores, read_row, score_file
 from insitu_train.trainer.trainer import Trainer
 
 LOOSE = TrainConfig(max_logprob_gap=10.0, max_staleness=4)

@@ -20,7 +20,6 @@ from train_lab import sampled_groups, small_model
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, EngineError, TrainError
-from insitu.storage.scores import read_row
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu.types.codec import VALUES
 from insitu_train.embedded.model import save_model
@@ -29,6 +28,7 @@ from insitu_train.learner.process import LearnerSpec
 from insitu_train.learner.supervisor import LearnerSupervisor, RetryingEngine
 from insitu_train.options import LossConfig, OptimConfig, PolicyConfig, ServiceOptions, TrainConfig
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
+from insitu_train.scores import read_row
 from insitu_train.service.main import Published, SamplingCommands, probe_ids
 from insitu_train.service.reduction import Reduction, find_reduction
 from insitu_train.service.session import Service, TrainingRun

@@ -106,7 +106,7 @@ def test_a_query_that_is_no_select_is_refused(lab_run: Path, capsys: Capture, sq
 
 
 def test_an_endless_query_ends(lab_run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insitu.storage.sql.SQL_S", 0.1)
+    monkeypatch.setattr("insitu_view.sql.SQL_S", 0.1)
     text = looked(capsys, "query", lab_run, MANY.replace("SELECT x FROM", "SELECT COUNT(*) FROM"), code=1)
     assert "it took longer than" in text
 

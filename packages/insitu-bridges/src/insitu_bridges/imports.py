@@ -16,10 +16,10 @@ import orjson
 from insitu.config import load_config
 from insitu.errors import RecordError, boundary
 from insitu.storage.files import sha256_of
-from insitu.storage.imported import ImportedStore
 from insitu.storage.run_dir import TOKENIZER, RunDir, name_run, restore_steps
 from insitu.storage.store import StepRecord
 from insitu.types.codec import read
+from insitu_bridges.imported import ImportedStore
 from insitu_bridges.jsonl import read_jsonl
 from insitu_bridges.parquet import read_parquet
 from insitu_bridges.records import SCHEMA, ReadRollout, read_rollout

@@ -33,7 +33,6 @@ from insitu.engines.replicas import EngineSet
 from insitu.engines.server_command import SERVERS
 from insitu.errors import ConfigError
 from insitu.runtime.engine import Sampler, open_sampler
-from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import prepare
 from insitu.runtime.run import open_agents, open_backend
 from insitu.runtime.running import RunningAgents

@@ -18,12 +18,12 @@ from typing import Any
 
 from insitu.errors import ConfigError, TaskError, boundary, user_code
 from insitu.install_hints import install_package
-from insitu.tasks.answers import answer_of, answer_task, named_or_file
 from insitu.tasks.base import UNTESTED, Item
 from insitu.tasks.dataset import LoadOptions
 from insitu.tasks.objects import location
 from insitu.tasks.row_files import RawRow, RowLocation
 from insitu.types import FinishedRollout
+from insitu_tasksets.answers import answer_of, answer_task, named_or_file
 
 _TIMEOUT_S = 60.0
 _MCP = ("Action", "CallToolAction", "ListToolsAction")

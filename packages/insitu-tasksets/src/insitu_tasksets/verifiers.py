@@ -16,12 +16,12 @@ from typing import Any
 
 from insitu.errors import ConfigError, TaskError, user_code
 from insitu.install_hints import install_package
-from insitu.tasks.answers import answer_of, answer_task, named_or_file
 from insitu.tasks.base import HOST_REWARD, Item
 from insitu.tasks.dataset import LoadOptions
 from insitu.tasks.objects import location
 from insitu.tasks.row_files import RawRow, RowLocation
 from insitu.types import FinishedRollout
+from insitu_tasksets.answers import answer_of, answer_task, named_or_file
 
 _LIVE = ("setup", "finalize", "stage_verifier")
 

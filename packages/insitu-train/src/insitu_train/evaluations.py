@@ -27,7 +27,6 @@ from insitu.errors import ConfigError
 from insitu.evaluate.evaluation import Evaluation
 from insitu.progress.base import View
 from insitu.storage.metrics import MetricsFile
-from insitu.storage.paired import mean_change
 from insitu.storage.pass_at_k import PassAtK, TaskCounts, covered, estimate, reported_ks, title
 from insitu.storage.phases import When, eval_phase
 from insitu.storage.run_dir import RunDir

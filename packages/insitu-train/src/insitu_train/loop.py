@@ -32,7 +32,6 @@ from insitu.progress.base import SHOWN, View
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.open_run import RunKind, kind_of
 from insitu.storage.run_dir import RunDir, read_store, read_summary
-from insitu.storage.scores import prune_scores, score_file
 from insitu.storage.store import Store
 from insitu.storage.wall_clock import WallClock
 from insitu.tasks.mix import TaskMix
@@ -53,6 +52,7 @@ from insitu_train.learner.supervisor import LearnerSupervisor, Trained
 from insitu_train.options import StepResult, gaps
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.recovery import best_step, heldout_scores
+from insitu_train.scores import prune_scores, score_file
 from insitu_train.served_batches import ServedBatches
 from insitu_train.step_metrics import (
     ahead_summary,

@@ -20,8 +20,8 @@ from insitu.config import Config, model_folder
 from insitu.engines.parent_watch import main_of_child
 from insitu.engines.safetensors_file import model_assets
 from insitu.errors import RecordError, TrainError
-from insitu.storage.checkpoint_files import verify
 from insitu.storage.run_dir import read_config
+from insitu_train.checkpoint_files import verify
 from insitu_train.embedded.model_files import StoredModel, model_files, write_summed
 from insitu_train.model.load import open_policy, start_dtype
 from insitu_train.model.lora import CONFIG, WEIGHTS

@@ -17,7 +17,6 @@ from insitu.engines.replicas import EngineSet
 from insitu.errors import RecordError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.progress.base import View
-from insitu.runtime.gauges import write_gauges
 from insitu.runtime.preflight import Checks, Prepared, check_names, prepare
 from insitu.runtime.run import open_agents
 from insitu.storage.open_run import open_run
@@ -31,6 +30,7 @@ from insitu.tracking.start import check_trackers, start_trackers
 from insitu.types import Task
 from insitu_train.checks import check_learner, check_reference, check_service, check_trained
 from insitu_train.evaluations import check_evaluations
+from insitu_train.gauges import write_gauges
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
 from insitu_train.learner.supervisor import LearnerSupervisor, RetryingEngine

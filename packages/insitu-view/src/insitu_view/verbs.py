@@ -147,7 +147,7 @@ def query(
     json: Annotated[bool, Arg(instead_of="form", help="one JSON object per row")] = False,
     as_csv: Annotated[bool, Arg(flag="--csv", instead_of="form", help="CSV with a header")] = False,
 ) -> int:
-    from insitu.storage.sql import SqlReader
+    from insitu_view.sql import SqlReader
     from insitu_view.terminal import table
     from insitu_view.web.runs import one_run
 

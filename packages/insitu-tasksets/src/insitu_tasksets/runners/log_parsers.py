@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from insitu.grading.runners import pytest_logs
-from insitu.grading.runners.pytest_logs import (
+from insitu_tasksets.runners import pytest_logs
+from insitu_tasksets.runners.pytest_logs import (
     ERROR,
     FAILED,
     PASSED,

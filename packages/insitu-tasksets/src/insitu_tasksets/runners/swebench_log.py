@@ -28,10 +28,10 @@ from insitu.grading.runners.common import (
     share,
     text_tail,
 )
-from insitu.grading.runners.pytest_logs import SKIPPED, XFAIL, is_cut, r2e_names
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.types import FailingCheck, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
 from insitu_tasksets.runners.log_parsers import PARSERS, TestLog, parse_log
+from insitu_tasksets.runners.pytest_logs import SKIPPED, XFAIL, is_cut, r2e_names
 
 FRAMED = f"""
 IFS= read -r nonce || exit 97

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from insitu.engines.remote import read_request
 from insitu.engines.rpc import Meta
-from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import EngineError
 from insitu.types import Generation
 from insitu.types.codec import VALUES
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
 from insitu_train.embedded.model import load_model
+from insitu_train.rpc_server import Handler, RpcCall, RpcServer
 
 
 class EngineService:

@@ -23,7 +23,6 @@ from pathlib import Path
 from insitu import failpoint
 from insitu.engines.parent_watch import follow_parent, main_of_child
 from insitu.engines.rpc import Meta
-from insitu.engines.rpc_server import Handler, RpcCall, RpcServer
 from insitu.errors import TrainError
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
 from insitu_train.embedded.model import Qwen3
@@ -37,6 +36,7 @@ from insitu_train.learner.transfer import Transfers
 from insitu_train.model.base import Policy
 from insitu_train.model.hf import HfPolicy
 from insitu_train.options import TrainConfig, parse_config
+from insitu_train.rpc_server import Handler, RpcCall, RpcServer
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.checkpoint import CheckpointWriter
 from insitu_train.trainer.distributed import RankLostError

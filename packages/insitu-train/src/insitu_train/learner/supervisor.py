@@ -21,8 +21,8 @@ from pathlib import Path
 from insitu.engines.base import Engine, EngineWrapper
 from insitu.engines.downtime import engine_down
 from insitu.errors import EngineError, TrainError
-from insitu.storage.checkpoint_files import set_aside
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.checkpoint_files import set_aside
 from insitu_train.learner.client import Learner
 from insitu_train.options import StepResult
 from insitu_train.plan.step import StepPlan

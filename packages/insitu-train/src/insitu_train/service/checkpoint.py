@@ -9,9 +9,9 @@ from pathlib import Path
 
 from insitu.engines.safetensors_file import model_assets
 from insitu.errors import TrainError, boundary
-from insitu.storage.checkpoint_files import SERVICE as FILE
 from insitu.storage.files import replaced_folder, write_text
 from insitu.types.codec import read
+from insitu_train.checkpoint_files import SERVICE as FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from insitu.chat.renderer import ChatRenderer, dropping_roles
 from insitu.errors import RecordError, RenderError, boundary
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.prompt_ids import explain, new_ids
-from insitu.gateway.recorded_call import RecordedCall, parse_recorded_call
 from insitu.types import Generation, Message, Segment
+from insitu_train.sft.recorded_call import RecordedCall, parse_recorded_call
 
 
 def distill_session(

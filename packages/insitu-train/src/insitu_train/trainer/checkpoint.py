@@ -26,8 +26,8 @@ from torch import Tensor
 from insitu import failpoint
 from insitu.engines.safetensors_file import model_assets
 from insitu.errors import TrainError
-from insitu.storage.checkpoint_files import MOMENTS, STATE, SUMS, verify
 from insitu.storage.files import sha256_of
+from insitu_train.checkpoint_files import MOMENTS, STATE, SUMS, verify
 from insitu_train.embedded.model_files import StoredModel, copied, model_files, share, write_hashed
 from insitu_train.memory.plan import available_memory
 from insitu_train.model.base import Policy

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from insitu.storage.scores import BOUNDED, CLIPPED, MISMATCHED, RowScores, write_scores
 from insitu_train.loss.fused_head import Scores
 from insitu_train.loss.losses import TokenLoss
 from insitu_train.plan.packing import MicroBatch
 from insitu_train.plan.step import StepPlan
+from insitu_train.scores import BOUNDED, CLIPPED, MISMATCHED, RowScores, write_scores
 from insitu_train.trainer.batch import TensorBatch
 
 

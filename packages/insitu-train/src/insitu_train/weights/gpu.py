@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol
 from insitu.engines.base import LoadingEngine, Receipt
 from insitu.engines.replicas import EngineSet
 from insitu.engines.vllm import FRESH, VllmEngine
-from insitu.engines.vllm_transfer import TransferLayout, initialise, receive, world_size
 from insitu.errors import EngineError, InsituError
 from insitu_train.weights.files import PublishOptions
+from insitu_train.weights.vllm_transfer import TransferLayout, initialise, receive, world_size
 
 Transport = Literal["ipc", "nccl"]
 

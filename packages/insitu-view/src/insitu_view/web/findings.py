@@ -10,13 +10,13 @@ import numpy as np
 import orjson
 
 from insitu.errors import RecordError
-from insitu.storage import evidence
 from insitu.storage import queries as sql
 from insitu.storage.attempts import ENDS
-from insitu.storage.paired import mean_change, sign_flip_p
 from insitu.storage.pass_at_k import TaskCounts
 from insitu.storage.queries import RunReader, ulid_seconds
 from insitu.storage.timeline import TIMELINE
+from insitu_train.paired import mean_change, sign_flip_p
+from insitu_view import evidence
 from insitu_view.web.pages import flat_config, heldout, step_columns
 from insitu_view.web.runs import RunHandle, open_inside, run_info, summary_of
 

@@ -21,8 +21,8 @@ from insitu.chat.words import Words
 from insitu.errors import RecordError
 from insitu.storage.queries import ONE_STEP, SEGMENT_HEADS, STATE, TURN_HEADS, TURN_ROWS, RunReader
 from insitu.storage.run_dir import SCORES
-from insitu.storage.scores import RowScores, read_row
 from insitu.types import Turn
+from insitu_train.scores import RowScores, read_row
 
 MAX_TOKENS = 8192
 BUCKETS = 2000

@@ -80,6 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ProcessRule())
     if os.environ.get("INSITU_FAST", "") == "1":
         config.pluginmanager.register(FastTests())
+    if os.environ.get("INSITU_CHANGED", "") == "1":
+        from changed import ChangedTests
+
+        config.pluginmanager.register(ChangedTests())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

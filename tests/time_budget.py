@@ -14,7 +14,7 @@ import random
 import re
 import subprocess
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -85,23 +85,23 @@ def _longest(name: str, known: Mapping[str, Path]) -> str:
 
 
 @cache
-def reached(file: Path) -> frozenset[Path]:
-    """All that a file names, and what these name."""
-    seen: set[Path] = set()
-    waiting = [file]
+def reached(file: Path) -> Mapping[Path, int]:
+    """All that a file names, and what these name, with the number of steps to each."""
+    seen: dict[Path, int] = {}
+    waiting = deque([(file, 0)])
     while waiting:
-        path = waiting.pop()
+        path, steps = waiting.popleft()
         if path in seen:
             continue
-        seen.add(path)
+        seen[path] = steps
         # The public module loads its names at first use: only a test that names it reaches what they are.
         if path == PUBLIC and PUBLIC not in named(file):
             continue
         if path.suffix == ".py" and path.is_file():
-            waiting += named(path)
+            waiting += ((other, steps + 1) for other in named(path))
             if "src" in path.relative_to(ROOT).parts:
-                waiting.append(path.parent / "__init__.py")
-    return frozenset(seen)
+                waiting.append((path.parent / "__init__.py", steps + 1))
+    return seen
 
 
 def distance(test: Path, changed: set[str]) -> int:
@@ -109,7 +109,7 @@ def distance(test: Path, changed: set[str]) -> int:
     paths = {ROOT / path for path in changed}
     if paths & {test, *named(test)}:
         return 0
-    return 1 if paths & reached(test) else 2
+    return 1 if paths & reached(test).keys() else 2
 
 
 def order(files: Iterable[Path], changed: set[str], seed: str) -> list[Path]:

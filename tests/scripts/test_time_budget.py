@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from changed import nearest
 from time_budget import ROOT, distance, order
 
 TESTS = sorted(ROOT.glob("tests/full/test_*.py"))
@@ -88,3 +89,13 @@ def test_what_is_left_out_once_the_time_is_over_is_named(
     assert summary in done.stdout, done.stdout + done.stderr
     assert line in done.stdout
     assert ("left out: " in done.stdout) == bool(line)
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_change_are_those_that_it_reaches_the_nearest_first() -> None:
+    found = [str(path.relative_to(ROOT)) for path in nearest({"src/insitu/failpoint.py"})]
+    assert "tests/test_failpoint.py" in found[:12]
+    assert found.index("tests/test_failpoint.py") < found.index("tests/cli/test_cli.py")
+    assert "tests/test_backoff.py" not in found
+    assert nearest({"tests/test_backoff.py"}) == [ROOT / "tests" / "test_backoff.py"]
+    assert nearest({"README.md"}) == []

@@ -100,7 +100,8 @@ async def _probe(gateway: Gateway, url: str, ends: float) -> None:
                 async with asyncio.timeout(rest):
                     reason = await _ask(http, url, nonce, gateway.proof(nonce))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else "no answer in time"
+                # A last try that is cut short says less than an answer before it.
+                reason = str(error).strip().partition("\n")[0] or reason
             if not reason:
                 return
             await asyncio.sleep(min(POLL_S, max(0.0, ends - time.monotonic())))

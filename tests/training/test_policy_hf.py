@@ -207,7 +207,9 @@ def test_the_proof_runs_where_the_policy_will(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(TrainError, match=r"^policy.kind hf needs transformers: (cd .* && )?(uv )?pip install"):
+    with pytest.raises(
+        TrainError, match=r"^policy.kind hf needs transformers: (cd .* && )?(uv )?pip install"
+    ):
         opened(tmp_path)
 
 

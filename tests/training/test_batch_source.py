@@ -22,6 +22,7 @@ from insitu.tasks.toy import ToySource
 from insitu.types import Group, Limits, Status
 from insitu_train.alarms import InfraFailureRate
 from insitu_train.batch_source import Batches, collect_options, open_batches, resume_state
+from insitu_train.plan.step import PlanConfig, plan_step, use_of
 from insitu_train.recovery import check_steps
 from insitu_train.step_metrics import ahead_summary
 from tests.fakes.attempts import fake_rollout

@@ -48,6 +48,7 @@ from insitu.types import Group, Ledger, Rollout, Status
 from insitu_bridges.process import RolloutBatch, weights_folder
 from insitu_train.alarms import InfraFailureRate
 from insitu_train.batch_source import Batches, open_batches
+from insitu_train.gauges import write_gauges
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
 from insitu_train.plan.step import PlanConfig, plan_step

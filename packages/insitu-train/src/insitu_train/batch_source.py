@@ -16,12 +16,12 @@ from insitu.collect.pending_group import ResumedGroup, ResumeState
 from insitu.collect.starvation import Activity
 from insitu.collect.store_sink import StoreSink
 from insitu.config import Config
-from insitu_train.plan.step import PlanConfig, use_of
 from insitu.storage.lifecycle import RolloutState
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.tasks.samplers import GroupOutcome, TaskDraws
 from insitu.types import Group, Task
+from insitu_train.plan.step import PlanConfig, use_of
 
 
 class Batches(Protocol):

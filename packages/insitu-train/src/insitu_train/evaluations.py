@@ -35,6 +35,7 @@ from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.types import Group
 from insitu_train.alarms import InfraFailureRate
+from insitu_train.paired import mean_change
 from insitu_train.step_metrics import by_set
 from insitu_train.unparsed import unparsed_counts
 

@@ -25,6 +25,7 @@ from insitu.storage.lifecycle import SERVE
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
 from insitu.types import Group
+from insitu_train.plan.step import PlanConfig, use_of
 
 
 def check_tokens(config: Config, run: Path, renderer: ChatRenderer) -> None:

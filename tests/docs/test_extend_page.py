@@ -76,7 +76,7 @@ def test_the_tasks_and_the_sampler(names: dict[str, Any]) -> None:
     resolved = config(names, **{"tasks.eval_share": 0.0})
     source = open_source(resolved, insitu.Limits(), runner_for)
     assert source.size("train") == 2
-    draw = TaskDraws(TaskMix([TaskSet(config=resolved, source=source)]))
+    draw = TaskDraws(TaskMix([TaskSet(arm=resolved.arms[""], source=source)]))
     assert draw(20) == draw(0)
 
 

@@ -11,8 +11,8 @@ from gateway_rig import ASK, TOOLS, Rig, call, said
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.dialects.chat import ChatDialect
+from insitu.gateway.reply_checks import mint_call_id
 from insitu.gateway.request import GatewayConfig
-from insitu.gateway.token_call import mint_call_id
 from insitu.types import Limits, Message, RequestKey
 
 LOOP = Message(role="assistant", tool_calls=(call("read", "{}"),))

@@ -1,4 +1,4 @@
-"""Checks of each generation, besides those of the engine clients and the forest.
+"""Checks of each generation, besides those of the engine clients and the forest, and ids of its calls.
 
 Engines sample without stop strings: the ids are cut after the first one that completes the string in the
 visible text, never within reasoning or a call, and the agent gets the text before the string. The ledger
@@ -7,14 +7,15 @@ counts the rest (`after_stop`), so ids, logprobs and the text sent back later ag
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from insitu.chat.renderer import ChatRenderer, ParsedReply
+from insitu.chat.renderer import ChatRenderer, ParsedCall, ParsedReply
 from insitu.engines.base import Engine
 from insitu.engines.response_checks import CONSTANT, WARM
 from insitu.errors import EngineError, EngineUnavailable
-from insitu.types import FloatArray, Generation, IntArray, ToolSpec
+from insitu.types import FloatArray, Generation, IntArray, ToolCall, ToolSpec
 
 
 class ReplyChecks:
@@ -103,3 +104,17 @@ def _completing(
             break
         low += 1
     return low
+
+
+def mint_call_id(seed: int, rollout_id: str, turn: int, index: int) -> str:
+    """Return the wire id of a tool call: a function of its place in the run, so that runs repeat."""
+    name = f"{seed}\0{rollout_id}\0{turn}\0{index}".encode()
+    return "call_" + hashlib.blake2b(name, digest_size=12).hexdigest()
+
+
+def minted(seed: int, rollout_id: str, turn: int, calls: Sequence[ParsedCall]) -> tuple[ToolCall, ...]:
+    """Return the calls of a reply with their wire ids."""
+    return tuple(
+        ToolCall(id=mint_call_id(seed, rollout_id, turn, i), name=call.name, arguments=call.arguments)
+        for i, call in enumerate(calls)
+    )

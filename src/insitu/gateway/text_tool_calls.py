@@ -11,10 +11,10 @@ import ast
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
-from insitu.chat.renderer import ParsedCall
+from insitu.chat.renderer import ParsedCall, ParsedReply
 from insitu.gateway.dialects.base import json_text
 from insitu.types import ToolSpec
 
@@ -48,6 +48,14 @@ def not_offered(shim: TextShim | None, tools: Sequence[ToolSpec]) -> str:
         f"gateway.shim_tool {shim.tool!r} is not among the tools that the agent offers ({names}): no text"
         " becomes a call"
     )
+
+
+def translated(parsed: ParsedReply, shim: TextShim | None, tools: Sequence[ToolSpec]) -> ParsedReply:
+    """Return the reply with its text as a call where it stands for one, else the same object."""
+    if shim is None or parsed.calls or all(tool.name != shim.tool for tool in tools):
+        return parsed
+    call = translate(shim, parsed.text)
+    return parsed if call is None else replace(parsed, calls=(call,))
 
 
 def translate(shim: TextShim, text: str) -> ParsedCall | None:

@@ -31,8 +31,8 @@ from insitu.gateway.dialects.base import SSE_HEADERS, Dialect, Envelope, ParsedB
 from insitu.gateway.dialects.client_tools import echoed
 from insitu.gateway.dialects.media import in_place_of
 from insitu.gateway.prompt_ids import check_size, explain, fresh_texts, planned, rendered, unrenderable
-from insitu.gateway.reply_checks import cut_at_stop
-from insitu.gateway.text_tool_calls import translate
+from insitu.gateway.reply_checks import cut_at_stop, minted
+from insitu.gateway.text_tool_calls import translated
 from insitu.types import (
     MALFORMED,
     PARTS_LEFT_OUT,
@@ -44,7 +44,6 @@ from insitu.types import (
     Reply,
     RequestKey,
     SamplingParams,
-    ToolCall,
 )
 
 if TYPE_CHECKING:
@@ -105,12 +104,9 @@ class TokenCall:
         except (ConnectionResetError, TimeoutError) as error:
             self._released(body)
             raise ConnectionResetError("client gone") from error
-        except WireError as error:
+        except BaseException as error:
             self._released(body)
-            failure = error.cause
-            raise
-        except BaseException:
-            self._released(body)
+            failure = error.cause if isinstance(error, WireError) else failure
             raise
         finally:
             self.session.server.reports.report(self._report(dialect, failure, time.monotonic() - began))
@@ -122,7 +118,8 @@ class TokenCall:
         await asyncio.wait({self.task})
         reply, envelope = self._result(), self._envelope(body)
         said = dialect.reply(reply, envelope)
-        self._store(body, said)
+        if body.kept is not None:  # before the client can refer to it
+            self.session.bodies.stored.keep(body.kept, said)
         response = json_response(said)
         name_request(response, envelope.id)
         async with asyncio.timeout(self.session.server.config.write_timeout_s):
@@ -161,7 +158,7 @@ class TokenCall:
             self._released(body)
             return response, error.cause
         if body.kept is not None:
-            self._store(body, dialect.reply(reply, envelope))
+            self.session.bodies.stored.keep(body.kept, dialect.reply(reply, envelope))
         await send(b"".join(dialect.events(reply, envelope)), last=True)
         self.delivered()
         return response, ""
@@ -175,19 +172,10 @@ class TokenCall:
             raise WireError("engine_failed", "The gateway failed.") from error
         return self.task.result()
 
-    def _store(self, body: ParsedBody, said: Mapping[str, object]) -> None:
-        """Store the reply before the client can refer to it."""
-        if body.kept is not None:
-            self.session.bodies.stored.keep(body.kept, said)
-
     def _envelope(self, body: ParsedBody) -> Envelope:
         name = f"{self.session.rollout_id}\0{self.turn}".encode()
-        return Envelope(
-            id=hashlib.blake2b(name, digest_size=12).hexdigest(),
-            created=int(time.time()),
-            model=self.session.server.config.model_name,
-            body=body,
-        )
+        id, model = hashlib.blake2b(name, digest_size=12).hexdigest(), self.session.server.config.model_name
+        return Envelope(id=id, created=int(time.time()), model=model, body=body)
 
     def delivered(self) -> None:
         """Record that the terminal event of the reply was written."""
@@ -360,8 +348,13 @@ class TokenCall:
         session, stats = self.session, self.session.stats
         sampled_tokens = len(generation.ids)
         generation, parsed, stop = cut_at_stop(session.renderer, generation, request.stop, request.tools)
-        parsed = self._translated(parsed, request)
-        calls = self._minted(parsed)
+        called = translated(parsed, session.spec.shim, request.tools)
+        if called is not parsed:
+            stats.shimmed.append(self.turn)
+            parsed = called
+        calls = minted(session.spec.seed, session.rollout_id, self.turn, parsed.calls)
+        own = zip(calls, parsed.calls, strict=True)
+        session.own_ids.update((call.id, sampled.id) for call, sampled in own if sampled.id)
         known = tuple(echoed(call, names[call.name]) if call.name in names else call for call in calls)
         self._node = session.forest.commit(
             self._context,
@@ -388,17 +381,6 @@ class TokenCall:
             pointer=session.forest.pointer(self._node),
         )
 
-    def _translated(self, parsed: ParsedReply, request: ModelRequest) -> ParsedReply:
-        """Turn a text that stands for a command into a call, on the wire only, if the session has a shim."""
-        shim = self.session.spec.shim
-        if shim is None or parsed.calls or all(tool.name != shim.tool for tool in request.tools):
-            return parsed
-        call = translate(shim, parsed.text)
-        if call is None:
-            return parsed
-        self.session.stats.shimmed.append(self.turn)
-        return replace(parsed, calls=(call,))
-
     def _labels(self, parsed: ParsedReply, request: ModelRequest, plan: PromptPlan) -> list[str]:
         """Return the labels of a turn (`Turn.labels`), and count its calls."""
         stats = self.session.stats
@@ -413,24 +395,3 @@ class TokenCall:
             PARTS_LEFT_OUT: any(name == DROPPED_PART for name, _ in plan.hints),
         }
         return [label for label, holds in found.items() if holds]
-
-    def _minted(self, parsed: ParsedReply) -> tuple[ToolCall, ...]:
-        """Return the calls of a reply with their wire ids."""
-        spec = self.session.spec
-        minted = tuple(
-            ToolCall(
-                id=mint_call_id(spec.seed, spec.rollout_id, self.turn, i),
-                name=call.name,
-                arguments=call.arguments,
-            )
-            for i, call in enumerate(parsed.calls)
-        )
-        own = self.session.own_ids
-        own.update((m.id, call.id) for m, call in zip(minted, parsed.calls, strict=True) if call.id)
-        return minted
-
-
-def mint_call_id(seed: int, rollout_id: str, turn: int, index: int) -> str:
-    """Return the wire id of a tool call: a function of its place in the run, so that runs repeat."""
-    name = f"{seed}\0{rollout_id}\0{turn}\0{index}".encode()
-    return "call_" + hashlib.blake2b(name, digest_size=12).hexdigest()

@@ -7,6 +7,7 @@ import argparse
 import ast
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from collections import Counter, defaultdict
@@ -229,6 +230,25 @@ def keys_declared_twice(modules: list[Source], declared: dict[str, Any]) -> dict
     return dict(sorted(found.items()))
 
 
+def callers(modules: list[Source], function: str) -> list[str]:
+    """Return the modules that call a function by its bare name."""
+    return sorted(
+        module.name
+        for module in modules
+        if any(
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
+            for node in ast.walk(module.tree)
+        )
+    )
+
+
+def first_import_cpu_s() -> float:
+    """Return the CPU seconds of a new Python that asks for `insitu.train` (bytecode compiled before)."""
+    code = "import insitu, os; insitu.train; t = os.times(); print(t.user + t.system)"
+    command = [sys.executable, "-c", code]
+    return float([subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2)][1])
+
+
 def python_examples() -> int:
     """Return the number of Python blocks in README and docs that a test runs (tests/docs)."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
@@ -275,6 +295,7 @@ def facts(root: Path = ROOT) -> dict[str, Any]:
         "files_that_know_of_engine_downtime": sum(bool(DOWNTIME.search(module.text)) for module in modules),
         "evaluation_systems": evaluation_systems(modules),
         "folder_cycles": folder_cycles(modules),
+        "run_openers": callers(modules, "log_to"),
         "python_examples": python_examples(),
         "records": len(list((root / "docs" / "decisions").glob("*.md"))),
         "readme_bytes": (root / "README.md").stat().st_size,
@@ -296,6 +317,8 @@ def over_budget(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     problems += [f"folders {a} and {b} import each other" for a, b in found["folder_cycles"]]
     if found["evaluation_systems"] > 1:
         problems.append(f"{found['evaluation_systems']} ways to collect an evaluation, at most 1")
+    if len(found["run_openers"]) > 1:
+        problems.append(f"runs are opened in {', '.join(found['run_openers'])}: use storage.open_run")
     if found["records"] > budget["records"]:
         problems.append(f"docs/decisions: {found['records']} records, at most {budget['records']}")
     if found["readme_bytes"] > budget["readme_bytes"]:
@@ -314,6 +337,7 @@ def main() -> int:
         problems = over_budget(found, project["tool"]["insitu"])
         print("\n".join(problems))
         return int(bool(problems))
+    found["first_import_cpu_s"] = first_import_cpu_s()
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:

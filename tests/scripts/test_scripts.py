@@ -52,6 +52,7 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
         "banned_words": {"anew": ["src/insitu/b/y.py:4"]},
         "folder_cycles": [["a.x", "a.y"]],
         "evaluation_systems": 2,
+        "run_openers": ["a.x", "b.y"],
         "records": 26,
         "readme_bytes": 101,
     }
@@ -64,6 +65,7 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
         "src/insitu/b/y.py:4: banned word: anew",
         "folders a.x and a.y import each other",
         "2 ways to collect an evaluation, at most 1",
+        "runs are opened in a.x, b.y: use storage.open_run",
         "docs/decisions: 26 records, at most 25",
         "README.md: 101 bytes, at most 100",
     ]

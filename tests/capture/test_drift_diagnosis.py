@@ -9,8 +9,8 @@ import pytest
 from capture_lab import START, Lab, answer, call, respelled, row, says, user
 
 from insitu.capture.drift_diagnosis import CAUSES, Diagnosis, diagnose, first_token
-from insitu.capture.drift_log import drift_totals
 from insitu.types import IntArray, Message
+from insitu_train.run_report import drift_totals
 
 HELD = says(" look\n", call("c0", '{"cmd": "ls", "n": 5, "deep": true}'), reasoning="because")
 

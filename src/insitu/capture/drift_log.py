@@ -5,7 +5,6 @@ In the order of the requests; contains no text of the conversation.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,15 +92,3 @@ class DriftLog:
 def _plain(text: str, most: int = MAX_LABEL_CHARS) -> str:
     """Return short text without lone surrogates, which no file can hold."""
     return text[:most].encode("utf-8", "replace").decode()
-
-
-def drift_totals(drifts: Sequence[DriftNote]) -> list[str]:
-    """Return one line per kind and cause, with the number of sampled tokens concerned."""
-    counts = Counter((note.kind, note.cause) for note in drifts)
-    tokens: Counter[tuple[str, str]] = Counter()
-    for note in drifts:
-        tokens[note.kind, note.cause] += note.tokens
-    return [
-        f"total {kind} {cause}: {count}, {tokens[kind, cause]} sampled tokens concerned"
-        for (kind, cause), count in sorted(counts.items())
-    ]

@@ -7,7 +7,6 @@ describes. No field holds a secret: secrets are read from environment variables 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
@@ -214,7 +213,7 @@ class Config(Table):
         for table in self.tasks:
             if table.reference and self.train.kl == "none":
                 raise ValueError("tasks.reference has no effect with train.kl = 'none'")
-            self._check_layers("tasks", table, partial(self._check_set, table, info.context))
+            self._check_layers(table, [table], info.context)
         return self
 
     @model_validator(mode="after")
@@ -226,36 +225,33 @@ class Config(Table):
             if unknown := sorted({*one.tasks} - {*known}):
                 listed = ", ".join(filter(None, known)) or "none with a name"
                 raise ValueError(f"eval.{one.name}.tasks: no task set {unknown[0]!r}; there are: {listed}")
-            self._check_layers("eval", one, partial(self._check_eval, one, info.context))
+            self._check_layers(one, map(one.over, filter(one.covers, self.tasks)), info.context)
         if self.run.stop_after_evals and not (self.eval[0].count and self.eval[0].every_steps):
             raise ValueError(f"run.stop_after_evals needs eval.{self.eval[0].name}.every_steps and count")
         return self
 
-    def _check_set(self, table: TaskSetTable, context: object) -> None:
-        """Raise ValidationError for an invalid key of a layer, ValueError for two agents of one name."""
-        list(arms_of_set(self, table.model_copy(update={"agents": ()}), context=context))
-        names = [arm.part for arm in arms_of_set(self, table, context=context)]
-        if len({*names}) < len(names):
-            where = ".".join(filter(None, ["tasks", table.name, "agents"]))
-            raise ValueError(
-                f"{where}: two of them have the same name; agents of a group need different ones"
-            )
+    def _check_layers(
+        self, table: TaskSetTable | EvalTable, sets: Iterable[TaskSetTable], context: object
+    ) -> None:
+        """Raise ValueError that names the table for a key of its layers that `sets` cannot have under it.
 
-    def _check_eval(self, evaluation: EvalTable, context: object) -> None:
-        for table in filter(evaluation.covers, self.tasks):
-            self._check_set(evaluation.over(table), context)
-
-    @staticmethod
-    def _check_layers(kind: str, table: TaskSetTable | EvalTable, apply: Callable[[], object]) -> None:
-        """Raise ValueError that names the table for an invalid key in one of its layers."""
-        agents = table.agents if isinstance(table, TaskSetTable) else ()
+        So too for two agents of one name.
+        """
+        kind, agents = ("tasks", table.agents) if isinstance(table, TaskSetTable) else ("eval", ())
         if shared := {"workers", "mode"} & {*table.harness}.union(*agents):
             where = ".".join(filter(None, [kind, table.name]))
             raise ValueError(f"{where}: harness.{min(shared)} is that of the run")
         if not (agents or any(getattr(table, layer) for layer in LAYERS)):
             return
         try:
-            apply()
+            for one in sets:
+                list(arms_of_set(self, one.model_copy(update={"agents": ()}), context=context))
+                names = [arm.part for arm in arms_of_set(self, one, context=context)]
+                if len({*names}) < len(names):
+                    where = ".".join(filter(None, ["tasks", one.name, "agents"]))
+                    raise ValueError(
+                        f"{where}: two of them have the same name; agents of a group need different ones"
+                    )
         except ValidationError as error:
             raise ValueError(describe_invalid(error, kind, *filter(None, [table.name]))) from None
 

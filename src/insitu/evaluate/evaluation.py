@@ -71,14 +71,8 @@ class Evaluation:
             temperature=self.temperature or config.engine.temperature,
             whole=False,
         )
+        sink = StoreSink(store, observer)
         return open_groups(
-            attempts,
-            StoreSink(store, observer),
-            view,
-            breaker,
-            options,
-            self.tasks,
-            check=check,
-            version=version,
-            activity=activity,
-        )
+            attempts, sink, view, breaker, options, self.tasks,
+            check=check, version=version, activity=activity,
+        )  # fmt: skip

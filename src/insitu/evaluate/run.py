@@ -20,7 +20,7 @@ from insitu.collect.breaker import Breaker
 from insitu.config import Config
 from insitu.errors import ConfigError, RecordError
 from insitu.evaluate.evaluation import Evaluation
-from insitu.evaluate.summary import PHASE, count_per_task, render, summarise, write_results
+from insitu.evaluate.summary import PHASE, render, result_of, summarise, write_results
 from insitu.grading.runners.find import runner_for
 from insitu.progress.base import View
 from insitu.runtime.engine import open_sampler
@@ -29,7 +29,7 @@ from insitu.runtime.run import OpenSampler, open_agents, open_backend
 from insitu.storage.files import write_text
 from insitu.storage.open_run import open_run
 from insitu.storage.run_dir import REPORT, SESSIONS, RunDir
-from insitu.storage.store import Score, Store
+from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WALL_S, WallClock
 from insitu.tasks.base import REWARD_ONLY, Split, TaskSource
@@ -114,7 +114,7 @@ async def collect_rollouts(config: Config, view: View, options: RolloutOptions) 
                     store.set_meta(WALL_S, clock.meta()[WALL_S])
         facts = {name: store.meta()[name] for name in (AGENT, AGENT_VERSION)}
         wall_s = float(store.meta()[WALL_S])
-        summary = {**summarise(run, store, tasks, SESSIONS), **facts, "wall_s": round(wall_s, 1)}
+        summary = {**summarise(run, store, SESSIONS), **facts, "wall_s": round(wall_s, 1)}
         run.write_summary(summary)
         write_results(run, store)
         write_text(run.path / REPORT, render(summary))
@@ -151,8 +151,7 @@ async def _fill(
         running = evaluation.open(c, store, notes, runtime.attempts(run), view, breaker, check=opened.check)
         async with running as collector:
             await collector.next_batch()
-    per_task = count_per_task(store.outcomes(PHASE, 0), len(evaluation.tasks))
-    view.eval_done(f"{c.rollout.split} tasks", Score.of_tasks(per_task))
+    view.eval_done(f"{c.rollout.split} tasks", result_of(c, store.outcomes(PHASE, 0)).score)
 
 
 class _Notes:

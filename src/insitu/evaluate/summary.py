@@ -4,49 +4,43 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import orjson
 
 from insitu.config import Config
+from insitu.evaluate.result import EvalResult
 from insitu.gateway.text_log import spent_in
 from insitu.progress.base import duration
 from insitu.storage.attempts import CANCELLED, INTERRUPTED
 from insitu.storage.files import write_text
 from insitu.storage.pass_at_k import PassAtK, TaskCounts, covered, estimate, reported_ks
 from insitu.storage.run_dir import RunDir
-from insitu.storage.score import Score
 from insitu.storage.store import Store
 from insitu.storage.summaries import RolloutSummary
-from insitu.types import Outcome, Status, Task
+from insitu.types import Outcome, Status
 
 RESULTS = "results.jsonl"
 PHASE = "rollout"
 """Phase of the only evaluation, at step 0."""
 
 
-def solved(rollout: RolloutSummary) -> bool:
-    """Return whether the reward is at least 1."""
-    return rollout.reward is not None and rollout.reward >= 1.0
-
-
-def count_per_task(rollouts: Sequence[RolloutSummary], tasks: int) -> list[TaskCounts]:
-    """Return the graded and solved rollouts of each task, in task order."""
-    rewards: list[list[float]] = [[] for _ in range(tasks)]
+def result_of(config: Config, rollouts: Sequence[RolloutSummary]) -> EvalResult:
+    """Return what the stored rollouts found."""
+    groups: dict[int, list[RolloutSummary]] = {}
     for rollout in rollouts:
-        if rollout.reward is not None:
-            rewards[rollout.group].append(rollout.reward)
-    return [TaskCounts.of(own) for own in rewards]
+        groups.setdefault(rollout.group, []).append(rollout)
+    return EvalResult.of(groups, config.rollout.samples)
 
 
-def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) -> Mapping[str, Any]:
+def summarise(run: RunDir, store: Store, records: str) -> Mapping[str, Any]:
     """Return the summary without the agent and the time; `records`: folder of the provider calls."""
     c = run.config
     rollouts = store.outcomes(PHASE, 0)
-    per_task = count_per_task(rollouts, len(tasks))
-    score = Score.of_tasks(per_task)
+    result = result_of(c, rollouts)
+    score = result.score
     return {
         "kind": "rollout",
         "run_dir": str(run.path),
@@ -55,12 +49,12 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
         "source": " + ".join(table.source for table in c.tasks),
         "split": c.rollout.split,
         "seed": c.run.seed,
-        "tasks": len(tasks),
+        "tasks": len(result.tasks),
         "samples": c.rollout.samples,
         "rollouts": len(rollouts),
         "graded": score.total,
-        "pass_at": _levels(c, per_task),
-        "sets": {**_sets(c, tasks, per_task), **_agents(c, len(tasks), rollouts)},
+        "pass_at": _levels(result.samples, result.tasks.values()),
+        "sets": _sets(c, result),
         "reward_mean": score.reward_mean if score.total else None,
         "status": {status.value: sum(o.status is status for o in rollouts) for status in Status},
         "verdict": {kind.value: sum(o.outcome is kind for o in rollouts) for kind in Outcome},
@@ -75,37 +69,25 @@ def summarise(run: RunDir, store: Store, tasks: Sequence[Task], records: str) ->
     }
 
 
-def _levels(config: Config, tasks: Sequence[TaskCounts]) -> Mapping[str, Any]:
-    levels = [estimate(tasks, k) for k in reported_ks(config.rollout.samples)]
+def _levels(samples: int, tasks: Collection[TaskCounts]) -> Mapping[str, Any]:
+    levels = [estimate(list(tasks), k) for k in reported_ks(samples)]
     return {str(level.k): _plain(level) for level in levels}
 
 
-def _sets(config: Config, tasks: Sequence[Task], counts: Sequence[TaskCounts]) -> Mapping[str, Any]:
-    """Return the numbers of each task set of a mix; empty for a run with one."""
+def _sets(config: Config, result: EvalResult) -> Mapping[str, Any]:
+    """Return the numbers of each task set of a mix, and of each of several agents on the tasks it had."""
     found = {}
-    for name in config.set_names:
-        own = [count for task, count in zip(tasks, counts, strict=True) if task.part == name]
-        found[name] = _numbers(config, name, own)
+    for arm in [*(config.set_arms if config.set_names else ()), *config.agent_arms]:
+        own = result.sets.get(arm.label)
+        counts = [count for count in own.tasks.values() if count.graded or not arm.agent] if own else []
+        found[arm.label] = {
+            "agent": config.agent_of(arm.part),
+            "tasks": len(counts),
+            "graded": sum(count.graded for count in counts),
+            "resolved": sum(count.resolved for count in counts),
+            "pass_at": _levels(result.samples, counts),
+        }
     return found
-
-
-def _agents(config: Config, tasks: int, rollouts: Sequence[RolloutSummary]) -> Mapping[str, Any]:
-    """Return the numbers of each of several agents of a task set, of the tasks that it had."""
-    found = {}
-    for arm in config.agent_arms:
-        counts = count_per_task([one for one in rollouts if one.part == arm.part], tasks)
-        found[arm.label] = _numbers(config, arm.part, [one for one in counts if one.graded])
-    return found
-
-
-def _numbers(config: Config, part: str, counts: Sequence[TaskCounts]) -> Mapping[str, Any]:
-    return {
-        "agent": config.agent_of(part),
-        "tasks": len(counts),
-        "graded": sum(count.graded for count in counts),
-        "resolved": sum(count.resolved for count in counts),
-        "pass_at": _levels(config, counts),
-    }
 
 
 def _infra_failures(store: Store, rollouts: Sequence[RolloutSummary]) -> Mapping[str, int]:
@@ -120,19 +102,14 @@ def _infra_failures(store: Store, rollouts: Sequence[RolloutSummary]) -> Mapping
 
 
 def _plain(level: PassAtK) -> Mapping[str, Any]:
-    return {
-        "value": level.value,
-        "low": level.low,
-        "high": level.high,
-        "tasks": level.tasks,
-    }
+    return {"value": level.value, "low": level.low, "high": level.high, "tasks": level.tasks}
 
 
 def _category_counts(rollouts: Sequence[RolloutSummary]) -> Mapping[str, Any]:
     results: dict[str, list[bool]] = {}
     for rollout in rollouts:
         if rollout.category and rollout.reward is not None:
-            results.setdefault(rollout.category, []).append(solved(rollout))
+            results.setdefault(rollout.category, []).append(rollout.reward >= 1.0)
     return {name: {"resolved": sum(r), "graded": len(r)} for name, r in sorted(results.items())}
 
 

@@ -1,15 +1,11 @@
-"""Statistics and text about the rewards of graded rollouts."""
+"""Statistics of the rewards of graded rollouts."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from insitu.storage.pass_at_k import TaskCounts, estimate, wilson_interval
-
-NAMED_REWARDS = 3
-"""Maximum number of different rewards listed in a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +53,3 @@ class Score:
     def partial(self) -> bool:
         """Whether some rewards are not 0 or 1, so that the mean reward differs from the solve rate."""
         return self.reward_mean != self.rate
-
-
-def describe_rewards(rewards: Sequence[float]) -> str:
-    """Return text such as `48 of 48 rollouts earned 0` or `of 48 rollouts 40 earned 0, 8 earned 1`."""
-    if not rewards:
-        return "no rollout was graded"
-    counts = Counter(rewards).most_common(NAMED_REWARDS)
-    if len(counts) == 1:
-        return f"{len(rewards)} of {len(rewards)} rollouts earned {rewards[0]:g}"
-    return f"of {len(rewards)} rollouts " + ", ".join(
-        f"{count} earned {reward:g}" for reward, count in counts
-    )

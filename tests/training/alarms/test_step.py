@@ -26,7 +26,7 @@ from insitu.storage.wall_clock import WallClock
 from insitu.tracking.names import EVALUATION
 from insitu.types import Group, Ledger, Outcome, Rollout, Task, Turn, Verdict
 from insitu_train.alarms import SpikeDetector, lost_share, why_untrained
-from insitu_train.evaluations import EvalResult, heldout_summary
+from insitu_train.evaluations import counts, heldout_summary, result_of
 from insitu_train.learner.supervisor import LearnerSupervisor
 from insitu_train.loop import RunParts, TrainingLoop, TrainOptions
 from insitu_train.options import StepResult, gaps
@@ -344,14 +344,14 @@ def test_a_step_without_an_update_has_measured_nothing_of_training() -> None:
     ungraded = step_metrics([graded_group(None, None)], Ledger(), nothing)
     assert ungraded["reward_mean"] is None
     empty = {"heldout_after": None, "heldout_reward_after": None}
-    assert heldout_summary("after", None) == heldout_summary("after", EvalResult.of([], 1)) == empty
+    assert heldout_summary("after", None) == heldout_summary("after", result_of([], 1)) == empty
 
 
 def test_an_evaluation_counts_calls_that_do_not_parse() -> None:
     group = graded_group(0.0, 1.0)
     rollouts = tuple(with_calls(one, "malformed", "unknown_tool") for one in group.rollouts)
-    counts = EvalResult.of([replace(group, rollouts=rollouts)], 1).counts()
+    found = counts(result_of([replace(group, rollouts=rollouts)], 1))
     names = ("malformed_calls", "unknown_tools", "unparsed_share")
-    assert [counts[name] for name in names] == [2, 2, 0.5]
-    assert {*counts} <= {*EVALUATION}
-    assert EvalResult.of([], 1).counts()["unparsed_share"] is None
+    assert [found[name] for name in names] == [2, 2, 0.5]
+    assert {*found} <= {*EVALUATION}
+    assert counts(result_of([], 1))["unparsed_share"] is None

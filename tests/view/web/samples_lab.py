@@ -10,10 +10,11 @@ from typing import Any
 from run_lab import Flavour, make_rollout
 
 from insitu.config import load_config
+from insitu.evaluate.result import EvalResult
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.types import Group, Ledger
-from insitu_train.evaluations import EvalResult, evaluations_summary, heldout_summary
+from insitu_train.evaluations import evaluations_summary, heldout_summary, result_of
 from insitu_train.run_report import finish
 
 Rewards = Sequence[Sequence[float | None]]
@@ -39,7 +40,7 @@ def put(store: Store, phase: str, step: int, rewards: Rewards) -> EvalResult:
             store.put_rollout(phase, step, number, slot, rollout)
         group = Group(id=f"{phase}/{step:05d}/{number:03d}", task_id=rollouts[0].task_id, rollouts=rollouts)
         groups.append(group)
-    return EvalResult.of(groups, len(rewards[0]))
+    return result_of(groups, len(rewards[0]))
 
 
 def stored(path: Path, before: Rewards, after: Rewards) -> tuple[dict[str, Any], str]:

@@ -19,7 +19,6 @@ from itertools import pairwise
 from typing import Any
 
 from insitu.config.training import CollectTable
-from insitu.storage.score import describe_rewards
 from insitu.storage.store import StepRecord
 from insitu.tasks.user_functions import CHECKER_FAILED, USER_FUNCTIONS
 from insitu.types import Group, Ledger, Outcome, Rollout, Status
@@ -393,3 +392,15 @@ def _scatter(values: list[float]) -> float:
     if len(values) < 2:
         return 0.0
     return math.sqrt(statistics.fmean((b - a) ** 2 for a, b in pairwise(values)) / 2)
+
+
+def describe_rewards(rewards: Sequence[float]) -> str:
+    """Return text such as `48 of 48 rollouts earned 0` or `of 48 rollouts 40 earned 0, 8 earned 1`."""
+    if not rewards:
+        return "no rollout was graded"
+    counts = Counter(rewards).most_common(NAMED)
+    if len(counts) == 1:
+        return f"{len(rewards)} of {len(rewards)} rollouts earned {rewards[0]:g}"
+    return f"of {len(rewards)} rollouts " + ", ".join(
+        f"{count} earned {reward:g}" for reward, count in counts
+    )

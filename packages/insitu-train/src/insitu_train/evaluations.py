@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from insitu.collect.breaker import Breaker
@@ -25,18 +25,17 @@ from insitu.config import Config, EvalTable
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
 from insitu.evaluate.evaluation import Evaluation
+from insitu.evaluate.result import EvalResult
 from insitu.progress.base import View
 from insitu.storage.metrics import MetricsFile
-from insitu.storage.pass_at_k import PassAtK, TaskCounts, covered, estimate, reported_ks, title
+from insitu.storage.pass_at_k import PassAtK, covered, estimate, reported_ks, title
 from insitu.storage.phases import When, eval_phase
 from insitu.storage.run_dir import RunDir
-from insitu.storage.score import Score
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.types import Group
 from insitu_train.alarms import InfraFailureRate
 from insitu_train.paired import mean_change
-from insitu_train.step_metrics import by_set
 from insitu_train.unparsed import unparsed_counts
 
 _STAGES: Mapping[When, str] = {
@@ -53,52 +52,35 @@ HELDOUT = "held-out"
 """How the first evaluation is called in a view."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalResult:
-    """Graded rollouts of one evaluation at one moment."""
+def result_of(groups: Sequence[Group], samples: int) -> EvalResult:
+    """Return what an evaluation found, with the replies with calls that did not parse or of unknown tools."""
+    return EvalResult.of({n: group.rollouts for n, group in enumerate(groups)}, samples, unparsed_counts)
 
-    score: Score
-    samples: int
-    tasks: Mapping[str, TaskCounts]
-    """By group, in order of the tasks."""
-    unparsed: Mapping[str, float | None] = field(default_factory=dict)
-    """Replies with calls that did not parse or of unknown tools."""
-    sets: Mapping[str, EvalResult] = field(default_factory=dict)
-    """Of each named task set alone."""
 
-    @classmethod
-    def of(cls, groups: Sequence[Group], samples: int) -> EvalResult:
-        sets = {name: cls._whole(own, samples) for name, own in by_set(groups).items()}
-        return replace(cls._whole(groups, samples), sets=sets)
+def levels(result: EvalResult) -> Mapping[str, PassAtK]:
+    """Return avg@k as `solve_rate`, and with several samples `pass_at_K` and `pass_all_K`."""
+    tasks = list(result.tasks.values())
+    found = {"solve_rate": estimate(tasks, 1)}
+    for k in reported_ks(result.samples)[1:]:
+        found[f"pass_at_{k}"] = estimate(tasks, k)
+        found[f"pass_all_{k}"] = estimate(tasks, k, all_of=True)
+    return {name: level for name, level in found.items() if level.tasks}
 
-    @classmethod
-    def _whole(cls, groups: Sequence[Group], samples: int) -> EvalResult:
-        tasks = {group.id.rpartition("/")[2]: TaskCounts.of(group.rewards) for group in groups}
-        unparsed = unparsed_counts([rollout for group in groups for rollout in group.rollouts])
-        return cls(score=Score.of_tasks(tasks.values()), samples=samples, tasks=tasks, unparsed=unparsed)
 
-    def levels(self) -> Mapping[str, PassAtK]:
-        """Return avg@k as `solve_rate`, and with several samples `pass_at_K` and `pass_all_K`."""
-        tasks = list(self.tasks.values())
-        found = {"solve_rate": estimate(tasks, 1)}
-        for k in reported_ks(self.samples)[1:]:
-            found[f"pass_at_{k}"] = estimate(tasks, k)
-            found[f"pass_all_{k}"] = estimate(tasks, k, all_of=True)
-        return {name: level for name, level in found.items() if level.tasks}
+def counts(result: EvalResult) -> Mapping[str, float | None]:
+    """Return the numbers of rollouts, the mean reward, and the replies with bad calls."""
+    score = result.score
+    mean = score.reward_mean if score.total else None
+    return {"solved": score.solved, "total": score.total, "reward_mean": mean, **result.further}
 
-    def counts(self) -> Mapping[str, float | None]:
-        """Return the numbers of rollouts, the mean reward, and the replies with bad calls."""
-        score = self.score
-        mean = score.reward_mean if score.total else None
-        return {"solved": score.solved, "total": score.total, "reward_mean": mean, **self.unparsed}
 
-    def metrics(self) -> Mapping[str, float | None]:
-        """Return the levels with the bounds of their 95 % intervals and the tasks that they are of."""
-        found: dict[str, float | None] = {}
-        for name, level in self.levels().items():
-            found |= {name: level.value, f"{name}_low": level.low, f"{name}_high": level.high}
-            found[f"{name}_tasks"] = level.tasks
-        return found
+def metrics(result: EvalResult) -> Mapping[str, float | None]:
+    """Return the levels with the bounds of their 95 % intervals and the tasks that they are of."""
+    found: dict[str, float | None] = {}
+    for name, level in levels(result).items():
+        found |= {name: level.value, f"{name}_low": level.low, f"{name}_high": level.high}
+        found[f"{name}_tasks"] = level.tasks
+    return found
 
 
 def _gain(before: EvalResult, after: EvalResult) -> Mapping[str, float] | None:
@@ -248,7 +230,7 @@ class Evaluations:
 
     async def _finish(self, one: _OpenEvaluation) -> EvalResult:
         """Wait for the rollouts of an evaluation and report its result."""
-        result = EvalResult.of((await one.collector.next_batch()).groups, one.table.samples)
+        result = result_of((await one.collector.next_batch()).groups, one.table.samples)
         self._report(one, result)
         return result
 
@@ -265,22 +247,22 @@ class Evaluations:
         self._view.eval_done(shown, score)
         for line in masked.lines:
             self._view.note(f"{phase}: {line}")
-        levels = result.levels()
-        if result.samples > 1 and levels:
+        found_levels = levels(result)
+        if result.samples > 1 and found_levels:
             listed = (
                 f"{title(k)} {v.value:.3f} ({v.low:.3f} to {v.high:.3f}{covered(v.tasks, len(result.tasks))})"
-                for k, v in levels.items()
+                for k, v in found_levels.items()
             )
             self._view.note(f"{shown}: {', '.join(listed)}")
         numbers = {
-            **result.counts(),
+            **counts(result),
             "tries": masked.tries,
             "masked": masked.masked,
             "version": one.version,
-            **result.metrics(),
+            **metrics(result),
         }
         for name, own in result.sets.items():
-            found = {**own.counts(), **own.metrics()}
+            found = {**counts(own), **metrics(own)}
             numbers |= {f"{name}/{metric}": value for metric, value in found.items()}
         self._metrics.write({"event": phase, "step": one.step, **numbers})
 
@@ -304,8 +286,8 @@ def _compared(before: EvalResult | None, after: EvalResult) -> Mapping[str, Any]
     return {
         "tasks": len(after.tasks),
         "samples": after.samples,
-        "before": _rounded(before.metrics()) if before else {},
-        "after": _rounded(after.metrics()),
+        "before": _rounded(metrics(before)) if before else {},
+        "after": _rounded(metrics(after)),
         "gain": _gain(before, after) if before else None,
     }
 

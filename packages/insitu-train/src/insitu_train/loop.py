@@ -28,6 +28,7 @@ from insitu.collect.starvation import Activity
 from insitu.collect.store_sink import StoreSink
 from insitu.engines.base import Engine
 from insitu.errors import RecordError, TrainError
+from insitu.evaluate.result import EvalResult
 from insitu.progress.base import SHOWN, View
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.open_run import RunKind, kind_of
@@ -41,7 +42,6 @@ from insitu_train.batch_source import Batches, open_batches
 from insitu_train.checkpoints import Checkpoints
 from insitu_train.evaluations import (
     EvalParts,
-    EvalResult,
     Evaluations,
     OpenEvaluations,
     evaluations_summary,

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from insitu.capture.drift_log import drift_totals
 from insitu.config import Arm, Config
 from insitu.errors import RecordError
 from insitu.progress.base import rate_text
 from insitu.storage.files import write_text
 from insitu.storage.phases import When, eval_name, eval_phase
 from insitu.storage.run_dir import KIND, REPORT, read_config, read_store, read_summary
-from insitu.storage.score import Score, describe_rewards
+from insitu.storage.score import Score
 from insitu.storage.store import ScoresBy, Store
-from insitu.types import Ledger
+from insitu.types import DriftNote, Ledger
+from insitu_train.alarms import describe_rewards
 from insitu_train.curve import curve_of, curve_svg
 from insitu_train.report import (
     EvaluationReport,
@@ -241,3 +241,15 @@ def _eval_lines(store: Store) -> Iterator[str]:
             so_far = f"  {done} of {done + left[place]} rollouts so far" if left[place] else ""
             score = score_text(store.scores(phase, step)[""])
             yield f"  {eval_name(phase) or 'held-out'} after {step} steps  {score}{so_far}"
+
+
+def drift_totals(drifts: Sequence[DriftNote]) -> list[str]:
+    """Return one line per kind and cause, with the number of sampled tokens concerned."""
+    counts = Counter((note.kind, note.cause) for note in drifts)
+    tokens: Counter[tuple[str, str]] = Counter()
+    for note in drifts:
+        tokens[note.kind, note.cause] += note.tokens
+    return [
+        f"total {kind} {cause}: {count}, {tokens[kind, cause]} sampled tokens concerned"
+        for (kind, cause), count in sorted(counts.items())
+    ]

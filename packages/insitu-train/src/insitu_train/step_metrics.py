@@ -10,9 +10,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from insitu.config import Config
+from insitu.evaluate.result import by_set
 from insitu.storage.score import Score
 from insitu.storage.store import Store
-from insitu.types import PARTS_LEFT_OUT, Group, Ledger, Rollout, arm_of
+from insitu.types import PARTS_LEFT_OUT, Group, Ledger, Rollout
 from insitu_train.options import StepResult
 from insitu_train.unparsed import unparsed_counts
 
@@ -108,20 +109,11 @@ def step_metrics(
     }
 
 
-def by_set(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Return the groups of each named task set, and what each of several agents has of its groups."""
-    names = sorted({r.task_set for g in groups for r in g.rollouts} - {""})
-    found = {name: [g for g in groups if any(r.task_set == name for r in g.rollouts)] for name in names}
-    for part in sorted({r.part for g in groups for r in g.rollouts if arm_of(r.part).agent}):
-        own = [replace(g, rollouts=tuple(r for r in g.rollouts if r.part == part)) for g in groups]
-        found[arm_of(part).label] = [g for g in own if g.rollouts]
-    return found
-
-
 def _of_sets(groups: Sequence[Group]) -> dict[str, Any]:
     """Return what is measured of each named task set and each of several agents, as `name/metric`."""
     found: dict[str, Any] = {}
-    for name, own in by_set(groups).items():
+    for name, chosen in by_set({n: group.rollouts for n, group in enumerate(groups)}).items():
+        own = [replace(groups[n], rollouts=tuple(rollouts)) for n, rollouts in chosen.items()]
         rollouts = [r for g in own for r in g.rollouts]
         values = {
             **_means(rollouts),

@@ -46,7 +46,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 """Kinds of CPU by the flag they need, and what makes torch compute as on them."""
 DEMO = (
     "demo --agent script --plain --json run.steps=2 eval.count=4 collect.groups_per_step=2"
-    " collect.group_size=4 harness.workers=2 train.threads=1 train.min_groups=1 engine.max_rows=8"
+    " collect.group_size=4 harness.workers=2 train.threads=1 train.min_groups=1"
 ).split()
 TIMES = re.compile(r"_s$|^seconds$|^time_s$")
 

@@ -30,7 +30,6 @@ SMALL = {
     "harness.workers": 4,
     "train.threads": 1,
     "train.min_groups": 1,
-    "engine.max_rows": 8,
 }
 
 

@@ -17,7 +17,7 @@ import insitu
 from insitu.cli import main
 from insitu.shutdown import descendants
 
-SMALL = {"engine.max_rows": 8, "limits.max_call_tokens": 8, "model.max_context_tokens": 1024}
+SMALL = {"limits.max_call_tokens": 8, "model.max_context_tokens": 1024}
 
 
 def ask(session: insitu.ServedSession) -> dict[str, Any]:

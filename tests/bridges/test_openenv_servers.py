@@ -263,7 +263,7 @@ def make(config):
 async def test_a_failure_of_the_host_is_no_grade(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     config = tmp_path / "env.toml"
-    config.write_text(f'[sandbox]\nbackend = "{tmp_path}/broken.py:make"\nboot_attempts = 1\n')
+    config.write_text(f'[sandbox]\nbackend = "{tmp_path}/broken.py:make"\n')
     with serving("insitu_env", INSITU_ENV_CONFIG=str(config)) as found:
         async with client(found) as env:
             reset = await env.reset(**TASK)

@@ -63,7 +63,7 @@ REPOSITORY = Path(__file__).parents[2]
         ("sandbox.fallback=local", "sandbox: fallback is the backend itself: local"),
         ("sandbox.backend=harbor", "sandbox: harbor needs sandbox.environment: one of Harbor's"),
         ("engine.temperature=0.04", "engine.temperature: input should be greater than or equal to 0.05"),
-        ("engine.max_rows=10", "engine.max_rows: input should be a multiple of 8, got 10"),
+        ("sandbox.memory_mb=100", "sandbox.memory_mb: input should be greater than or equal to 512, got 100"),
     ],
 )
 def test_wrong_overrides_give_one_exact_line(override: str, message: str) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = [
     "run.steps=3", "eval.count=0", "run.checkpoint_every_steps=1", "collect.groups_per_step=2",
-    "collect.group_size=4", "harness.workers=4", "train.threads=1", "engine.max_rows=8",
+    "collect.group_size=4", "harness.workers=4", "train.threads=1",
 ]  # fmt: skip
 LOSS = """
 from pathlib import Path

@@ -29,7 +29,7 @@ TABLES = '[harness]\nagent = "script"\n'
 STEPS, GROUPS = 4, 3
 SMALL = [
     f"run.steps={STEPS}", "eval.count=0", f"collect.groups_per_step={GROUPS}", "collect.group_size=4",
-    "harness.workers=4", "train.threads=1", "train.min_groups=1", "engine.max_rows=8",
+    "harness.workers=4", "train.threads=1", "train.min_groups=1",
     "tasks.sampler=signal", "tasks.eval_share=0",
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from insitu.config.load import WARM_START
 pytestmark = pytest.mark.slow
 
 TINY = ["run.steps=2", "eval.count=4", "collect.groups_per_step=2", "collect.group_size=2",
-        "harness.workers=2", "train.threads=1", "train.min_groups=1", "engine.max_rows=8"]  # fmt: skip
+        "harness.workers=2", "train.threads=1", "train.min_groups=1"]  # fmt: skip
 
 
 def insitu(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

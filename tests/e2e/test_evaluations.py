@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = [
     "run.steps=2", "collect.groups_per_step=2", "collect.group_size=4", "harness.workers=4",
-    "train.threads=1", "train.min_groups=1", "engine.max_rows=8",
+    "train.threads=1", "train.min_groups=1",
 ]  # fmt: skip
 PLAIN = '[harness]\nagent = "script"\n\n[[eval]]\ncount = 4\n'
 MORE = """

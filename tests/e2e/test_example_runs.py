@@ -20,7 +20,7 @@ pytestmark = pytest.mark.full
 
 SMALL = [
     "run.steps=2", "collect.groups_per_step=2", "collect.group_size=4", "harness.workers=4",
-    "train.threads=1", "train.min_groups=1", "engine.max_rows=8",
+    "train.threads=1", "train.min_groups=1",
 ]  # fmt: skip
 TWO_TEACHERS = """
 [[tasks]]

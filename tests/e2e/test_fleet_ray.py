@@ -14,6 +14,7 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import SetupError
+from insitu.runtime.fleet import controller
 from insitu.shutdown import descendants
 from insitu.types import Status
 from sources import SOURCES
@@ -137,10 +138,11 @@ async def test_no_cluster_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-async def test_a_start_that_takes_too_long_is_one_line(machines: Machines, tmp_path: Path) -> None:
+async def test_a_start_that_takes_too_long_is_one_line(
+    machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "START_S", 0.01)
     bed = RayBed(tmp_path, machines.cluster.address)
-    table = bed.config.fleet.model_copy(update={"start_timeout_s": 0.01})
-    bed.config = bed.config.model_copy(update={"fleet": table})
     with pytest.raises(SetupError, match=r"^node r\d at .*: Ray did not start it within 0.01 s$"):
         async with bed.fleet():
             raise AssertionError("it started")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = [
     "run.steps=3", "eval.count=4", "collect.groups_per_step=2", "collect.group_size=4",
-    "harness.workers=4", "train.threads=1", "train.min_groups=1", "engine.max_rows=8",
+    "harness.workers=4", "train.threads=1", "train.min_groups=1",
 ]  # fmt: skip
 DEADLINE_S = 240
 

@@ -20,6 +20,7 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, SetupError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.progress.plain import PlainView
+from insitu.runtime import public_url
 from insitu.runtime.engine import Sampler
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Limits, Message, RequestKey
@@ -120,10 +121,13 @@ def test_without_a_url_nothing_starts(settings: list[str], line: str, tmp_path: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_url_that_leads_elsewhere_stops_the_run_before_the_first_rollout(tmp_path: Path) -> None:
+def test_a_url_that_leads_elsewhere_stops_the_run_before_the_first_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public_url, "PUBLIC_S", 1.0)
     settings = [f"gateway.port={free_port()}", f"gateway.public_url=http://127.0.0.1:{free_port()}"]
     with pytest.raises(SetupError, match=r"^the public URL http://\S+ does not lead to this run's gateway: "):
-        run(tmp_path, "harness.agent=script", *settings, "gateway.public_timeout_s=1")
+        run(tmp_path, "harness.agent=script", *settings)
 
 
 def test_a_cloud_without_a_network_policy_is_refused_or_opened_by_the_user(tmp_path: Path) -> None:

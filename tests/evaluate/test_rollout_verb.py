@@ -240,9 +240,7 @@ def test_a_fall_back_takes_over_from_docker_that_is_not_there(tmp_path: Path, in
         program.chmod(0o755)
     shown = StringIO()
     docker = ["sandbox.backend=docker", "sandbox.fallback=local", f"sandbox.program={program}"]
-    summary = run(
-        tmp_path, Scripted(), *docker, "sandbox.image=any", "sandbox.breaker_failures=1", shown=shown
-    )
+    summary = run(tmp_path, Scripted(), *docker, "sandbox.image=any", shown=shown)
     assert (summary["graded"], summary["verdict"]["resolved"], summary["tries"]) == (6, 3, 6)
     assert summary["ledger"]["excluded"] == {"evaluation": summary["ledger"]["captured"]}
     (line,) = [line for line in shown.getvalue().splitlines() if "sandbox" in line]

@@ -16,6 +16,7 @@ from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, SetupError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
+from insitu.runtime import public_url
 from insitu.runtime.preflight import renderer_of
 from insitu.runtime.public_url import check_public_url, configured_url, open_public_url
 
@@ -70,12 +71,13 @@ def gateway() -> Gateway:
 
 
 @pytest.mark.slow
-async def test_the_url_must_lead_to_this_gateway() -> None:
+async def test_the_url_must_lead_to_this_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_url, "PUBLIC_S", 2.0)
     async with gateway() as one, gateway() as other, one.listen_tcp() as here, other.listen_tcp() as there:
         lines: list[str] = []
 
         def config(url: str) -> list[str]:
-            return ["gateway.port=1", f"gateway.public_url={url}", "gateway.public_timeout_s=2"]
+            return ["gateway.port=1", f"gateway.public_url={url}"]
 
         right = load_config(None, config(here.origin))
         async with open_public_url(right, one, here.origin, lines.append) as url:
@@ -134,7 +136,7 @@ async def test_a_tunnel_runs_as_long_as_the_gateway(certificate: Path, tmp_path:
     ],
 )
 async def test_a_tunnel_that_fails_is_one_line(command: str, line: str) -> None:
-    config = load_config(None, ["gateway.port=1", f"gateway.tunnel={command}", "gateway.public_timeout_s=20"])
+    config = load_config(None, ["gateway.port=1", f"gateway.tunnel={command}"])
     async with gateway() as one:
         with pytest.raises(SetupError, match=line) as caught:
             async with open_public_url(config, one, "http://127.0.0.1:1", lambda text: None):

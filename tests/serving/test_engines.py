@@ -135,7 +135,7 @@ async def test_sessions_with_calls_under_way_are_sealed_at_the_same_time(tmp_pat
 async def test_a_server_that_restarts_is_waited_for_and_its_session_lives(tmp_path: Path) -> None:
     """Away for a while, then started again: calls wait, and none of them fails."""
     async with serve_vllm(VOCAB) as fake:
-        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.urls={fake.url}", "engine.retries=0"]
+        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.urls={fake.url}"]
         async with serving(tmp_path, *arguments) as serve:
             session = await serve.event("session")
             await serve.event("ready")
@@ -155,7 +155,7 @@ async def test_a_server_that_restarts_is_waited_for_and_its_session_lives(tmp_pa
 @pytest.mark.slow
 async def test_a_server_that_comes_back_with_other_weights_samples_nothing(tmp_path: Path) -> None:
     async with serve_vllm(VOCAB) as fake:
-        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.urls={fake.url}", "engine.retries=0"]
+        arguments = ["--agent", "codex", "engine.kind=vllm", f"engine.urls={fake.url}"]
         async with serving(tmp_path, *arguments) as serve:
             session = await serve.event("session")
             fake.restart()
@@ -211,7 +211,10 @@ async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> 
         (["engine.kind=vllm"], "needs url"),
         (["engine.kind=vllm", "engine.urls=http://127.0.0.1:9", "engine.start_timeout_s=0"], "not reachable"),
         (["engine.kind=vllm", "engine.urls=nowhere"], "is not an http or https URL"),
-        (["engine.kind=vllm", "engine.urls=http://127.0.0.1:9", "engine.threads=2"], "threads has no effect"),
+        (
+            ["engine.kind=vllm", "engine.urls=http://127.0.0.1:9", "engine.max_cost=2"],
+            "max_cost has no effect",
+        ),
         (["engine.url=http://127.0.0.1:9"], "url has no effect with kind = 'embedded'"),
         (["engine.kind=external"], "an external trainer needs a key"),
         (["engine.kind=external", "engine.key_env=NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
@@ -234,16 +237,15 @@ async def test_a_server_that_is_not_there_is_waited_for_aloud_and_not_for_ever(t
     arguments = [
         "engine.kind=vllm",
         "engine.urls=http://127.0.0.1:9",
-        "engine.retries=0",
-        "engine.start_timeout_s=0.5",
+        "engine.start_timeout_s=3",
     ]
     async with serving(tmp_path, *arguments) as serve:
         waiting = await serve.event("waiting")
         code, said = await serve.ended()
     gone = "vllm at http://127.0.0.1:9 is not reachable for "
-    assert waiting["line"].startswith(f"waiting for vllm at http://127.0.0.1:9 (0.5 s): {gone}")
+    assert waiting["line"].startswith(f"waiting for vllm at http://127.0.0.1:9 (3 s): {gone}")
     assert code == 1
     (line,) = said.splitlines()
     assert line.startswith(f"insitu: {gone}")
-    waited = "; waited 0.5 s for it (engine.start_timeout_s): start it, or leave it out of engine.urls"
+    waited = "; waited 3 s for it (engine.start_timeout_s): start it, or leave it out of engine.urls"
     assert line.endswith(waited)

@@ -61,7 +61,7 @@ def test_serve_from_start_to_ctrl_c(tmp_path: Path) -> None:
     tools.write_text('[{"name": "submit", "parameters": {"type": "object"}}]')
     arguments = ["--json", "--admin", "--agent", "codex", f"run.dir={run}", "--sessions", "2"]
     arguments += ["--tools", str(tools)]
-    arguments += ["engine.max_rows=8", "model.max_context_tokens=1024"]
+    arguments += ["model.max_context_tokens=1024"]
     with serving(*arguments, "limits.max_call_tokens=8", INSITU_ADMIN_SECRET="operator-" * 4) as process:
         assert process.stdout is not None
         events: dict[str, list[dict[str, Any]]] = {}
@@ -147,7 +147,7 @@ def test_the_configured_family_is_the_one_that_is_served(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_what_a_person_reads_is_short_and_explained(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    small = ["engine.max_rows=8", "model.max_context_tokens=1024", "limits.max_call_tokens=8"]
+    small = ["model.max_context_tokens=1024", "limits.max_call_tokens=8"]
     with serving(f"run.dir={run}", *small) as process:
         assert process.stdout is not None
         lines = []

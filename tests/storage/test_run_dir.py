@@ -234,6 +234,19 @@ def test_every_path_of_a_run_is_found_from_any_folder(
     assert (unset.engine.publish_dir, unset.train.reference, unset.gateway.tools) == ("", "", "")
 
 
+def test_a_run_with_keys_that_became_constants_is_read(tmp_path: Path) -> None:
+    sets = [
+        {"name": "a", "harness": {"agent": "pi"}},
+        {"name": "b", "agents": [{"agent": "pi"}, {"agent": "script"}]},
+    ]
+    RunDir.create(load_config(None, [f"run.dir={tmp_path / 'r'}"], {"tasks": sets})).close()
+    kept, text = read_config(tmp_path / "r"), (tmp_path / "r" / "config.toml").read_text()
+    earlier = text.replace("[engine]", "[engine]\nretries = 3").replace('"pi"}', '"pi", artifact_files = 9}')
+    assert earlier.count("artifact_files") == 2
+    (tmp_path / "r" / "config.toml").write_text(earlier + '[gone]\nkey = "x"\n')
+    assert read_config(tmp_path / "r") == kept
+
+
 def test_a_start_that_failed_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     class Failed(Exception):
         pass

@@ -258,11 +258,11 @@ def test_keys_of_one_agent_do_not_reach_another(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_inside_one_agent_has_no_key_of_the_others(tmp_path: Path) -> None:
-    agents = [{"agent": "script"}, {"agent": "pi", "max_rollouts_per_process": 7}]
+    agents = [{"agent": "script"}, {"agent": "pi", "artifacts": ["a"]}]
     tables = {**mixed(rows(tmp_path, 1), agents=agents), "eval": [{"harness": {"agent": "mini_swe"}}]}
     config = load_config(None, (), tables)
     own = config.arms["own@heldout"].config
-    assert (own.harness.agent, own.harness.max_rollouts_per_process) == ("mini_swe", 64)
+    assert (own.harness.agent, own.harness.artifacts) == ("mini_swe", ())
     assert [name for name in config.arms if "@heldout" in name] == ["toy@heldout", "own@heldout"]
 
 

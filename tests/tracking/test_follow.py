@@ -142,7 +142,6 @@ def test_wrong_trackers_are_one_line_before_the_run(monkeypatch: pytest.MonkeyPa
 SMALL = {
     "harness.agent": "script", "run.steps": 2, "eval.count": 4, "collect.groups_per_step": 2,
     "collect.group_size": 4, "harness.workers": 4, "train.threads": 1, "train.min_groups": 1,
-    "engine.max_rows": 8,
 }  # fmt: skip
 
 

@@ -60,7 +60,6 @@ def sft_config(source: Path, target: Path, *overrides: str) -> Config:
         "train.warmup_steps=0",
         "train.threads=1",
         "sft.lr=0.01",
-        "engine.max_rows=8",
         "model.max_context_tokens=512",
     ]
     return load_config(None, [*texts, *overrides])

@@ -88,8 +88,7 @@ NOTHING = Artifacts()
 
 def artifacts_from_config(config: Config) -> Artifacts:
     """Return what [harness] asks for."""
-    table = config.harness
-    return Artifacts(paths=table.artifacts, max_files=table.artifact_files, max_bytes=table.artifact_bytes)
+    return Artifacts(paths=config.harness.artifacts)
 
 
 async def collect_tree(

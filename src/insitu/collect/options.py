@@ -133,6 +133,11 @@ class CollectOptions(CollectKeys):
     temperature: float = 1.0
     pause_s: float = 0.5
     """Backoff before the second attempt; doubled for each further one."""
+    lookahead: float = 0.3
+    """Share of the running groups, from the oldest on, that a step may choose from: passing over more of them
+    trains on quick rollouts first and lets the slow ones grow stale."""
+    group_grace_s: float = 600.0
+    """Seconds after the agent's limit until an attempt times out, if the grader's timeout is less."""
     whole: bool = True
     """False: returned rollouts contain no tokens and no files (the sink has them), to save memory."""
 

@@ -56,10 +56,6 @@ class EngineTable(ProviderKeys, Table):
     trains; upstream = a provider; or an own one, as entry point, module:attribute or file.py:attribute."""
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     """Sampling temperature in training and evaluation, and of the trainer's log-probabilities."""
-    max_rows: Annotated[int, Field(ge=8, multiple_of=8), _EMBEDDED] = 32
-    """Requests decoded in one batch; a multiple of 8."""
-    threads: Annotated[Count, _EMBEDDED] = 1
-    """Torch threads while sampling."""
     key_env: Annotated[str, _REMOTE] = ""
     """Environment variable with the server's, trainer's or provider's key; empty = none."""
     call_timeout_s: Annotated[Seconds, _REMOTE] = 600.0
@@ -78,10 +74,6 @@ class EngineTable(ProviderKeys, Table):
     """Environment or interpreter that has the server; empty = insitu's own."""
     args: Annotated[tuple[str, ...], Field(strict=False), _LAUNCH] = ()
     """Further arguments of the server, e.g. ["--gpu-memory-utilization", "0.8"]."""
-    control_timeout_s: Annotated[Seconds, _SERVER] = 30.0
-    """Timeout of any other call."""
-    retries: Annotated[CountOrZero, _SERVER] = 3
-    """Retries of a request that the server has not started."""
     start_timeout_s: Annotated[SecondsOrZero, _SERVER] = 60.0
     """Seconds that a run waits at its start for the servers to come up; 0 = none. 900 with launch."""
     reconnect_timeout_s: Annotated[Seconds, _SERVER] = 300.0

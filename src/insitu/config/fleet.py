@@ -25,8 +25,6 @@ class FleetTable(Table):
     lease_s: Annotated[Seconds, _FLEET] = 60.0
     """A node that does not reach the controller for this time ends its agents and sandboxes and exits. One
     that does not answer for a quarter of it is lost: its attempts are repeated on other nodes."""
-    start_timeout_s: Annotated[Seconds, _FLEET] = 300.0
-    """Timeout of a node's start."""
 
     @property
     def beat_s(self) -> float:

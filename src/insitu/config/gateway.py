@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from insitu.config.base import OwnPath, Seconds, Table, unless
+from insitu.config.base import OwnPath, Table, unless
 
 _SHIM = unless("shim_tool", "")
 
@@ -25,8 +25,6 @@ class GatewayTable(Table):
     tunnel: Annotated[str, unless("port", 0)] = ""
     """Command that opens a tunnel to {origin} and prints its https URL, for example
     "cloudflared tunnel --url {origin}"; it runs as long as the gateway."""
-    public_timeout_s: Annotated[Seconds, unless("port", 0)] = 60.0
-    """Timeout until the public URL answers, start of the tunnel included."""
     max_concurrent_calls: Annotated[int, Field(ge=1)] = 16
     """Concurrent model calls of one session; further ones wait."""
     auxiliary: Literal["exclude", "train"] = "exclude"

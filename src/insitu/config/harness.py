@@ -50,16 +50,10 @@ class HarnessTable(AgentCommand):
     """fresh = a new sandbox per rollout; warm = sandboxes that are wiped in between; Pi's process stays."""
     workers: Count = 8
     """Rollouts that run at the same time."""
-    max_rollouts_per_process: Count = 64
-    """warm: rollouts after which a worker is replaced."""
     compact: bool = False
     """pi only: allow compaction of a full context. Other agents decide for themselves."""
     artifacts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Files or folders in the work folder or home of a sandbox to copy to artifacts/ of the run directory."""
-    artifact_files: Count = 64
-    """Most files kept per attempt."""
-    artifact_bytes: Count = 4 << 20
-    """Most bytes kept per attempt; a file that exceeds the remainder is skipped."""
 
     @model_validator(mode="after")
     def _one_agent(self) -> Self:

@@ -38,16 +38,13 @@ RENAMED: Mapping[str, str] = {
     "collect.overdue": "collect.late_groups",
     "collect.refill": "collect.replace_degenerate",
     "collect.starve_limit_s": "collect.stall_timeout_s",
-    "collect.window": "collect.lookahead",
     "engine.patience_s": "engine.max_wait_s",
     "engine.return_timeout_s": "engine.reconnect_timeout_s",
     "grade.min_strength": "grade.min_trust",
-    "harness.recycle_rollouts": "harness.max_rollouts_per_process",
     "model.family": "model.renderer",
     "model.retention": "model.keep_reasoning",
     "rollout.per_task": "rollout.samples",
     "rollout.tasks": "rollout.count",
-    "sandbox.boot_tries": "sandbox.boot_attempts",
     "sandbox.permits": "sandbox.max_sandboxes",
     "tasks.bad_rows": "tasks.on_invalid_row",
     "tasks.build_action": "tasks.parse_answer",
@@ -247,6 +244,23 @@ def table_classes() -> dict[str, type[Table]]:
 def dotted_keys() -> list[str]:
     """Return every key of the configuration as table.key."""
     return [f"{table}.{key}" for table, kind in table_classes().items() for key in kind.model_fields]
+
+
+def known_keys(tables: Raw) -> dict[str, Any]:
+    """Return tables without the keys that do not exist, also in the layers of [[tasks]] and [[eval]]."""
+
+    def known(table: str, values: Any) -> Any:
+        if isinstance(values, list | tuple):
+            return [known(table, one) for one in values]
+        inner = {"agents": "harness", **{name: name for name in LAYERS}} if table in REPEATED else {}
+        fields = table_classes()[table].model_fields
+        return {
+            key: known(inner[key], value) if key in inner else value
+            for key, value in values.items()
+            if key in fields
+        }
+
+    return {name: known(name, values) for name, values in tables.items() if name in Config.model_fields}
 
 
 def _toml(value: Any) -> str:

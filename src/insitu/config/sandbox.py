@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from insitu.config.base import Count, CountOrZero, Keys, SandboxName, Seconds, Table, UsedWith
+from insitu.config.base import CountOrZero, SandboxName, Seconds, Table, UsedWith
 
 _LOCAL = UsedWith(("backend", "fallback"), ("local",))
 _DOCKER = UsedWith(("backend", "fallback"), ("docker",))
@@ -15,22 +15,11 @@ _IMAGES = UsedWith(("backend", "fallback"), ("docker", "harbor"))
 _LIMITED = UsedWith(("backend", "fallback"), ("local", "docker"))
 
 
-class PoolKeys(Keys):
-    """The pool of sandboxes."""
+class SandboxTable(Table):
+    """Where agents run and are graded."""
 
     max_sandboxes: CountOrZero = 0
     """Concurrent sandboxes for agents, grading and spares; 0 = as many as the run needs, at least 128."""
-    warm: CountOrZero = 1
-    """Spare sandboxes kept ready for a plain spec that is requested repeatedly, e.g. for grading."""
-    boot_attempts: Count = 3
-    """Attempts to start a sandbox before the rollout attempt fails."""
-    boot_timeout_s: Seconds = 120.0
-    """Timeout of one start; an image pull has pull_timeout_s more."""
-
-
-class SandboxTable(PoolKeys, Table):
-    """Where agents run and are graded."""
-
     backend: SandboxName = "local"
     """local = namespaces of this machine; docker = containers, which tasks with images need; harbor =
     sandboxes of Harbor's environments (clouds), whose agents call gateway.public_url; or an own one, as entry
@@ -61,12 +50,6 @@ class SandboxTable(PoolKeys, Table):
     an image write to memory."""
     pull_timeout_s: Annotated[Seconds, _IMAGES] = 1800.0
     """Timeout of an image pull."""
-    breaker_failures: Count = 5
-    """Circuit breaker: failed starts within the window that take a backend out of use."""
-    breaker_window_s: Seconds = 60.0
-    """Circuit breaker: length of the window."""
-    breaker_cooldown_s: Seconds = 30.0
-    """Circuit breaker: first cooldown; doubled by each failed trial."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -43,14 +43,10 @@ class CollectKeys(Keys):
     """Least graded rollouts of a group; a smaller group is not trained."""
     max_staleness: CountOrZero = 0
     """Versions a trained token may be behind the trainer; rollouts run while it trains. 0 = synchronous."""
-    lookahead: Annotated[float, Field(gt=0, le=1), _AHEAD] = 0.3
-    """Share of the running groups, from the oldest on, that a step may choose from."""
     late_groups: Annotated[Literal["wait", "skip", "cancel"], _AHEAD] = "wait"
     """A step waits for a late group, skips its retries, or drops it."""
     group_deadline_s: Annotated[SecondsOrZero, _AHEAD] = 0.0
     """Seconds after which an attempt's agent is stopped, if less than wall_s; 0 = none."""
-    group_grace_s: Seconds = 600.0
-    """Seconds after the agent's limit until an attempt times out; at least twice the grader's timeout."""
     replace_degenerate: Annotated[float, Field(ge=0), _AHEAD] = 1.0
     """Groups with equal rewards replaced per step, as a share of groups_per_step."""
     stall_timeout_s: Seconds = 3600.0

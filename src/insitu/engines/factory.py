@@ -63,8 +63,6 @@ def http_options(config: Config, launched: Sequence[str] = ()) -> list[HttpOptio
             url=url,
             key=key,
             call_deadline_s=table.call_timeout_s,
-            control_deadline_s=table.control_timeout_s,
-            retries=table.retries,
             context_versions=config.collect.max_staleness if table.publish_mode == "keep" else 0,
             experts=table.replay_experts,
         )

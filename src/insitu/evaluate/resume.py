@@ -12,15 +12,14 @@ from insitu.storage.run_dir import name_run, read_config, read_store, read_table
 
 _SAME_RESULT = """
 run: plain checkpoint_every_steps keep_checkpoints
-engine: url urls listen key_env launch replicas gpus tensor_parallel python max_rows share_gpu
+engine: url urls listen key_env launch replicas gpus tensor_parallel python share_gpu
 engine: publish publish_dir
-engine: call_timeout_s control_timeout_s start_timeout_s reconnect_timeout_s retries
+engine: call_timeout_s start_timeout_s reconnect_timeout_s
 engine: max_concurrent max_cost max_wait_s requests_per_minute
 engine: input_price cached_price cache_write_price output_price train_price
-gateway: host port public_url public_timeout_s tunnel
-fleet: address nodes lease_s start_timeout_s
-sandbox: max_sandboxes warm boot_attempts boot_timeout_s pull_timeout_s
-sandbox: breaker_failures breaker_window_s breaker_cooldown_s
+gateway: host port public_url tunnel
+fleet: address nodes lease_s
+sandbox: max_sandboxes pull_timeout_s
 harness: workers
 grade: workers
 reward: max_concurrent

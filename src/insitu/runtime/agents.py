@@ -24,6 +24,9 @@ from insitu.types import Limits, arm_of
 
 log = logging.getLogger(__name__)
 
+USES = 64
+"""Rollouts of a warm sandbox, after which a new one costs nothing that shows: it ends what agents leak."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSetup:
@@ -37,7 +40,9 @@ class AgentSetup:
 
 
 def limits_of(config: Config) -> Limits:
-    return config.limits.pick(Limits, max_context_tokens=config.model.max_context_tokens)
+    # A call adds two nodes at most: no budget of calls that was asked for ends earlier for its forest.
+    nodes = max(Limits().max_nodes, 2 * config.limits.max_calls)
+    return config.limits.pick(Limits, max_context_tokens=config.model.max_context_tokens, max_nodes=nodes)
 
 
 def make_harness(
@@ -62,7 +67,7 @@ def make_harness(
         recipe,
         backend,
         installed=install(recipe, log_line),
-        uses=config.harness.max_rollouts_per_process if config.harness.mode == "warm" else 1,
+        uses=USES if config.harness.mode == "warm" else 1,
         access=access,
         compact=config.harness.compact,
         artifacts=artifacts_from_config(config),

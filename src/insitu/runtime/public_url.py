@@ -32,6 +32,8 @@ from insitu.gateway.server import Gateway
 
 SOURCE = Path(__file__).parents[2]
 POLL_S, CALL_S, END_S = 0.5, 10.0, 10.0
+PUBLIC_S = 60.0
+"""Until the public URL answers, start of a tunnel included: new names take up to half a minute."""
 # An origin: the texts around it have links with a path, to a provider's terms for example.
 _URL = re.compile(rb"(https://[a-zA-Z0-9][a-zA-Z0-9.-]*(?::\d+)?)/?[\s|\"'>)]")
 MISSING = (
@@ -75,7 +77,7 @@ async def open_public_url(
     if not (needed or config.gateway.public_url or config.gateway.tunnel):
         yield ""
         return
-    ends = time.monotonic() + config.gateway.public_timeout_s
+    ends = time.monotonic() + PUBLIC_S
     url = configured_url(config, os.environ)
     if url:
         await _probe(gateway, url, ends)

@@ -20,7 +20,6 @@ from insitu.errors import ConfigError, SetupError, user_code
 from insitu.grading.runners.find import runner_named
 from insitu.runtime.public_url import check_public_url
 from insitu.sandbox.base import Capability, SandboxBackend
-from insitu.sandbox.circuit_breaker import CircuitOptions
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import DEFAULT_MAX_SANDBOXES, Pool, PoolOptions
@@ -66,16 +65,10 @@ def make_pool(config: Config, say: Callable[[str], None] = log.warning) -> Pool:
     for reason in failures:
         say(f"backend unavailable: {reason}; sandboxes come from {backends[0].name} for the whole run")
     fetch_s = table.pull_timeout_s if {"docker", "harbor"} & {*table.kinds} else 0.0
-    options = table.pick(
-        PoolOptions,
+    options = PoolOptions(
         max_sandboxes=table.max_sandboxes or max(DEFAULT_MAX_SANDBOXES, config.sandboxes_needed),
         in_order=True,
-        boot_timeout_s=table.boot_timeout_s + fetch_s,
-        circuit=CircuitOptions(
-            threshold=table.breaker_failures,
-            window_s=table.breaker_window_s,
-            cooldown_s=table.breaker_cooldown_s,
-        ),
+        boot_timeout_s=PoolOptions().boot_timeout_s + fetch_s,
     )
     return Pool(backends, options, say)
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from insitu.backoff import backoff_s
-from insitu.config.base import Count
-from insitu.config.sandbox import PoolKeys
+from insitu.config.base import Count, CountOrZero, Keys, Seconds
 from insitu.errors import (
     ImageMissing,
     ImageUnavailable,
@@ -52,10 +51,16 @@ LOG_S = 30.0
 """Interval of log lines while a permit is awaited."""
 
 
-class PoolOptions(PoolKeys):
+class PoolOptions(Keys):
     """Options of a pool."""
 
     max_sandboxes: Count = DEFAULT_MAX_SANDBOXES
+    warm: CountOrZero = 1
+    """Spare sandboxes kept ready for a plain spec that is requested repeatedly, e.g. for grading."""
+    boot_attempts: Count = 3
+    """Attempts to start a sandbox before the rollout attempt fails, which is itself repeated."""
+    boot_timeout_s: Seconds = 120.0
+    """Timeout of one start: many times what a container or a cloud takes, once its image is there."""
     pause_s: float = 0.5
     """Backoff before the second attempt; doubled each time."""
     permit_wait_s: float = 3600.0

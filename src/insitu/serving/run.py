@@ -33,7 +33,6 @@ BASE: Mapping[str, Any] = {
         "max_calls": 10_000,
         "max_call_tokens": 512,
         "max_session_tokens": 10_000_000,
-        "max_nodes": 20_000,
     },
 }
 """Defaults below the user's configuration: an agent run by hand needs higher limits than a rollout."""

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self, TextIO
 
 import orjson
 
-from insitu.config import RENAMED, Config, dump_toml, load_config, model_folder, read_toml
+from insitu.config import RENAMED, Config, dump_toml, known_keys, load_config, model_folder, read_toml
 from insitu.config.base import holds_paths, is_url
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.files import write_text
@@ -241,13 +241,16 @@ def read_config(path: Path) -> Config:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """Return the stored configuration of a run as tables, renamed keys of earlier versions included."""
+    """Return the stored configuration of a run as tables.
+
+    Keys of earlier versions are renamed, and left out where they became constants.
+    """
     tables: dict[str, Any] = {**read_toml(path / "config.toml")}
     for old, new in RENAMED.items():
         (table, key), (now_in, name) = old.split("."), new.split(".")
         if table == now_in and isinstance(values := tables.get(table), dict) and key in values:
             values[name] = values.pop(key)
-    return tables
+    return known_keys(tables)
 
 
 def read_store(path: Path) -> Store:

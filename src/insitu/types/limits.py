@@ -18,8 +18,6 @@ class LimitKeys(Keys):
     """Sampled tokens per rollout."""
     max_prompt_tokens: CountOrZero = 0
     """Prompt tokens per rollout, summed over its calls; 0 = no limit."""
-    max_nodes: Count = 1024
-    """Nodes of a rollout's forest; a call adds two at most."""
 
     def over(self, limits: Limits) -> Limits:
         """Return `limits` with the values that were set here."""
@@ -31,3 +29,5 @@ class Limits(LimitKeys):
 
     max_context_tokens: Count = 4096
     """Prompt plus sampled tokens of one call."""
+    max_nodes: Count = 1024
+    """Nodes of a rollout's forest; a call adds two at most."""

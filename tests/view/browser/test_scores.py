@@ -21,7 +21,7 @@ from insitu.storage.run_dir import read_config, read_store
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 OVERRIDES = (
     "run.steps=1", "eval.count=0", "collect.groups_per_step=3", "collect.group_size=4",
-    "harness.workers=4", "train.threads=1", "train.min_groups=1", "engine.max_rows=8",
+    "harness.workers=4", "train.threads=1", "train.min_groups=1",
 )  # fmt: skip
 LEGEND = "[aria-label='Legend: show only'] .chip"
 

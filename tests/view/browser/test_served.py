@@ -15,7 +15,7 @@ from browser_lab import open_tab, serve
 import insitu
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-SMALL = {"engine.max_rows": 8, "limits.max_call_tokens": 8, "model.max_context_tokens": 1024}
+SMALL = {"limits.max_call_tokens": 8, "model.max_context_tokens": 1024}
 PAGES = (
     "",
     "/rollouts",

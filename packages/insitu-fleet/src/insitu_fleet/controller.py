@@ -38,6 +38,8 @@ from insitu_fleet.attempts import FleetAttempts, Gate
 from insitu_fleet.engine import EngineCalls
 from insitu_fleet.links import Link, ProcessLink, code_identity
 
+START_S = 300.0
+"""Timeout of a node's start: the first one on a machine unpacks agents there."""
 STARTS = 5
 """Failed starts in a row after which a node is given up."""
 PAUSE_S = 1.0
@@ -205,7 +207,7 @@ class Fleet:
                 await self._start(node)
                 if node.peer is None:
                     raise EngineError("it is not connected")
-                timeout_s = self.config.fleet.start_timeout_s
+                timeout_s = START_S
                 meta = (await node.peer.call("node.check", deadline_s=timeout_s)).meta
             except InsituError as error:
                 return node.link.name, str(error).removeprefix(f"node {node.link.name}: "), False
@@ -226,7 +228,7 @@ class Fleet:
 
     async def _start(self, node: FleetNode) -> None:
         """Start a node and open what attempts need there. Raises InsituError that names it."""
-        timeout_s = self.config.fleet.start_timeout_s
+        timeout_s = START_S
         node.starts += 1
         try:
             peer = await node.link.open({"attempt.ready": partial(self._ready, node)}, timeout_s)

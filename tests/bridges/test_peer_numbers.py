@@ -129,7 +129,7 @@ def prime_loss() -> Any:
     space |= {name: _Anything() for name in ("Float", "Bool", "Int")} | {"__name__": __name__}
     found = taken("INSITU_PRIME_SRC", "src/prime_rl/trainer/rl/loss.py", names, **space)
     config = SimpleNamespace(
-        dppo_mask_high=LOSS.dppo_high, dppo_mask_low=LOSS.dppo_low, adv_tau=1.0, kl_tau=LOSS.dppo_tau
+        dppo_mask_high=LOSS.clips[1], dppo_mask_low=LOSS.clips[0], adv_tau=1.0, kl_tau=LOSS.dppo_tau
     )
 
     def loss(live: Sequence[Any], samples: Sequence[Any]) -> Any:

@@ -14,9 +14,9 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import SetupError
-from insitu.runtime.fleet import controller
 from insitu.shutdown import descendants
 from insitu.types import Status
+from insitu_fleet import controller
 from sources import SOURCES
 from tests.e2e.test_fleet import Bed, alive, same, until
 

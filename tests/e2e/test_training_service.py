@@ -31,7 +31,7 @@ SERVICE = [
     "harness.workers=4", "train.threads=1", "train.min_groups=1", "train.max_logprob_gap=1e-4",
     "engine.kind=tinker", f"engine.model={WARM_START}", "policy.kind=tinker", "policy.lora_rank=8",
     "run.checkpoint_every_steps=1",
-    "engine.input_price=2", "engine.output_price=3", "engine.train_price=5",
+    "engine.prices={input=2.0, output=3.0, train=5.0}",
 ]  # fmt: skip
 
 

@@ -74,7 +74,7 @@ HARMLESS = [
     'engine.urls=["http://10.0.0.2:8000"]', "engine.call_timeout_s=900", "harness.workers=1",
     "grade.workers=1",
     "train.token_budget=4096", "train.step_timeout_s=9000", "collect.stall_timeout_s=99",
-    "sandbox.max_sandboxes=64", "gateway.port=8081", "train.kl_alarm=0", "run.keep_checkpoints=9",
+    "sandbox.max_sandboxes=64", "gateway.port=8081", "run.alarms={kl = 0.0}", "run.keep_checkpoints=9",
 ]  # fmt: skip
 
 

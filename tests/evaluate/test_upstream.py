@@ -32,7 +32,7 @@ DEADLINE_S = 90
 TASKS, PER_TASK = 4, 3
 SETTINGS = [
     "engine.kind=upstream", "engine.model=big-model", "engine.key_env=FAKE_KEY",
-    "engine.input_price=1.0", "engine.cached_price=0.1", "engine.output_price=10.0",
+    "engine.prices={input=1.0, cached=0.1, output=10.0}",
     "harness.agent=script", "harness.workers=3", f"rollout.count={TASKS}", f"rollout.samples={PER_TASK}",
 ]  # fmt: skip
 CALL_COST = (60 * 1.0 + 40 * 0.1 + 20 * 10.0) / 1e6

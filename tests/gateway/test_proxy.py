@@ -601,8 +601,8 @@ def test_what_is_written_to_the_providers_cache_has_a_price() -> None:
     for reply in (anthropic, others):
         usage = usage_of(b"", reply)
         assert (usage.prompt_tokens, usage.written_tokens) == (1010, 1000)
-        assert Prices(input=1.0, written=1.25).cost(usage) == pytest.approx(1260 / 1e6)
+        assert Prices(input=1.0, cache_write=1.25).cost(usage) == pytest.approx(1260 / 1e6)
         assert Prices(input=1.0).cost(usage) == pytest.approx(1010 / 1e6)
-    keys = ("kind=upstream", "url=http://x", "model=m", "input_price=1", "cache_write_price=1.25")
+    keys = ("kind=upstream", "url=http://x", "model=m", "prices={input=1.0, cache_write=1.25}")
     config = load_config(None, [f"engine.{key}" for key in keys])
-    assert upstream_options(config).prices == Prices(input=1.0, written=1.25)
+    assert upstream_options(config).prices == Prices(input=1.0, cache_write=1.25)

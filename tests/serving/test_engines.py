@@ -186,7 +186,7 @@ async def test_a_trainer_is_told_where_to_come(tmp_path: Path) -> None:
 async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> None:
     async with serve_provider() as fake:
         arguments = ["engine.kind=upstream", f"engine.url={fake.url}", "engine.key_env=PROVIDER_KEY"]
-        arguments += ["engine.model=big-model", "engine.input_price=1", "engine.output_price=2.5"]
+        arguments += ["engine.model=big-model", "engine.prices={input=1.0, output=2.5}"]
         async with serving(tmp_path, *arguments, "--agent", "claude_code", PROVIDER_KEY=KEY) as serve:
             session = await serve.event("session")
             assert "big-model" in json.dumps(session["agents"])

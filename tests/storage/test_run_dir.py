@@ -13,6 +13,7 @@ import pytest
 from helpers_record import make_rollout
 
 from insitu.config import Config, load_config
+from insitu.config.tables import ALARMS
 from insitu.errors import ConfigError, RecordError
 from insitu.storage.files import write_text
 from insitu.storage.metrics import MetricsFile, read_metrics
@@ -245,6 +246,40 @@ def test_a_run_with_keys_that_became_constants_is_read(tmp_path: Path) -> None:
     assert earlier.count("artifact_files") == 2
     (tmp_path / "r" / "config.toml").write_text(earlier + '[gone]\nkey = "x"\n')
     assert read_config(tmp_path / "r") == kept
+
+
+EARLIER = """
+[engine]
+kind = "upstream"
+url = "http://a"
+model = "m"
+input_price = 2.0
+train_price = 0.0
+[collect]
+reward_alarm = 0.0
+[train]
+loss = "{loss}"
+clip_low = 0.25
+clip_high = 0.3
+dppo_low = 0.1
+dppo_high = 0.15
+gspo_low = 1e-3
+gspo_high = 2e-3
+cispo_cap = 3.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "clips"),
+    [("ppo_clip", (0.25, 0.3)), ("dppo", (0.1, 0.15)), ("gspo", (1e-3, 2e-3)), ("cispo", (0.0, 2.0))],
+)
+def test_a_run_with_bounds_and_prices_of_their_own_keeps_them(
+    tmp_path: Path, loss: str, clips: tuple[float, float]
+) -> None:
+    (tmp_path / "config.toml").write_text(EARLIER.replace("{loss}", loss))
+    kept = read_config(tmp_path)
+    assert (kept.engine.prices, kept.run.alarms) == ({"input": 2.0}, {**ALARMS, "reward": 0.0})
+    assert (kept.train.clip_low, kept.train.clip_high) == clips
 
 
 def test_a_start_that_failed_leaves_nothing_of_its_own(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_loss_and_slope_equal_the_formula(name: str) -> None:
 
 def test_the_gradient_of_gspo_is_that_of_the_rollouts_own_ratio() -> None:
     """Each token carries one n-th: the sum over tokens / n is the paper's loss of one sequence."""
-    config = LossConfig(loss="gspo", ratio="trainer", gspo_low=0.2, gspo_high=0.3)
+    config = LossConfig(loss="gspo", ratio="trainer", clip_low=0.2, clip_high=0.3)
     for t in rollouts():
         live = torch.tensor(t.live, dtype=torch.float64, requires_grad=True)
         s = (live - torch.tensor(t.prox, dtype=torch.float64)).mean().exp()

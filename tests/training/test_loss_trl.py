@@ -142,12 +142,12 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "dr_grpo": (PPO, "constant", {"loss_type": "dr_grpo", **CLIP}),
     "delta": ({**PPO, "dual_clip": 1.4}, "rollout", {"delta": 1.4, **CLIP}),
     "gspo": (
-        {"loss": "gspo", "ratio": "trainer", "gspo_low": 0.05, "gspo_high": 0.06},
+        {"loss": "gspo", "ratio": "trainer", "clip_low": 0.05, "clip_high": 0.06},
         "rollout",
         {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06},
     ),
     "cispo": (
-        {"loss": "cispo", "ratio": "trainer", "cispo_cap": 1.3},
+        {"loss": "cispo", "ratio": "trainer", "clip_high": 0.3},
         "token",
         {"loss_type": "cispo", "epsilon_high": 1.3},
     ),

@@ -34,8 +34,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     "ppo_clip_rollout": {"loss": "ppo_clip", **TRAINER, "correction": "mask", "correction_level": "rollout"},
     "cispo_icepop": {"loss": "cispo", **TRAINER, "correction": "icepop", "correction_level": "rollout_mean",
                      "correction_low": 0.95, "correction_high": 1.1},
-    "gspo": {"loss": "gspo", "gspo_low": 0.05, "gspo_high": 0.05},
-    "gspo_trainer": {"loss": "gspo", **TRAINER, "gspo_low": 0.05, "gspo_high": 0.05, "off_policy_mask": 0.1},
+    "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.05},
+    "gspo_trainer": {"loss": "gspo", **TRAINER, "clip_low": 0.05, "clip_high": 0.05, "off_policy_mask": 0.1},
     "decoupled": {"loss": "decoupled"},
     "k1": {"loss": "ppo_clip", "kl": "k1", "kl_weight": 0.2},
     "k2": {"loss": "gspo", **TRAINER, "kl": "k2", "kl_weight": 0.2},
@@ -96,7 +96,7 @@ def policy_term(
     r = (live - old).exp()
     if c.loss == "gspo":
         s = (live - old).mean().exp()
-        return -torch.min(s * a, s.clamp(1 - c.gspo_low, 1 + c.gspo_high) * a).expand_as(live)
+        return -torch.min(s * a, s.clamp(1 - c.clips[0], 1 + c.clips[1]) * a).expand_as(live)
     if c.loss == "cispo":
         return -r.detach().clamp(max=5.0) * a * live
     if c.loss == "dppo":
@@ -207,8 +207,7 @@ def test_a_step_tells_how_far_the_policy_is_from_those_that_sampled() -> None:
     config = TrainConfig(
         loss=LossConfig(loss="ppo_clip", clip_low=0.01, clip_high=0.02, kl="k3"),
         max_staleness=1,
-        kl_alarm=1e-6,
-        reference_alarm=1e-6,
+        alarms={"kl": 1e-6, "reference_kl": 1e-6},
     )
     trainer = Trainer(model, config, version=4, reference=Reference(reference))
     plan = plan_step(groups, PlanConfig())
@@ -235,7 +234,7 @@ def test_agreement_raises_no_alarm_and_the_reference_stays_as_it_is() -> None:
     reference = Reference(small_model())
     held = reference.checksum
     config = TrainConfig(
-        loss=LossConfig(kl="k3", kl_weight=0.1), kl_alarm=1e-3, reference_alarm=0.1, epochs=2
+        loss=LossConfig(kl="k3", kl_weight=0.1), alarms={"kl": 1e-3, "reference_kl": 0.1}, epochs=2
     )
     trainer = Trainer(model, config, reference=reference)
     for step in range(2):

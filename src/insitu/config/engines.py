@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -95,18 +96,11 @@ class EngineTable(ProviderKeys, Table):
     share_gpu: Annotated[bool, _SERVER] = False
     """The server sleeps while the trainer works, so that both share one GPU."""
 
+    prices: Annotated[Mapping[str, Annotated[float, Field(ge=0)]], _NAMED] = {}
+    """Prices of a million tokens, e.g. { input = 1.0, output = 5.0 }; upstream: also cached and cache_write
+    (Anthropic), else as input; tinker: train, of trained rows: both of their passes, per epoch."""
     listen: Annotated[str, only("kind", "external")] = "127.0.0.1:0"
     """Address where the trainer fetches requests; port 0 takes a free one."""
-    input_price: Annotated[float, Field(ge=0), _NAMED] = 0.0
-    """Price of a million prompt tokens."""
-    cached_price: Annotated[float, Field(ge=0), _PROVIDER] = 0.0
-    """Price of a million cached prompt tokens; 0 = input_price."""
-    cache_write_price: Annotated[float, Field(ge=0), _PROVIDER] = 0.0
-    """Price of a million prompt tokens written to the cache (Anthropic); 0 = input_price."""
-    output_price: Annotated[float, Field(ge=0), _NAMED] = 0.0
-    """Price of a million sampled tokens."""
-    train_price: Annotated[float, Field(ge=0), only("kind", "tinker")] = 0.0
-    """Price of a million tokens of trained rows: their forward pass and the one with gradients, per epoch."""
 
     @property
     def pause_mode(self) -> Literal["keep", "wait"]:
@@ -152,6 +146,9 @@ class EngineTable(ProviderKeys, Table):
             raise ValueError("kind = 'upstream' needs model: the provider's model that agents request")
         if self.kind == "tinker" and not self.model:
             raise ValueError("kind = 'tinker' needs model: the base model at the training service")
-        if self.max_cost and not (self.input_price or self.output_price):
-            raise ValueError("max_cost needs input_price or output_price")
+        if self.max_cost and not (self.prices.get("input") or self.prices.get("output")):
+            raise ValueError("max_cost needs a price of input or output")
+        priced = ("cached", "cache_write") if self.kind == "upstream" else ("train",)
+        if unknown := self.prices.keys() - {"input", "output", *priced}:
+            raise ValueError(f"prices.{min(unknown)} has no effect with kind = {self.kind!r}")
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from insitu.config.arms import Arm, all_arms, arms_of_set
@@ -38,6 +38,21 @@ _TABLES = Field(strict=False, min_length=1)
 _FUNCTION = unless("function", "")
 
 
+ALARMS: Mapping[str, float] = {
+    "infra_failure": 0.1, "tamper": 0.1, "reward": 0.4, "excluded_tokens": 0.2,
+    "unparsed": 0.1, "collapse": 0.5, "kl": 0.1, "reference_kl": 0.0,
+}  # fmt: skip
+
+
+def _with_usual(given: Mapping[str, float]) -> Mapping[str, float]:
+    if unknown := given.keys() - ALARMS:
+        raise ValueError(f"no alarm is named {min(unknown)}; there are: {', '.join(ALARMS)}")
+    return {**ALARMS, **given}
+
+
+_Alarms = Annotated[Mapping[str, Annotated[float, Field(ge=0)]], AfterValidator(_with_usual)]
+
+
 class _RunTable(Table):
     """The run as a whole."""
 
@@ -54,6 +69,8 @@ class _RunTable(Table):
     """Newest checkpoints kept on disk, beside the one with the best held-out result."""
     stop_after_evals: CountOrZero = 0
     """Evaluations during training without a better held-out result after which the run ends; 0 = never."""
+    alarms: _Alarms = ALARMS
+    """Levels above which a step warns, e.g. { reward = 0.6 }; 0 = never; see docs/troubleshooting.md."""
     plain: bool = False
     """Plain lines without colour instead of the live view."""
     hub: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$")] = ""

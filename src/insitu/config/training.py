@@ -28,6 +28,14 @@ _AHEAD = unless("max_staleness", 0)
 _CLIPPED = only("loss", "ppo_clip", "decoupled")
 _CORRECTED = only("correction", "tis", "mask", "icepop")
 _KL = unless("kl", "none")
+CLIPS: Mapping[str, tuple[float, float]] = {
+    "dppo": (0.2, 0.2),
+    "ppo_clip": (0.2, 0.28),  # clip-higher of DAPO
+    "decoupled": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),  # as published: a mean over a rollout's tokens moves little
+    "cispo": (0.0, 4.0),
+}
+"""Per loss, what clip_low = 0 and clip_high = 0 stand for."""
 HIGHEST_W: Mapping[str, float] = {"tis": 2.0, "mask": 3.0, "icepop": 5.0}
 """Per correction, the bound that correction_high = 0 stands for."""
 
@@ -61,17 +69,6 @@ class CollectTable(CollectKeys, Table):
     run: OwnPath = ""
     """Run directory of `insitu serve` whose sessions are the groups, instead of agents; the command line
     names it."""
-    infra_failure_alarm: Fraction = 0.1
-    """Warn when this share of a step's attempts fails because of the infrastructure; 0 = never."""
-    tamper_alarm: Fraction = 0.1
-    """Warn when this share of a step's verdicts is tampered; 0 = never."""
-    reward_alarm: Fraction = 0.4
-    """Warn when a step's mean reward exceeds the mean of the 8 before by this much; 0 = never."""
-    excluded_tokens_alarm: Fraction = 0.2
-    """The same for the share of sampled tokens excluded because of agent behaviour; 0 = never."""
-    unparsed_alarm: Fraction = 0.1
-    """Warn when the share of replies with a malformed call, or one of a tool that was not offered, exceeds
-    its lowest mean over 8 steps by this much; 0 = never."""
     max_consecutive_failures: Count = 20
     """Consecutive infrastructure failures after which the run stops with the last cause."""
 
@@ -85,24 +82,16 @@ class LossConfig(Keys):
     ratio: Annotated[Literal["sampler", "trainer"], only("loss", "ppo_clip", "cispo", "gspo")] = "sampler"
     """Denominator of the ratio; sampler = the sampled logprobs, trainer = recomputed
     before the step (the default of gspo)."""
-    dppo_low: Annotated[Fraction, only("loss", "dppo")] = 0.2
-    """Probability a token may lose against the sampler before its gradient is masked."""
-    dppo_high: Annotated[Fraction, only("loss", "dppo")] = 0.2
-    """Probability a token may gain against the sampler before its gradient is masked."""
     dppo_tau: Annotated[float, Field(ge=0), only("loss", "dppo")] = 1e-3
     """Weight of the KL term towards the sampler's log-probabilities."""
-    clip_low: Annotated[Fraction, _CLIPPED] = 0.2
-    """Lower clip of the ratio, 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0), _CLIPPED] = 0.28
-    """Upper clip of the ratio, 1 + clip_high."""
+    clip_low: Annotated[Fraction, only("loss", "dppo", "ppo_clip", "decoupled", "gspo")] = 0.0
+    """Lower clip of the ratio, 1 - clip_low; dppo: probability a token may lose before its gradient is
+    masked; gspo: of a rollout's mean ratio. 0 = 0.2, for gspo 0.0003."""
+    clip_high: Annotated[float, Field(ge=0), only("loss", *CLIPS)] = 0.0
+    """Upper clip of the ratio, 1 + clip_high; dppo: probability a token may gain; cispo: bound of the ratio
+    that multiplies a token's gradient. 0 = 0.28, for dppo 0.2, for gspo 0.0004, for cispo 4."""
     dual_clip: Annotated[float, Field(ge=0), _CLIPPED] = 0.0
     """Upper bound of the ratio where the advantage is negative; 0 = no bound."""
-    gspo_low: Annotated[Fraction, only("loss", "gspo")] = 3e-4
-    """Lower clip of a rollout's ratio, 1 - gspo_low."""
-    gspo_high: Annotated[float, Field(ge=0), only("loss", "gspo")] = 4e-4
-    """Upper clip of a rollout's ratio, 1 + gspo_high."""
-    cispo_cap: Annotated[float, Field(gt=0), only("loss", "cispo")] = 5.0
-    """Upper bound of the ratio that a token's gradient is multiplied by."""
     correction: Annotated[
         Literal["none", "tis", "mask", "icepop"], only("loss", "ppo_clip", "cispo", "gspo", "decoupled")
     ] = "none"
@@ -131,11 +120,17 @@ class LossConfig(Keys):
             )
         if wrong := _wrong_bounds(self.correction, self.correction_low, self.correction_high):
             raise ValueError(wrong)
-        if 0 < self.dual_clip <= 1 + self.clip_high:
+        if 0 < self.dual_clip <= 1 + self.clips[1]:
             raise ValueError("dual_clip must be above 1 + clip_high, or 0 for no bound")
         if self.kl == "k1" and not self.kl_unbiased:
             raise ValueError("kl = 'k1' needs kl_unbiased: its own gradient is zero on average")
         return self
+
+    @property
+    def clips(self) -> tuple[float, float]:
+        """Lower and upper bound of the loss; zeros for a loss of the user's own."""
+        low, high = CLIPS.get(self.loss, (0.0, 0.0))
+        return self.clip_low or low, self.clip_high or high
 
     @property
     def trainer_ratio(self) -> bool:
@@ -257,10 +252,6 @@ class LearnerKeys(_ParallelKeys):
     reference: Annotated[OwnPath, _KL] = ""
     """Reference policy or teacher: a model folder, or the URL of a vLLM server; empty = the initial model of
     the run. `tasks.reference` replaces it for one task set."""
-    reference_alarm: Annotated[float, Field(ge=0), _KL] = 0.0
-    """Warn at this divergence from the reference; 0 = never."""
-    kl_alarm: Annotated[float, Field(ge=0)] = 0.1
-    """Warn at this divergence between trainer and sampler of a batch; 0 = never."""
     shard: Annotated[bool, unless("ranks", 1)] = False
     """policy.kind = hf: shard the model over the ranks (FSDP2)."""
     step_timeout_s: Seconds = 3600.0
@@ -270,9 +261,6 @@ class LearnerKeys(_ParallelKeys):
 class TrainTable(PlanKeys, OptimizerKeys, LearnerKeys, LossConfig, Table):
     """The learner."""
 
-    collapse_alarm: Fraction = 0.5
-    """Warn when the mean reward of 4 steps falls significantly below this share of the run's best, after
-    consecutive steps without an update, and when the entropy has collapsed; 0 = never."""
     start_timeout_s: Seconds = 600.0
     """Timeout of a start of the learner, and of one save, load or export of its weights."""
     restarts: CountOrZero = 3

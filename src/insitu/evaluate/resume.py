@@ -11,12 +11,11 @@ from insitu.errors import ConfigError
 from insitu.storage.run_dir import name_run, read_config, read_store, read_tables
 
 _SAME_RESULT = """
-run: plain checkpoint_every_steps keep_checkpoints
+run: alarms plain checkpoint_every_steps keep_checkpoints
 engine: url urls listen key_env launch replicas gpus tensor_parallel python share_gpu
 engine: publish publish_dir
 engine: call_timeout_s start_timeout_s reconnect_timeout_s
-engine: max_concurrent max_cost max_wait_s requests_per_minute
-engine: input_price cached_price cache_write_price output_price train_price
+engine: max_concurrent max_cost max_wait_s prices requests_per_minute
 gateway: host port public_url tunnel
 fleet: address nodes lease_s
 sandbox: max_sandboxes pull_timeout_s
@@ -24,9 +23,7 @@ harness: workers
 grade: workers
 reward: max_concurrent
 collect: attempts max_consecutive_failures stall_timeout_s
-collect: excluded_tokens_alarm infra_failure_alarm reward_alarm tamper_alarm unparsed_alarm
 train: token_budget layout threads restarts start_timeout_s step_timeout_s
-train: collapse_alarm kl_alarm reference_alarm
 policy: memory_gib
 record: scores
 track: to project

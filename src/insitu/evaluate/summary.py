@@ -118,7 +118,7 @@ def _usage(run: RunDir, rollouts: Sequence[RolloutSummary], records: str) -> Map
     table = run.config.engine
     if table.kind == "upstream":
         spent = spent_in(run.path / records)
-        priced = bool(table.input_price or table.output_price)
+        priced = bool(table.prices.get("input") or table.prices.get("output"))
         return {
             "calls": spent.calls,
             "prompt_tokens": spent.prompt_tokens,

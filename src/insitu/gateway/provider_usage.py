@@ -48,14 +48,14 @@ class Prices:
     input: float = 0.0
     cached: float = 0.0
     """0 = as `input`."""
-    written: float = 0.0
+    cache_write: float = 0.0
     """Tokens written to the provider's cache; 0 = as `input`."""
     output: float = 0.0
 
     def cost(self, usage: Usage) -> float:
         fresh = max(0, usage.prompt_tokens - usage.cached_tokens - usage.written_tokens)
         prompt = fresh * self.input + usage.cached_tokens * (self.cached or self.input)
-        prompt += usage.written_tokens * (self.written or self.input)
+        prompt += usage.written_tokens * (self.cache_write or self.input)
         return (prompt + usage.sampled_tokens * self.output) / 1e6
 
 

@@ -26,12 +26,7 @@ def upstream_options(config: Config) -> ProviderOptions:
         ProviderOptions,
         key=secret_from_environment(table.key_env),
         call_deadline_s=table.call_timeout_s,
-        prices=Prices(
-            input=table.input_price,
-            cached=table.cached_price,
-            written=table.cache_write_price,
-            output=table.output_price,
-        ),
+        prices=Prices(**table.prices),
     )
 
 

@@ -246,11 +246,33 @@ def read_tables(path: Path) -> dict[str, Any]:
     Keys of earlier versions are renamed, and left out where they became constants.
     """
     tables: dict[str, Any] = {**read_toml(path / "config.toml")}
+    clips = _clips_of_loss(tables.get("train", {}))
     for old, new in RENAMED.items():
-        (table, key), (now_in, name) = old.split("."), new.split(".")
-        if table == now_in and isinstance(values := tables.get(table), dict) and key in values:
-            values[name] = values.pop(key)
+        (table, key), (now_in, *inner, name) = old.split("."), new.split(".")
+        if not isinstance(values := tables.get(table), dict) or key not in values:
+            continue
+        value = values.pop(key)
+        if inner and (value or inner == ["alarms"]):  # no price was 0
+            tables.setdefault(now_in, {}).setdefault(*inner, {})[name] = value
+        elif table == now_in and not inner:
+            values[name] = value
+    tables.get("train", {}).update(clips)
     return known_keys(tables)
+
+
+def _clips_of_loss(train: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return the bounds of the loss of a run that was stored when each loss had keys of its own for them."""
+    if "dppo_low" not in train:
+        return {}
+    shared = (train["clip_low"], train["clip_high"])
+    own = {
+        "dppo": (train["dppo_low"], train["dppo_high"]),
+        "gspo": (train["gspo_low"], train["gspo_high"]),
+        "cispo": (0.0, train["cispo_cap"] - 1),
+        "ppo_clip": shared,
+        "decoupled": shared,
+    }
+    return dict(zip(("clip_low", "clip_high"), own.get(train["loss"], (0.0, 0.0)), strict=True))
 
 
 def read_store(path: Path) -> Store:

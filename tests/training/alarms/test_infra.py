@@ -46,7 +46,7 @@ def test_many_masked_tries_raise_an_alarm_and_the_next_step_begins_anew() -> Non
     account = rate.close_step()
     assert account.alarm
     assert account.lines[0].endswith(
-        "failed of the infrastructure (collect.infra_failure_alarm = 0.1); last error: sandbox lost"
+        "failed of the infrastructure (run.alarms.infra_failure = 0.1); last error: sandbox lost"
     )
     filled(rate, "a", 8, 0)
     account = rate.close_step()

@@ -156,7 +156,7 @@ async def test_the_loop_tells_of_tampering_of_a_leap_and_of_lost_tokens(tmp_path
         await again.step(7)
     loud = written(path, 6)
     assert (loud["reward_mean"], loud["reward_rise"], loud["reward_alarm"]) == (0.75, 0.5, True)
-    assert "the mean reward jumped from 0.25 to 0.75 (collect.reward_alarm = 0.4)" in made.reported.notes[1]
+    assert "the mean reward jumped from 0.25 to 0.75 (run.alarms.reward = 0.4)" in made.reported.notes[1]
     loud = written(path, 7)
     assert loud["reward_rise"] == pytest.approx(0.75 - (5 * 0.25 + 0.75) / 6), "earlier processes count"
     assert (loud["excluded_share"], loud["tokens_lost_alarm"]) == (0.25, True)

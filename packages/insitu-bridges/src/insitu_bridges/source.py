@@ -126,7 +126,7 @@ class RolloutSource:
         self._attempts: AttemptRunner = runtime.attempts(run)
         self._check = check
         collect = run.config.collect
-        self._sink = StoreSink(store, InfraFailureRate(collect.infra_failure_alarm))
+        self._sink = StoreSink(store, InfraFailureRate(run.config.run.alarms["infra_failure"]))
         self._breaker = Breaker(collect.max_consecutive_failures)
         self._plan = PlanConfig.of(run.config)
         self._tasks = TasksById(source)

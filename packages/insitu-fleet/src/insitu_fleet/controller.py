@@ -207,8 +207,7 @@ class Fleet:
                 await self._start(node)
                 if node.peer is None:
                     raise EngineError("it is not connected")
-                timeout_s = START_S
-                meta = (await node.peer.call("node.check", deadline_s=timeout_s)).meta
+                meta = (await node.peer.call("node.check", deadline_s=START_S)).meta
             except InsituError as error:
                 return node.link.name, str(error).removeprefix(f"node {node.link.name}: "), False
             size = f"{meta['cores']} cores, {meta['memory_gib']} GiB"
@@ -228,15 +227,14 @@ class Fleet:
 
     async def _start(self, node: FleetNode) -> None:
         """Start a node and open what attempts need there. Raises InsituError that names it."""
-        timeout_s = START_S
         node.starts += 1
         try:
-            peer = await node.link.open({"attempt.ready": partial(self._ready, node)}, timeout_s)
+            peer = await node.link.open({"attempt.ready": partial(self._ready, node)}, START_S)
             peer.handlers |= self._engine.handlers(peer)
             node.beating = asyncio.create_task(self._beat(node, peer))
             meta, files = await asyncio.to_thread(opening, self.config)
             meta["engine"] = self._engine.info()
-            await peer.call("node.open", meta, files, deadline_s=timeout_s)
+            await peer.call("node.open", meta, files, deadline_s=START_S)
         except InsituError as error:
             cause = await node.link.explain(error) if isinstance(error, EngineError) else error
             await self._end(node)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from insitu.config.training import CollectTable
 from insitu.storage.store import StepRecord
 from insitu.tasks.user_functions import CHECKER_FAILED, USER_FUNCTIONS
 from insitu.types import Group, Ledger, Outcome, Rollout, Status
@@ -118,7 +117,7 @@ class InfraFailureRate:
         alarm = bool(self._alarm_at and (much or worst))
         line = f"{counts.masked} of {counts.tries} attempts failed of the infrastructure"
         if alarm:
-            line += f" (collect.infra_failure_alarm = {self._alarm_at:g})"
+            line += f" (run.alarms.infra_failure = {self._alarm_at:g})"
         if worst:
             line += "; most of task " + ", ".join(f"{task} ({n} of {of})" for task, n, of in worst[:NAMED])
         log.warning("infra failures attempts=%d failed=%d tasks=%d", counts.tries, counts.masked, len(worst))
@@ -231,22 +230,22 @@ class SpikeDetector:
 
 
 class StepAlarms:
-    """Watches a run. before: its committed steps; agent_of: name of the agent of a `Rollout.part`."""
+    """Watches a run. levels: run.alarms; before: its committed steps; agent_of: agent of a `Rollout.part`."""
 
     def __init__(
         self,
-        limits: CollectTable,
+        levels: Mapping[str, float],
         masks: InfraFailureRate,
         before: Sequence[StepRecord],
         agent_of: Callable[[str], str],
     ) -> None:
-        self._limits, self._masks = limits, masks
+        self._levels, self._masks = levels, masks
         every = (step.metrics for step in before)
-        self._unparsed = UnparsedAlarm(limits.unparsed_alarm, agent_of, every)
+        self._unparsed = UnparsedAlarm(levels["unparsed"], agent_of, every)
         metrics = [step.metrics for step in before[-STEPS:]]
-        self._reward = SpikeDetector("reward", limits.reward_alarm, _numbers(metrics, "reward_mean"))
+        self._reward = SpikeDetector("reward", levels["reward"], _numbers(metrics, "reward_mean"))
         self._lost = SpikeDetector(
-            "tokens_lost", limits.excluded_tokens_alarm, _numbers(metrics, "excluded_share")
+            "tokens_lost", levels["excluded_tokens"], _numbers(metrics, "excluded_share")
         )
 
     def look(
@@ -256,9 +255,9 @@ class StepAlarms:
 
         reward_mean: None when nothing was graded.
         """
-        masked, limits = self._masks.close_step(), self._limits
+        masked, levels = self._masks.close_step(), self._levels
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        judged, tampering = verdict_counts(rollouts, limits.tamper_alarm)
+        judged, tampering = verdict_counts(rollouts, levels["tamper"])
         flags, unparsed = self._unparsed.look(rollouts)
         reward = _Spike() if reward_mean is None else self._reward.look(reward_mean, len(groups))
         share = lost_share(ledger)
@@ -280,14 +279,14 @@ class StepAlarms:
         if reward_mean is not None and reward.alarm:
             lines.append(
                 f"the mean reward jumped from {reward.usual:.2f} to {reward_mean:.2f}"
-                f" (collect.reward_alarm = {limits.reward_alarm:g}): check solutions for reward hacking"
+                f" (run.alarms.reward = {levels['reward']:g}): check solutions for reward hacking"
             )
         if lost.alarm:
             most = ", ".join(f"{reason} {tokens}" for reason, tokens in _lost_reasons(ledger)[:NAMED])
             lines.append(
                 f"{share:.0%} of the sampled tokens are excluded due to agent behaviour,"
                 f" {lost.usual:.0%} before"
-                f" (collect.excluded_tokens_alarm = {limits.excluded_tokens_alarm:g}): {most}"
+                f" (run.alarms.excluded_tokens = {levels['excluded_tokens']:g}): {most}"
             )
         return metrics, [line for line in lines if line]
 
@@ -353,7 +352,7 @@ class CollapseAlarm:
             return []
         return [
             f"the mean reward of the last {WINDOW} steps is {now:.2f}, the best was {best:.2f}"
-            f" (train.collapse_alarm = {self._share:g}): resume an earlier checkpoint with a lower train.lr"
+            f" (run.alarms.collapse = {self._share:g}): resume an earlier checkpoint with a lower train.lr"
         ]
 
     def _entropy_alarm(self) -> list[str]:

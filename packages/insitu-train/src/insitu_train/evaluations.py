@@ -204,7 +204,8 @@ class Evaluations:
         config, parts = self._run.config, self._parts
         if parts is None:
             raise ConfigError("no agent runs: nothing can be evaluated")
-        masks, version = InfraFailureRate(config.collect.infra_failure_alarm), parts.engine.receipt.version
+        masks = InfraFailureRate(config.run.alarms["infra_failure"])
+        version = parts.engine.receipt.version
         evaluation = Evaluation(
             phase=self._phase(table, when),
             step=step,

@@ -137,10 +137,10 @@ class TrainingLoop:
         self._closed: float | None = None
         """Reading of time.monotonic() at the last commit in this process."""
         c = run.config
-        masks = InfraFailureRate(c.collect.infra_failure_alarm)
+        masks = InfraFailureRate(c.run.alarms["infra_failure"])
         committed = store.steps()
-        self._alarms = StepAlarms(c.collect, masks, committed, c.agent_of)
-        self._collapse = CollapseAlarm(c.train.collapse_alarm, (step.metrics for step in committed))
+        self._alarms = StepAlarms(c.run.alarms, masks, committed, c.agent_of)
+        self._collapse = CollapseAlarm(c.run.alarms["collapse"], (step.metrics for step in committed))
         self._sink = StoreSink(store, masks)
         self._checkpoints = Checkpoints(run, store, parts.supervisor, view.note)
         self._breaker = Breaker(c.collect.max_consecutive_failures)

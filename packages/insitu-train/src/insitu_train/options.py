@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from insitu.config import Config
 from insitu.config.base import CountOrZero, Keys
 from insitu.config.model import PolicyKeys
+from insitu.config.tables import ALARMS
 from insitu.config.training import LearnerKeys, LossConfig, OptimizerKeys
 from insitu.errors import ConfigError, boundary
 
@@ -100,6 +101,7 @@ class TrainConfig(LearnerKeys):
     """The sampler's: log-probabilities are those of softmax(logits / temperature)."""
     max_staleness: CountOrZero = 0
     """Most versions that a trained token may be behind the trainer."""
+    alarms: Mapping[str, float] = ALARMS
     references: Mapping[str, str] = {}
     """Reference policy by task set, where sets have their own; empty = `reference` for all."""
     share_gpu: bool = False
@@ -120,6 +122,7 @@ class TrainConfig(LearnerKeys):
         return t.pick(
             cls,
             references={name: found or t.reference for name, found in references.items() if own},
+            alarms=config.run.alarms,
             optim=_optim(config),
             loss=t.pick(LossConfig),
             policy=PolicyConfig.of(config),

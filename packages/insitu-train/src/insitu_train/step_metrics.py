@@ -66,15 +66,15 @@ def service_usage(config: Config, store: Store) -> dict[str, Any]:
 
     `cost` is in the unit of the prices of [engine], None without any. Other engines have no entry.
     """
-    table = config.engine
-    if table.kind != "tinker":
+    prices = config.engine.prices
+    if config.engine.kind != "tinker":
         return {}
     rollouts = [one for place in store.phases() for one in store.outcomes(*place)]
     passed = sum(step.metrics.get("row_tokens", 0) for step in store.steps()) * config.train.epochs
     priced = {
-        "prompt_tokens": (sum(one.prompt_tokens for one in rollouts), table.input_price),
-        "sampled_tokens": (sum(one.sampled_tokens for one in rollouts), table.output_price),
-        "trained_row_tokens": (passed, table.train_price),
+        "prompt_tokens": (sum(one.prompt_tokens for one in rollouts), prices.get("input", 0.0)),
+        "sampled_tokens": (sum(one.sampled_tokens for one in rollouts), prices.get("output", 0.0)),
+        "trained_row_tokens": (passed, prices.get("train", 0.0)),
     }
     cost = sum(tokens * price for tokens, price in priced.values()) / 1e6
     known = any(price for _, price in priced.values())

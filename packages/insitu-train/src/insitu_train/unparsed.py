@@ -107,7 +107,7 @@ class UnparsedAlarm:
         of = f" of {prefix[:-1]}" if prefix else ""
         return (
             f"{share:.0%} of the replies{of} have a malformed call or one of an unknown tool, {usual:.0%}"
-            f" before (collect.unparsed_alarm = {self._alarm_at:g}): {counts['malformed_calls']} malformed,"
+            f" before (run.alarms.unparsed = {self._alarm_at:g}): {counts['malformed_calls']} malformed,"
             f" {counts['unknown_tools']} unknown; most of {self._worst(rollouts)}"
         )
 

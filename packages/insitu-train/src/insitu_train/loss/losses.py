@@ -167,14 +167,14 @@ def nll(logp: Tensor, terms: LossInputs, config: LossConfig) -> tuple[Tensor, Te
 
 def dppo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
     moved = logp.detach().exp() - terms.mu.exp()
-    a = terms.advantage
-    cut = ((a > 0) & (moved > c.dppo_high)) | ((a < 0) & (moved < -c.dppo_low))
+    a, (low, high) = terms.advantage, c.clips
+    cut = ((a > 0) & (moved > high)) | ((a < 0) & (moved < -low))
     return -torch.where(cut, 0.0, (logp - terms.mu).exp() * a), cut
 
 
 def ppo_clip(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
     ratio = (logp - _old(logp, terms, c)).exp()
-    return _clipped(ratio, terms.advantage, c.clip_low, c.clip_high, c.dual_clip)
+    return _clipped(ratio, terms.advantage, *c.clips, c.dual_clip)
 
 
 def _clipped(ratio: Tensor, a: Tensor, low: float, high: float, dual: float) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,8 @@ def _clipped(ratio: Tensor, a: Tensor, low: float, high: float, dual: float) -> 
 
 def cispo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
     ratio = (logp.detach() - _old(logp, terms, c)).exp()
-    return -ratio.clamp(max=c.cispo_cap) * terms.advantage * logp, ratio > c.cispo_cap
+    cap = 1.0 + c.clips[1]
+    return -ratio.clamp(max=cap) * terms.advantage * logp, ratio > cap
 
 
 def gspo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor]:
@@ -203,7 +204,7 @@ def gspo(logp: Tensor, terms: LossInputs, c: LossConfig) -> tuple[Tensor, Tensor
     else:
         moved = _needed(terms.live_prox, "trainer's own", c)
     ratio = (moved + logp - logp.detach()).exp()
-    return _clipped(ratio, terms.advantage, c.gspo_low, c.gspo_high, 0.0)
+    return _clipped(ratio, terms.advantage, *c.clips, 0.0)
 
 
 def divergence(live: Tensor, other: Tensor, kind: str) -> Tensor:

@@ -112,14 +112,14 @@ def result_of(epochs: Sequence[LossSums], config: TrainConfig) -> StepResult:
 def _alarm(off_policy_kl: float, ref_kl: float, config: TrainConfig) -> str:
     """Return warnings for limits that are exceeded, or empty."""
     lines = []
-    if 0 < config.kl_alarm < off_policy_kl:
+    kl, reference_kl = config.alarms["kl"], config.alarms["reference_kl"]
+    if 0 < kl < off_policy_kl:
         lines.append(
-            f"KL to the sampling policies is {off_policy_kl:.3g} nats (train.kl_alarm ="
-            f" {config.kl_alarm:g}): lower train.lr, collect.max_staleness, or set train.correction"
+            f"KL to the sampling policies is {off_policy_kl:.3g} nats (run.alarms.kl ="
+            f" {kl:g}): lower train.lr, collect.max_staleness, or set train.correction"
         )
-    if config.loss.kl != "none" and 0 < config.reference_alarm < ref_kl:
+    if config.loss.kl != "none" and 0 < reference_kl < ref_kl:
         lines.append(
-            f"KL to the reference policy is {ref_kl:.3g} nats (train.reference_alarm ="
-            f" {config.reference_alarm:g})"
+            f"KL to the reference policy is {ref_kl:.3g} nats (run.alarms.reference_kl = {reference_kl:g})"
         )
     return "; ".join(lines)

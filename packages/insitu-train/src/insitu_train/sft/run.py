@@ -132,7 +132,6 @@ def train_config(config: Config, steps: int) -> TrainConfig:
         temperature=1.0,
         reference="",
         references={},
-        reference_alarm=0.0,
     )
 
 

@@ -116,7 +116,7 @@ def viewing(progress: Progress, config: Config | None = None) -> Iterator[View]:
     """Yield the view of a call; raise ConfigError for a callback that cannot be called."""
     if progress is True:
         run_dir = None if config is None else Path(config.run.dir)
-        view = open_view(sys.stdout, plain=config is not None and config.run.plain, run_dir=run_dir)
+        view = open_view(sys.stdout, run_dir=run_dir)
     elif not progress:
         view = CallbackView(lambda event: None)
     elif not callable(progress) and hasattr(progress, "rollout_finished"):

@@ -58,7 +58,7 @@ def only_line(text: str) -> str:
 
 KEPT = "insitu: a resumed run keeps its configuration; drop {}"
 OF_RUN = (
-    " (run.steps, run.stop_after_evals, run.plain, run.checkpoint_every_steps, run.keep_checkpoints may"
+    " (run.steps, run.stop_after_evals, run.alarms, run.checkpoint_every_steps, run.keep_checkpoints may"
     " change)"
 )
 
@@ -571,10 +571,9 @@ VIEWED = (
 
 @pytest.mark.slow
 def test_on_a_terminal_the_view_is_live(tmp_path: Path) -> None:
-    """A pseudo-terminal; --plain and run.plain switch the colours off."""
+    """A pseudo-terminal; --plain switches the colours off."""
     assert "\x1b[" in on_a_terminal(tmp_path, VIEWED)
     assert "\x1b[" not in on_a_terminal(tmp_path, VIEWED, "--plain")
-    assert "\x1b[" not in on_a_terminal(tmp_path, VIEWED, "run.plain=true")
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).parents[2]
         ("run.zzz=1", "unknown key run.zzz"),
         ("eval.k4.count=2", "no eval named 'k4'; there are: heldout"),
         ("tasks.own.weight=2", "no tasks named 'own'; there are: none with a name"),
-        ("tasks.gate=x.json", "unknown key tasks.gate; it is now tasks.allowlist"),
+        ("engine.input_price=1", "unknown key engine.input_price; it is now engine.prices.input"),
         ("lr=1", "'lr=1' is not of the form table.key=value; did you mean train.lr or sft.lr?"),
         ("train.lr", "'train.lr' is not of the form table.key=value"),
         ("run.seed=x", "run.seed: input should be a valid integer, got 'x'"),
@@ -150,8 +150,8 @@ def test_unknown_keys_of_a_file_name_the_file(tmp_path: Path) -> None:
 def test_layers_later_wins_and_keys_beside_stay(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("[run]\nseed = 2\nsteps = 5\n")
-    config = load_config(file, ["run.steps=6"], base={"run": {"seed": 1, "plain": True}})
-    assert (config.run.seed, config.run.steps, config.run.plain) == (2, 6, True)
+    config = load_config(file, ["run.steps=6"], base={"run": {"seed": 1, "keep_checkpoints": 4}})
+    assert (config.run.seed, config.run.steps, config.run.keep_checkpoints) == (2, 6, 4)
     assert config.eval[0].count == Config().eval[0].count
 
 
@@ -161,14 +161,14 @@ def test_overrides_take_toml_values_and_bare_strings() -> None:
         "harness.agent=script",
         'tasks.kinds=["swapped", "extreme"]',
         "train.lr=1",
-        "run.plain=true",
+        "sft.held_out=true",
     ]
     config = load_config(None, texts)
     assert config.run.dir == "/tmp/a b"
     assert config.harness.agent == "script"
     assert config.task_set.kinds == ("swapped", "extreme")
     assert config.train.lr == 1.0
-    assert config.run.plain is True
+    assert config.sft.held_out is True
 
 
 @pytest.mark.parametrize("text", ["2024-01-01", "3", "true", "", "a=b", "0x1f", "[x"])

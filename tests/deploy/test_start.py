@@ -121,7 +121,7 @@ def test_the_exit_code_is_insitus_and_the_engine_ends(folder: Path, code: str) -
     said, _ = process.communicate(timeout=120)
     assert process.returncode == int(code), said
     gone(folder)
-    assert (folder / "calls").read_text() == "train insitu.toml run.dir=runs/main run.plain=true\n"
+    assert (folder / "calls").read_text() == "train insitu.toml --plain run.dir=runs/main\n"
 
 
 def test_a_run_that_exists_is_resumed(folder: Path) -> None:

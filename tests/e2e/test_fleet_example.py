@@ -82,7 +82,7 @@ def test_the_example_runs_by_ray_start_and_one_command(variables: dict[str, str]
         doctor = insitu(variables, "doctor", "--fleet", str(example))
         assert doctor.returncode == 0, doctor.stdout + doctor.stderr
         assert "started script" in doctor.stdout
-        done = insitu(variables, "train", str(example), *FEW, f"run.dir={run}", "run.plain=true")
+        done = insitu(variables, "train", str(example), *FEW, f"run.dir={run}", "--plain")
         assert done.returncode == 0, done.stdout + done.stderr
         below = descendants(head.pid)
     with read_store(run) as store:
@@ -101,7 +101,7 @@ def test_a_run_whose_ray_head_is_killed_ends_in_one_line_and_leaves_nothing(
     """Ray itself ends a process whose head has not answered for a minute."""
     run, output = tmp_path / "run", tmp_path / "output"
     words = ["train", str(ROOT / "examples" / "fleet.toml"), *FEW, "run.steps=1000", f"run.dir={run}"]
-    command = [sys.executable, "-m", "insitu", *words, "run.plain=true"]
+    command = [sys.executable, "-m", "insitu", *words, "--plain"]
     with cluster(variables) as head:
         with output.open("wb") as log:
             training = subprocess.Popen(command, env=variables, stdout=log, stderr=log)

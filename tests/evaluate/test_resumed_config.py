@@ -25,13 +25,13 @@ def stored(tmp_path: Path, *overrides: str) -> Path:
 
 
 def test_a_run_of_an_earlier_version_is_read_by_the_names_of_today(tmp_path: Path) -> None:
-    run = stored(tmp_path, "rollout.samples=3", "rollout.count=7")
+    run = stored(tmp_path, "gateway.port=1", "gateway.public_url=ssh {origin}")
     file = run / "config.toml"
-    text = file.read_text().replace("samples = 3", "per_task = 3").replace("count = 7", "tasks = 7")
-    file.write_text(text)
+    text = file.read_text().replace('public_url = "ssh', 'public_url = ""\ntunnel = "ssh')
+    file.write_text(text.replace("[train]", "[train]\nkl_alarm = 0.5"))
     for config in (read_config(run), resumed_config(run, ["run.steps=6"], TRAINING)):
-        assert (config.rollout.samples, config.rollout.count) == (3, 7)
-    assert config_from_run(run, "sft")["rollout"]["samples"] == 3
+        assert (config.gateway.public_url, config.run.alarms["kl"]) == ("ssh {origin}", 0.5)
+    assert config_from_run(run, "sft")["run"]["alarms"]["kl"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ async def test_a_tunnel_runs_as_long_as_the_gateway(certificate: Path, tmp_path:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = f"{sys.executable} {tmp_path / 'tunnel.py'} {{origin}} {certificate} {port}"
-    config = load_config(None, ["gateway.port=1", f"gateway.tunnel={command}"])
+    config = load_config(None, ["gateway.port=1", f"gateway.public_url={command}"])
     lines: list[str] = []
     async with gateway() as one, one.listen_tcp() as here:
         async with open_public_url(config, one, here.origin, lines.append) as url:
@@ -129,14 +129,14 @@ async def test_a_tunnel_runs_as_long_as_the_gateway(certificate: Path, tmp_path:
     ("command", "line"),
     [
         (
-            "sh -c 'echo no such account >&2; exit 3'",
+            "sh -c 'echo no such account >&2; exit 3' {origin}",
             "sh printed no https URL; its last line: no such account",
         ),
         ("no-such-tunnel {origin}", "no-such-tunnel printed no https URL; its last line: .*no-such-tunnel"),
     ],
 )
 async def test_a_tunnel_that_fails_is_one_line(command: str, line: str) -> None:
-    config = load_config(None, ["gateway.port=1", f"gateway.tunnel={command}"])
+    config = load_config(None, ["gateway.port=1", f"gateway.public_url={command}"])
     async with gateway() as one:
         with pytest.raises(SetupError, match=line) as caught:
             async with open_public_url(config, one, "http://127.0.0.1:1", lambda text: None):

@@ -83,7 +83,7 @@ def run_to_end(
     run_dir = Path(config.run.dir)
     with (
         resumable(command, run_dir),
-        shown_progress(plain=plain or config.run.plain, json=json, run_dir=run_dir) as view,
+        shown_progress(plain=plain, json=json, run_dir=run_dir) as view,
     ):
         run_interruptible(start(config, view))
     summary = read_summary(run_dir) or {}

@@ -20,13 +20,8 @@ class GatewayTable(Table):
     """Address of `port`; 0.0.0.0 = reachable from other machines, behind a proxy with TLS."""
     public_url: Annotated[str, unless("port", 0)] = ""
     """URL at which `port` is reached from elsewhere, https by a proxy: agents in sandboxes of clouds call
-    it. It is probed before the first rollout. Empty = that of the Hugging Face Space in SPACE_HOST or in
-    SPACE_ID, else that of `tunnel`."""
-    tunnel: Annotated[str, unless("port", 0)] = ""
-    """Command that opens a tunnel to {origin} and prints its https URL, for example
-    "cloudflared tunnel --url {origin}"; it runs as long as the gateway."""
-    max_concurrent_calls: Annotated[int, Field(ge=1)] = 16
-    """Concurrent model calls of one session; further ones wait."""
+    it. It is probed before the first rollout. Or the command of a tunnel to {origin} that prints its https
+    URL: "cloudflared tunnel --url {origin}". Empty = the Space in SPACE_HOST or SPACE_ID."""
     auxiliary: Literal["exclude", "train"] = "exclude"
     """Side calls (titles, summaries without tools, commit messages): exclude = not trained; train = trained
     like a sub-agent's."""
@@ -40,6 +35,11 @@ class GatewayTable(Table):
     """Argument of shim_tool for the command."""
     shim_whole_text: Annotated[bool, _SHIM] = False
     """Take a reply in any other form as a command as a whole."""
+
+    @property
+    def tunnel(self) -> str:
+        """The command of a tunnel, if the public URL comes from one."""
+        return self.public_url if "{origin}" in self.public_url else ""
 
     @property
     def adds(self) -> str:

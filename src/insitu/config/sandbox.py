@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from insitu.config.base import CountOrZero, SandboxName, Seconds, Table, UsedWith
+from insitu.config.base import CountOrZero, SandboxName, Table, UsedWith
 
 _LOCAL = UsedWith(("backend", "fallback"), ("local",))
 _DOCKER = UsedWith(("backend", "fallback"), ("docker",))
@@ -48,8 +48,6 @@ class SandboxTable(Table):
     """Disk limit of one sandbox with a task's image; 0 = no limit. Needs storage with quotas:
     overlay2 on xfs mounted with pquota, btrfs (the image's content counts too) or zfs. Sandboxes without such
     an image write to memory."""
-    pull_timeout_s: Annotated[Seconds, _IMAGES] = 1800.0
-    """Timeout of an image pull."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -71,8 +71,6 @@ class _RunTable(Table):
     """Evaluations during training without a better held-out result after which the run ends; 0 = never."""
     alarms: _Alarms = ALARMS
     """Levels above which a step warns, e.g. { reward = 0.6 }; 0 = never; see docs/troubleshooting.md."""
-    plain: bool = False
-    """Plain lines without colour instead of the live view."""
     hub: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+)?$")] = ""
     """ORG/NAME: private repository of the Hugging Face Hub that gets the newest checkpoint with all that
     `insitu train --resume hub:ORG/NAME` needs, in the background; empty = none."""
@@ -348,13 +346,6 @@ class Config(Table):
         if adds and self.engine.kind == "upstream":
             raise ValueError(
                 f"{adds} has no effect with engine.kind upstream: request bodies are passed on unchanged"
-            )
-        # not model_fields_set: a stored configuration names every key
-        usual = type(self.gateway).model_fields["max_concurrent_calls"].default
-        if self.engine.kind == "upstream" and self.gateway.max_concurrent_calls != usual:
-            raise ValueError(
-                "gateway.max_concurrent_calls has no effect with engine.kind upstream:"
-                " set engine.max_concurrent"
             )
         if adds and agent in ("single_turn", "terminus"):
             raise ValueError(f"{adds} has no effect with harness.agent {agent}: it offers the model no tools")

@@ -11,14 +11,14 @@ from insitu.errors import ConfigError
 from insitu.storage.run_dir import name_run, read_config, read_store, read_tables
 
 _SAME_RESULT = """
-run: alarms plain checkpoint_every_steps keep_checkpoints
+run: alarms checkpoint_every_steps keep_checkpoints
 engine: url urls listen key_env launch replicas gpus tensor_parallel python share_gpu
 engine: publish publish_dir
 engine: call_timeout_s start_timeout_s reconnect_timeout_s
 engine: max_concurrent max_cost max_wait_s prices requests_per_minute
-gateway: host port public_url tunnel
+gateway: host port public_url
 fleet: address nodes lease_s
-sandbox: max_sandboxes pull_timeout_s
+sandbox: max_sandboxes
 harness: workers
 grade: workers
 reward: max_concurrent

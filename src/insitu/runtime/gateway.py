@@ -21,7 +21,6 @@ def gateway_config(config: Config, log_dir: Path | None = None) -> GatewayConfig
     shim = TextShim(tool=table.shim_tool, argument=table.shim_argument, whole_text=table.shim_whole_text)
     return GatewayConfig(
         engine_deadline_s=config.engine.call_timeout_s,
-        max_concurrent_calls=table.max_concurrent_calls,
         auxiliary=table.auxiliary,
         keep_reasoning=config.model.keep_reasoning,
         tools=read_tools(Path(table.tools)) if table.tools else (),

@@ -1,6 +1,6 @@
 """The gateway's public URL, for agents in sandboxes that reach no socket of this machine.
 
-    gateway.public_url, SPACE_HOST, SPACE_ID or gateway.tunnel -> URL -> probed -> specs of sandboxes
+    gateway.public_url (or its tunnel), SPACE_HOST or SPACE_ID -> URL -> probed -> specs of sandboxes
 
 A request through the URL must be answered by this gateway before the first rollout.
 """
@@ -37,8 +37,7 @@ PUBLIC_S = 60.0
 # An origin: the texts around it have links with a path, to a provider's terms for example.
 _URL = re.compile(rb"(https://[a-zA-Z0-9][a-zA-Z0-9.-]*(?::\d+)?)/?[\s|\"'>)]")
 MISSING = (
-    "agents in cloud sandboxes need the gateway's public URL: set gateway.port and gateway.public_url or"
-    " gateway.tunnel"
+    "agents in cloud sandboxes need the gateway's public URL: set gateway.port and gateway.public_url"
     " (in a Space, SPACE_HOST or SPACE_ID gives it)"
 )
 
@@ -48,6 +47,8 @@ def configured_url(config: Config, environment: Mapping[str, str]) -> str:
 
     Raises ConfigError for what is not a URL.
     """
+    if config.gateway.tunnel:
+        return ""
     if config.gateway.public_url:
         return checked_url(config.gateway.public_url, "gateway.public_url")
     if host := environment.get("SPACE_HOST"):
@@ -74,7 +75,7 @@ async def open_public_url(
     That of a Space is only used where it is `needed`. A tunnel runs inside the context. Raises SetupError if
     the URL does not lead to this gateway.
     """
-    if not (needed or config.gateway.public_url or config.gateway.tunnel):
+    if not (needed or config.gateway.public_url):
         yield ""
         return
     ends = time.monotonic() + PUBLIC_S
@@ -131,7 +132,7 @@ async def _tunnel(command: str, origin: str, ends: float) -> AsyncIterator[str]:
     """Run the command; yield the first https URL that it prints."""
     words = [word.replace("{origin}", origin) for word in shlex.split(command)]
     path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with boundary(SetupError, "start gateway.tunnel"):
+    with boundary(SetupError, "start the tunnel of gateway.public_url"):
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "insitu.engines.keeper", *words),
             env={**os.environ, "PYTHONPATH": path},
@@ -172,7 +173,7 @@ async def _url_of(process: asyncio.subprocess.Process, name: str, ends: float) -
         if not piece:
             break
     lines = tail.decode("utf-8", "replace").strip().splitlines() or ["no output"]
-    raise SetupError(f"gateway.tunnel: {name} printed no https URL; its last line: {lines[-1][:200]}")
+    raise SetupError(f"gateway.public_url: {name} printed no https URL; its last line: {lines[-1][:200]}")
 
 
 async def _drain(process: asyncio.subprocess.Process) -> None:

@@ -21,6 +21,7 @@ from insitu.grading.runners.find import runner_named
 from insitu.runtime.public_url import check_public_url
 from insitu.sandbox.base import Capability, SandboxBackend
 from insitu.sandbox.docker import DockerBackend
+from insitu.sandbox.docker_image import PULL_S
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import DEFAULT_MAX_SANDBOXES, Pool, PoolOptions
 from insitu.sandbox.rootfs import search_path
@@ -64,7 +65,7 @@ def make_pool(config: Config, say: Callable[[str], None] = log.warning) -> Pool:
         raise SetupError("; ".join(failures) if table.fallback else failures[0].partition(": ")[2])
     for reason in failures:
         say(f"backend unavailable: {reason}; sandboxes come from {backends[0].name} for the whole run")
-    fetch_s = table.pull_timeout_s if {"docker", "harbor"} & {*table.kinds} else 0.0
+    fetch_s = PULL_S if {"docker", "harbor"} & {*table.kinds} else 0.0
     options = PoolOptions(
         max_sandboxes=table.max_sandboxes or max(DEFAULT_MAX_SANDBOXES, config.sandboxes_needed),
         in_order=True,
@@ -109,7 +110,6 @@ def docker_backend(config: Config, work_bytes: int) -> DockerBackend:
         user=table.user,
         memory_bytes=table.memory_mb << 20,
         disk_bytes=table.disk_mb << 20,
-        pull_timeout_s=table.pull_timeout_s,
         work_bytes=work_bytes,
     )
 

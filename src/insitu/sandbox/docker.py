@@ -71,7 +71,6 @@ class DockerBackend:
         runtime: str = "",
         user: str = "1000:1000",
         start_timeout_s: float = 60.0,
-        pull_timeout_s: float = 1800.0,
         memory_bytes: int = 4 << 30,
         disk_bytes: int = 0,
         work_bytes: int = 128 << 20,
@@ -96,7 +95,7 @@ class DockerBackend:
         self._owner = owner()
         self._python = sandbox_python.stage_python(cache)
         self._refused = syscalls.program(platform.machine())
-        self._images = Images(self._cli, cache, *self._user, pull_timeout_s=pull_timeout_s)
+        self._images = Images(self._cli, cache, *self._user)
 
     @property
     def name(self) -> str:

@@ -27,6 +27,8 @@ from insitu.sandbox.rootfs import HOME
 from insitu.storage.image_builds import build_context
 
 ETC_BYTES = 1 << 20
+PULL_S = 1800.0
+"""Timeout of an image pull or build: a large image over a slow line takes minutes."""
 _ROOT = {"passwd": "root:x:0:0:root:/root:/bin/sh\n", "group": "root:x:0:\n"}
 
 
@@ -48,7 +50,9 @@ class Image:
 class Images:
     """Cached image lookups; `cache` is the folder of passwd and group files."""
 
-    def __init__(self, cli: Cli, cache: Path, user: int, group: int, *, pull_timeout_s: float) -> None:
+    def __init__(
+        self, cli: Cli, cache: Path, user: int, group: int, *, pull_timeout_s: float = PULL_S
+    ) -> None:
         self._cli = cli
         self._ids = (user, group)
         self._pull_timeout_s = pull_timeout_s

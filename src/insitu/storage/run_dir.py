@@ -254,7 +254,7 @@ def read_tables(path: Path) -> dict[str, Any]:
         value = values.pop(key)
         if inner and (value or inner == ["alarms"]):  # no price was 0
             tables.setdefault(now_in, {}).setdefault(*inner, {})[name] = value
-        elif table == now_in and not inner:
+        elif table == now_in and not inner and (value or name not in values):
             values[name] = value
     tables.get("train", {}).update(clips)
     return known_keys(tables)

@@ -92,11 +92,9 @@ def sft(
 
 def replay(run: RunPath, plain: Plain = False, json: SummaryJson = False) -> int:
     from insitu.shutdown import run_interruptible
-    from insitu.storage.run_dir import read_config
     from insitu_train.replay import replay_run
 
-    config = read_config(run)
-    with shown_progress(plain=plain or config.run.plain, json=json) as view:
+    with shown_progress(plain=plain, json=json) as view:
         result = run_interruptible(replay_run(run, view))
     print_json(result)
     if not result["identical"]:

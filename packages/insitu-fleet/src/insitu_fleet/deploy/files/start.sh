@@ -48,7 +48,7 @@ fi
 if [[ -f $run/config.toml ]]; then
   insitu train --resume "$run" &
 else
-  insitu train insitu.toml "run.dir=$run" run.plain=true ${RESUME_FROM:+--resume "$RESUME_FROM"} "$@" &
+  insitu train insitu.toml --plain "run.dir=$run" ${RESUME_FROM:+--resume "$RESUME_FROM"} "$@" &
 fi
 trainer=$!
 parts+=("$trainer")

@@ -35,7 +35,7 @@ class SseParser:
 async def test_every_cut_gives_the_same_events(renderer: TemplateRenderer) -> None:
     reply = Message(role="assistant", text="Édith 🙂\r\n\n", tool_calls=(call("read", '{"path": "日本"}'),))
     config = GatewayConfig(hold_headers_s=0.01, keep_alive_s=0.02)
-    async with Rig(renderer, [reply], config=config, delay_s=0.1) as rig:
+    async with Rig(renderer, [reply], config=config, delay_s=0.5) as rig:
         body = {"messages": ASK, "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
         raw = await rig.stream(body)
     assert raw.count(SSE_KEEP_ALIVE) >= 2

@@ -53,7 +53,8 @@ def test_a_resumed_run_passes_bad_steps(tmp_path: Path) -> None:
     assert "loss nan" in line
     assert "train.on_bad_step = 'skip'" in line
     other = run("demo", "--resume", run_dir, "train.lr=1")
-    assert "changeable: train.on_bad_step" in other.stderr
+    assert "drop train.lr=1 (train.on_bad_step, " in other.stderr
+    assert "may change)" in other.stderr
     done = run("demo", "--json", "--resume", run_dir, "train.on_bad_step=skip")
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])

@@ -261,9 +261,9 @@ class Learner:
         try:
             yield
         except EngineError as error:
-            cause = str(await self._child.explain(error))
-            if isinstance(error.__cause__, TimeoutError) and cause == str(error):
-                cause += " (train.step_timeout_s)" if op == "train.step" else " (train.start_timeout_s)"
+            late = isinstance(error.__cause__, TimeoutError)
+            key = "train.step_timeout_s" if op == "train.step" else "train.start_timeout_s"
+            cause = await self._child.explain(EngineError(f"{error} ({key})") if late else error)
             raise TrainError(f"{op}: {cause}") from error
 
 

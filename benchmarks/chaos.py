@@ -47,7 +47,7 @@ SMALL = (
 )
 AHEAD = ("collect.max_staleness=1",)
 """Makes a run asynchronous."""
-SERVED = ("engine.publish_dtype=float32", "engine.reconnect_timeout_s=60")
+SERVED = ("engine.publish_dtype=float32", "engine.start_timeout_s=60")
 """For an engine that is a server on a CPU."""
 FEW = ("collect.group_size=2",)
 """Makes groups in which all get the same reward, which are dropped."""

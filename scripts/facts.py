@@ -198,6 +198,37 @@ def config_keys(package: Path) -> list[str]:
     )
 
 
+def undocumented_keys(keys: list[str]) -> list[str]:
+    """Return the keys that no example or profile sets and no page written by hand names.
+
+    A page names `table.key`, sets it in a TOML block, or has `key` alone where one table has that name.
+    """
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "internals").glob("*.md")]
+    texts = [path.read_text(encoding="utf-8") for path in pages if path.name != "results.md"]
+    files = [*(ROOT / "examples").rglob("*.toml"), *(ROOT / "src").rglob("profiles/*.toml")]
+    blocks = [block for text in texts for block in re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S)]
+    found = {key for text in (*blocks, *(path.read_text() for path in files)) for key in keys_set(text)}
+    found |= {name for text in texts for name in re.findall(r"(?<![\w.])[a-z]+\.\w+", text)}
+    alone = {name for text in texts for name in re.findall(r"`(\w+)(?: = [^`]*)?`", text)}
+    often = Counter(key.rpartition(".")[2] for key in keys)
+    return [
+        key
+        for key in keys
+        if key not in found and not ((name := key.rpartition(".")[2]) in alone and often[name] == 1)
+    ]
+
+
+def keys_set(text: str) -> Iterator[str]:
+    """Yield what a TOML text sets, as table.key; in tables of tables the innermost, e.g. limits.wall_s."""
+    levels = [tomllib.loads(text)]
+    while levels:
+        for name, value in levels.pop().items():
+            for table in value if isinstance(value, list) else [value]:
+                if isinstance(table, dict):
+                    yield from (f"{name}.{key}" for key in table)
+                    levels.append(table)
+
+
 def config_tables(package: Path) -> dict[str, Any]:
     """Return the class of each table of the configuration."""
     sys.path.insert(0, str(package.parent))
@@ -291,6 +322,7 @@ def facts(root: Path = ROOT) -> dict[str, Any]:
         "banned_words": banned_words(prose, BANNED),
         "public_names_on_train_path": public_names(modules, TRAIN_PATH),
         "config_keys": len(keys),
+        "undocumented_keys": undocumented_keys(keys),
         "config_keys_declared_twice": keys_declared_twice(modules, config_tables(folders[0])),
         "files_that_know_of_engine_downtime": sum(bool(DOWNTIME.search(module.text)) for module in modules),
         "evaluation_systems": evaluation_systems(modules),
@@ -319,6 +351,9 @@ def over_budget(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
         problems.append(f"{found['evaluation_systems']} ways to collect an evaluation, at most 1")
     if len(found["run_openers"]) > 1:
         problems.append(f"runs are opened in {', '.join(found['run_openers'])}: use storage.open_run")
+    problems += [f"{key}: in no example and on no page of docs/" for key in found["undocumented_keys"]]
+    if found["config_keys"] > budget["config_keys"]:
+        problems.append(f"configuration: {found['config_keys']} keys, at most {budget['config_keys']}")
     if found["records"] > budget["records"]:
         problems.append(f"docs/decisions: {found['records']} records, at most {budget['records']}")
     if found["readme_bytes"] > budget["readme_bytes"]:

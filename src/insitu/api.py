@@ -207,6 +207,13 @@ def _load(
     return load_config(None, overrides, _merged(layers), given)
 
 
+SFT: Mapping[str, Mapping[str, Any]] = {
+    "run": {"checkpoint_every_steps": 20},
+    "train": {"lr": 1e-4, "decay": "linear", "epochs": 2},
+}
+"""What `insitu sft` takes instead of the values that a run of reinforcement learning had."""
+
+
 def config_from_run(source: Path, table: Literal["collect", "sft"]) -> dict[str, Any]:
     """Return the configuration of a run whose rollouts another one takes, as tables.
 
@@ -216,6 +223,8 @@ def config_from_run(source: Path, table: Literal["collect", "sft"]) -> dict[str,
     tables = read_tables(source)
     tables.setdefault("run", {})["dir"] = ""
     tables.setdefault(table, {})["run"] = str(source.absolute())
+    for name, values in (SFT if table == "sft" else {}).items():
+        tables.setdefault(name, {}).update(values)
     return tables
 
 

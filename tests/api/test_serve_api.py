@@ -103,7 +103,7 @@ def test_served_sessions_are_shown_exported_and_imitated(
     assert [one["used"] for one in exported] == ["", "", "ungraded"]
     assert [one["advantage"] for one in exported] == [0.5, -0.5, None]
     imitated, back = tmp_path / "imitated", insitu.import_run(copy, tmp_path / "back")
-    assert main(["sft", str(back.path), f"run.dir={imitated}", "sft.epochs=1", "sft.decay=constant"]) == 0
+    assert main(["sft", str(back.path), f"run.dir={imitated}", "train.epochs=1", "train.decay=constant"]) == 0
     assert "3 rollouts, 1 chosen; 1 below sft.min_reward; 1 not graded" in " ".join(
         sorted(capsys.readouterr().out.split("\n"))
     )

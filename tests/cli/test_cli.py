@@ -331,7 +331,7 @@ def test_help_of_a_command_ends_with_an_example_that_parses(
     [
         (["train", "c.toml", "--steps", "3"], "write run.steps=3; see insitu train --help"),
         (["train", "c.toml", "--run.steps=3"], "write run.steps=3; see"),
-        (["rollout", "--lr", "--json"], "write train.lr= or sft.lr=; see"),
+        (["rollout", "--lr", "--json"], "write train.lr=; see"),
         (["rollout", "c.toml", "--group-size=4"], "write collect.group_size=4; see"),
         (["show", "runs/a", "--steps=3"], "see insitu show --help"),
     ],

@@ -32,12 +32,12 @@ REPOSITORY = Path(__file__).parents[2]
     [
         ("train.lrr=1", "unknown key train.lrr; did you mean train.lr?"),
         ("trian.lr=1", "unknown key trian.lr; did you mean train.lr?"),
-        ("model.lr=1", "unknown key model.lr; did you mean train.lr or sft.lr?"),
+        ("model.lr=1", "unknown key model.lr; did you mean train.lr?"),
         ("run.zzz=1", "unknown key run.zzz"),
         ("eval.k4.count=2", "no eval named 'k4'; there are: heldout"),
         ("tasks.own.weight=2", "no tasks named 'own'; there are: none with a name"),
         ("engine.input_price=1", "unknown key engine.input_price; it is now engine.prices.input"),
-        ("lr=1", "'lr=1' is not of the form table.key=value; did you mean train.lr or sft.lr?"),
+        ("lr=1", "'lr=1' is not of the form table.key=value; did you mean train.lr?"),
         ("train.lr", "'train.lr' is not of the form table.key=value"),
         ("run.seed=x", "run.seed: input should be a valid integer, got 'x'"),
         ("run.seed=3.5", "run.seed: input should be a valid integer, got 3.5"),
@@ -112,19 +112,6 @@ def test_permits_that_are_enough_or_left_to_the_run_are_taken() -> None:
         assert config.sandbox.max_sandboxes in (0, config.sandboxes_needed)
 
 
-def test_a_process_may_not_have_more_memory_than_its_sandbox() -> None:
-    own = 'harness.command=["a"]'
-    line = r"^harness\.process_memory_mb = 5000 is more than sandbox\.memory_mb = 4096, .*: raise that$"
-    with pytest.raises(ConfigError, match=line):
-        load_config(None, [own, "harness.process_memory_mb=5000"])
-    for taken in (
-        ["harness.process_memory_mb=5000", "sandbox.memory_mb=5000"],
-        ["sandbox.memory_mb=512"],  # the default is no wish
-        ["harness.process_memory_mb=5000", "sandbox.backend=harbor", "sandbox.environment=e2b"],
-    ):
-        assert load_config(None, [own, *taken])
-
-
 def test_the_families_are_those_of_the_toy_source() -> None:
     assert set(get_args(ToyKind)) == set(FAMILIES)
 
@@ -153,6 +140,27 @@ def test_layers_later_wins_and_keys_beside_stay(tmp_path: Path) -> None:
     config = load_config(file, ["run.steps=6"], base={"run": {"seed": 1, "keep_checkpoints": 4}})
     assert (config.run.seed, config.run.steps, config.run.keep_checkpoints) == (2, 6, 4)
     assert config.eval[0].count == Config().eval[0].count
+
+
+@pytest.mark.parametrize("profile", get_args(table_classes()["run"].model_fields["profile"].annotation)[1:])
+def test_a_profile_sets_what_nothing_else_sets(tmp_path: Path, profile: str) -> None:
+    usual, given = Config(), load_config(None, [f"run.profile={profile}"])
+    assert given.harness.workers != usual.harness.workers or given.train.lr != usual.train.lr
+    assert load_config(base=tomllib.loads(dump_toml(given)), stored=True) == given
+    file = tmp_path / "a.toml"
+    file.write_text(f'[run]\nprofile = "{profile}"\n[train]\nlr = 0.5\n[collect]\ngroup_size = 5\n')
+    own = load_config(file, ["collect.group_size=6"])
+    assert (own.train.lr, own.collect.group_size) == (0.5, 6)
+    assert own.model.max_context_tokens == given.model.max_context_tokens != usual.model.max_context_tokens
+
+
+def test_a_profile_needs_keys_that_are_not_set() -> None:
+    whole = load_config(None, ["run.profile=laptop"])
+    assert load_config(None, ["run.steps=3"], whole.model_dump()).train.lr == whole.train.lr
+    with pytest.raises(ConfigError, match=r"^run\.profile has no effect on a whole configuration"):
+        load_config(None, ["run.profile=cluster"], whole.model_dump())
+    with pytest.raises(ConfigError, match=r"^run\.profile: .*; did you mean one-gpu\?$"):
+        load_config(None, ["run.profile=one_gpu"])
 
 
 def test_overrides_take_toml_values_and_bare_strings() -> None:

@@ -26,8 +26,11 @@ SHARED = {
 
 ALIASES = {"task_set": "tasks"}
 """Attributes of the configuration that return one of its tables."""
-FIXED: set[str] = {f"{table}.{key}" for table in ("tasks", "eval") for key in LAYERS} | {"eval.every_steps"}
-"""Keys that `config.arms` reads in a loop."""
+FIXED: set[str] = {f"{table}.{key}" for table in ("tasks", "eval") for key in LAYERS} | {
+    "eval.every_steps",
+    "run.profile",
+}
+"""Keys that `config.arms` reads in a loop, and the one that is read before there are tables."""
 
 
 def bound(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -84,7 +87,7 @@ def test_every_key_is_read() -> None:
 
 
 def test_the_search_can_tell() -> None:
-    source = "t = config.train\nprint(t.lr, c.run.seed, other.lr2)\ndef f(a: SftTable): return a.lr"
+    source = "t = config.train\nprint(t.lr, c.run.seed, other.lr2)\ndef f(a: SftTable): return a.per_task"
     read = set(keys_read(ast.parse(source)))
-    assert {"train.lr", "run.seed", "sft.lr"} <= read
+    assert {"train.lr", "run.seed", "sft.per_task"} <= read
     assert "train.lr2" not in read

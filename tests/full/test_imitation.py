@@ -76,7 +76,7 @@ async def test_a_student_of_a_teachers_text_solves_more_unseen_tasks(tmp_path: P
         upstream += ["engine.key_env=FAKE_KEY", "rollout.split=train", f"rollout.count={TASKS}"]
         taught = await insitu("rollout", *SETTINGS, *upstream, "rollout.samples=1", f"run.dir={source}")
     assert taught["pass_at"]["1"]["value"] == 1.0
-    settings = ["sft.lr=3e-4", "sft.epochs=4", "sft.rollouts_per_step=16", f"run.dir={student}"]
+    settings = ["train.lr=3e-4", "train.epochs=4", "sft.rollouts_per_step=16", f"run.dir={student}"]
     learnt = await insitu("sft", str(source), *settings)
     assert (learnt["chosen"], learnt["choice"]) == (TASKS, f"{TASKS} rollouts, {TASKS} chosen")
     before = await solve_rate(tmp_path / "before")

@@ -40,7 +40,7 @@ def test_a_server_that_is_killed_9_in_a_run_samples_on_with_the_runs_weights(tmp
         "eval": {"count": 8},
         "train": {"lr": 1e-3},
         "collect": {"max_staleness": 1},
-        "engine": {"publish_dtype": "float32", "reconnect_timeout_s": 600.0},
+        "engine": {"publish_dtype": "float32", "start_timeout_s": 600.0},
     }
     with contextlib.ExitStack() as lives:
         server = lives.enter_context(start_vllm(venv, model, tmp_path / "first.log"))

@@ -45,7 +45,7 @@ def engine(replicas: int) -> dict[str, object]:
         "replicas": replicas,
         "python": python,
         "args": ARGS,
-        "reconnect_timeout_s": 600.0,
+        "start_timeout_s": 600.0,
     }
 
 

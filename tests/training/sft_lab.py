@@ -59,7 +59,9 @@ def sft_config(source: Path, target: Path, *overrides: str) -> Config:
     texts += [
         "train.warmup_steps=0",
         "train.threads=1",
-        "sft.lr=0.01",
+        "train.lr=0.01",
+        "train.decay=linear",
+        "train.epochs=2",
         "model.max_context_tokens=512",
     ]
     return load_config(None, [*texts, *overrides])

@@ -35,9 +35,9 @@ from insitu_train.trainer.trainer import Trainer
 pytestmark = pytest.mark.slow
 
 SCHEDULE = (
-    "sft.epochs=6",
+    "train.epochs=6",
     "sft.rollouts_per_step=4",
-    "sft.checkpoint_every_steps=4",
+    "run.checkpoint_every_steps=4",
     "run.keep_checkpoints=1",
 )
 
@@ -131,7 +131,7 @@ def test_a_run_cut_short_ends_with_the_bits_of_one_that_was_not(
 def test_a_tree_of_shared_tokens_teaches_the_same(
     source: Path, finished: tuple[Mapping[str, object], Watcher], tmp_path: Path
 ) -> None:
-    config = sft_config(source, tmp_path / "run", *SCHEDULE, "sft.epochs=1", "train.layout=tree")
+    config = sft_config(source, tmp_path / "run", *SCHEDULE, "train.epochs=1", "train.layout=tree")
     summary = sft(config, Watcher())
     line = next(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     linear = next(read_metrics(Path(str(finished[0]["run_dir"])) / "metrics.jsonl"))
@@ -142,7 +142,7 @@ def test_a_tree_of_shared_tokens_teaches_the_same(
 @pytest.mark.full
 def test_adapters_of_any_model_end_as_a_model_that_insitu_train_takes(source: Path, tmp_path: Path) -> None:
     """The rollouts were sampled by an embedded engine, which could not sample with this policy."""
-    adapters = ("policy.kind=hf", "policy.lora_rank=2", "policy.device=cpu", "sft.epochs=1")
+    adapters = ("policy.kind=hf", "policy.lora_rank=2", "policy.device=cpu", "train.epochs=1")
     summary = sft(sft_config(source, tmp_path / "run", *adapters), Watcher())
     model, checkpoint = Path(str(summary["model"])), Path(str(summary["checkpoint"]))
     assert model == tmp_path / "run" / "model"

@@ -306,5 +306,4 @@ def _from_table(table: HarnessTable) -> Recipe:
         config_files=table.config_files,
         env=table.env,
         rule=_exit_codes(*table.ok_exit_codes),
-        process_memory_bytes=table.process_memory_mb << 20,
     )

@@ -75,10 +75,8 @@ class EngineTable(ProviderKeys, Table):
     """Environment or interpreter that has the server; empty = insitu's own."""
     args: Annotated[tuple[str, ...], Field(strict=False), _LAUNCH] = ()
     """Further arguments of the server, e.g. ["--gpu-memory-utilization", "0.8"]."""
-    start_timeout_s: Annotated[SecondsOrZero, _SERVER] = 60.0
-    """Seconds that a run waits at its start for the servers to come up; 0 = none. 900 with launch."""
-    reconnect_timeout_s: Annotated[Seconds, _SERVER] = 300.0
-    """Seconds that requests wait while no server is up. 900 with launch."""
+    start_timeout_s: Annotated[SecondsOrZero, _SERVER] = 300.0
+    """Seconds to wait until a server is up, at the start and when none is left; 0 = none. 900 with launch."""
     publish: Annotated[Literal["disk", "delta", "ipc", "nccl"], _SERVER] = "disk"
     """How new weights are sent: whole files, differences; vllm: ipc on one GPU, nccl."""
     publish_dir: Annotated[OwnPath, _SERVER] = ""
@@ -118,7 +116,7 @@ class EngineTable(ProviderKeys, Table):
         if not isinstance(values, dict):
             return values
         if values.get("launch") is True:
-            values = {"start_timeout_s": 900.0, "reconnect_timeout_s": 900.0, **values}
+            values = {"start_timeout_s": 900.0, **values}
         if values.get("url") and values.get("kind") in ("vllm", "sglang"):
             raise ValueError(f"kind = {values['kind']!r} takes no url but urls, a list of servers")
         return values

@@ -34,8 +34,6 @@ class AgentCommand(Table):
     `protocol` reads are set too."""
     ok_exit_codes: Annotated[tuple[int, ...], Field(strict=False), _OWN] = (0,)
     """Exit codes of a finished run; others mean that the agent failed."""
-    process_memory_mb: Annotated[Count, _OWN] = 1024
-    """Memory limit of one process in the agent's sandbox."""
 
 
 class HarnessTable(AgentCommand):

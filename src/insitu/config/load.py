@@ -29,6 +29,8 @@ WARM_START = Path(__file__).parents[1] / "warm_start"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 """The example configurations that ship with the package."""
 
+PROFILES = Path(__file__).parent / "profiles"
+"""A file per value of run.profile."""
 REPEATED = ("tasks", "eval")
 """Tables that a file may hold several of."""
 RENAMED: Mapping[str, str] = {
@@ -40,6 +42,7 @@ RENAMED: Mapping[str, str] = {
     "train.collapse_alarm": "run.alarms.collapse",
     "train.kl_alarm": "run.alarms.kl",
     "train.reference_alarm": "run.alarms.reference_kl",
+    "engine.reconnect_timeout_s": "engine.start_timeout_s",
     "gateway.tunnel": "gateway.public_url",
     "engine.cache_write_price": "engine.prices.cache_write",
     "engine.cached_price": "engine.prices.cached",
@@ -51,9 +54,10 @@ RENAMED: Mapping[str, str] = {
     "train.dppo_low": "train.clip_low",
     "train.gspo_high": "train.clip_high",
     "train.gspo_low": "train.clip_low",
-    "tasks.build_action": "tasks.parse_answer",
-    "tasks.evaluate_response": "reward.function",
-    "tasks.transform_sample": "tasks.transform",
+    "sft.checkpoint_every_steps": "run.checkpoint_every_steps",
+    "sft.decay": "train.decay",
+    "sft.epochs": "train.epochs",
+    "sft.lr": "train.lr",
 }
 """Earlier names of keys; the error for one of them gives the present name."""
 
@@ -69,7 +73,7 @@ def load_config(
     *,
     stored: bool = False,
 ) -> Config:
-    """Merge defaults < `base` < file at `path` < `tables` < `overrides` and validate the result.
+    """Merge defaults < run.profile < `base` < file at `path` < `tables` < `overrides`, and validate them.
 
     Overrides are "table.key=value" strings, or a mapping from "table.key" to the value; tasks.NAME.key and
     eval.NAME.key change one of several tables. `stored`: names of plug-ins are not looked up. Raises
@@ -92,7 +96,7 @@ def load_config(
     if problems:
         raise ConfigError("; ".join(problems))
     merged: dict[str, Any] = {}
-    for origin, raw in layers:
+    for origin, raw in [*_profile([raw for _, raw in layers]), *layers]:
         for table, values in raw.items():
             merged[table] = _merged(table, merged.get(table), values, origin)
     context = STORED if stored else None
@@ -103,6 +107,15 @@ def load_config(
         inside = {item["loc"][0] for item in error.errors() if len(item["loc"]) > 1}
         found = [i for i in error.errors() if i["type"] != "too_short" or i["loc"][0] not in inside]
         raise ConfigError("; ".join(_describe(item, merged) for item in found)) from error
+
+
+def _profile(layers: Sequence[Raw]) -> Iterator[tuple[str, Raw]]:
+    """Yield the layer of the profile that the last of the layers names."""
+    named = [raw["run"]["profile"] for raw in layers if "profile" in raw.get("run", {})]
+    if len({*named}) > 1 and layers[0].keys() == Config.model_fields.keys():
+        raise ConfigError("run.profile has no effect on a whole configuration, which sets every key")
+    if (file := PROFILES / f"{named[-1] if named else ''}.toml").is_file():
+        yield f"profile {file.stem}", read_toml(file)
 
 
 def _overriding(overrides: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Raw]]]:
@@ -251,11 +264,8 @@ def known_keys(tables: Raw) -> dict[str, Any]:
             return [known(table, one) for one in values]
         inner = {"agents": "harness", **{name: name for name in LAYERS}} if table in REPEATED else {}
         fields = table_classes()[table].model_fields
-        return {
-            key: known(inner[key], value) if key in inner else value
-            for key, value in values.items()
-            if key in fields
-        }
+        kept = {key: value for key, value in values.items() if key in fields}
+        return {key: known(inner[key], value) if key in inner else value for key, value in kept.items()}
 
     return {name: known(name, values) for name, values in tables.items() if name in Config.model_fields}
 

@@ -321,13 +321,5 @@ class SftTable(SelectionKeys, Table):
 
     run: OwnPath = ""
     """Run directory whose rollouts are used; the command line names it."""
-    epochs: Count = 2
-    """Passes over the chosen rollouts."""
     rollouts_per_step: Count = 32
     """Rollouts in one optimizer step; the last step of a pass takes the remainder."""
-    lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate."""
-    decay: Literal["constant", "linear", "cosine"] = "linear"
-    """Learning rate schedule after the warm-up."""
-    checkpoint_every_steps: Count = 20
-    """Steps between checkpoints; a killed run loses the steps since the last one."""

@@ -130,7 +130,7 @@ async def open_server(
         _check_alike(servers)
         engines = EngineSet(
             servers,
-            max_wait_s=table.reconnect_timeout_s,
+            max_wait_s=table.start_timeout_s,
             restarts=config.train.restarts,
             share_gpu=table.share_gpu,
             say=announce,

@@ -14,7 +14,7 @@ _SAME_RESULT = """
 run: alarms checkpoint_every_steps keep_checkpoints
 engine: url urls listen key_env launch replicas gpus tensor_parallel python share_gpu
 engine: publish publish_dir
-engine: call_timeout_s start_timeout_s reconnect_timeout_s
+engine: call_timeout_s start_timeout_s
 engine: max_concurrent max_cost max_wait_s prices requests_per_minute
 gateway: host port public_url
 fleet: address nodes lease_s

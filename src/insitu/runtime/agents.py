@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from insitu.agents.artifacts import artifacts_from_config
@@ -55,6 +55,8 @@ def make_harness(
     if config.harness.agent == NO_AGENT:
         return SingleTurn(action_of(config))
     recipe = resolve_agent(config.harness)
+    if config.harness.command:  # nothing is known of it: a process may take what its sandbox has
+        recipe = replace(recipe, process_memory_bytes=config.sandbox.memory_mb << 20)
     check_network(config, backend, log_line)
     access = ModelAccess(
         public_id="",

@@ -241,10 +241,7 @@ def read_config(path: Path) -> Config:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """Return the stored configuration of a run as tables.
-
-    Keys of earlier versions are renamed, and left out where they became constants.
-    """
+    """Return the stored configuration of a run as tables of the keys of today."""
     tables: dict[str, Any] = {**read_toml(path / "config.toml")}
     clips = _clips_of_loss(tables.get("train", {}))
     for old, new in RENAMED.items():
@@ -254,8 +251,8 @@ def read_tables(path: Path) -> dict[str, Any]:
         value = values.pop(key)
         if inner and (value or inner == ["alarms"]):  # no price was 0
             tables.setdefault(now_in, {}).setdefault(*inner, {})[name] = value
-        elif table == now_in and not inner and (value or name not in values):
-            values[name] = value
+        elif not inner and value and (values.get("run") if table == "sft" else table == now_in):
+            tables[now_in][name] = value
     tables.get("train", {}).update(clips)
     return known_keys(tables)
 

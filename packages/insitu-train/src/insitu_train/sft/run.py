@@ -112,17 +112,14 @@ class _Course:
 
 
 def train_config(config: Config, steps: int) -> TrainConfig:
-    """Return the learner's configuration: [train], overridden by [sft].
+    """Return the learner's configuration: [train], of which no row of reinforcement learning is left.
 
     The warm-up is shorter than the run, whose rate would never be reached otherwise.
     """
-    table = config.sft
     base = TrainConfig.of(config)
     optim = base.optim.changed(
-        lr=table.lr,
         warmup_steps=min(config.train.warmup_steps, max(0, steps - 1)),
-        decay=table.decay,
-        total_steps=0 if table.decay == "constant" else steps,
+        total_steps=0 if config.train.decay == "constant" else steps,
     )
     return base.changed(
         optim=optim,
@@ -199,7 +196,7 @@ def _course(config: Config, run_store: Store, renderer: ChatRenderer) -> _Course
     steps = schedule(
         [x.rollout_id for x in lessons],
         per_step=table.rollouts_per_step,
-        epochs=table.epochs,
+        epochs=config.train.epochs,
         seed=config.run.seed,
     )
     return _Course(lessons=lessons, steps=tuple(steps), words=words, plan=PlanConfig.of(config))
@@ -221,7 +218,7 @@ class _Steps:
             plan = plan_examples(lessons, course.plan)
             result = await self._learner.step(plan)
             metrics = _metrics(result, step, lessons)
-            if step % config.sft.checkpoint_every_steps == 0 or step == count:
+            if step % config.run.checkpoint_every_steps == 0 or step == count:
                 await self._commit(step, metrics, plan.digest, clock)
             self._metrics.write({"event": "step", "step": step, **metrics})
             self._view.step_done(step, count, {name: metrics[name] for name in SHOWN})
@@ -311,7 +308,7 @@ def _summary(run: RunDir, store: Store, course: _Course, clock: WallClock) -> Ma
         "tasks": len({x.task_id for x in course.lessons}),
         "tokens": sum(x.tokens for x in course.lessons),
         "steps": len(course.steps),
-        "epochs": run.config.sft.epochs,
+        "epochs": run.config.train.epochs,
         "loss": last.metrics["loss"],
         "seed": run.config.run.seed,
         "weights": last.metrics["weights"],

@@ -108,7 +108,7 @@ async def test_rollouts_of_tasks_that_the_caller_made(tmp_path: Path) -> None:
         reward=reward,
         n=2,
         run={"dir": str(tmp_path / "run")},
-        engine={"max_rows": 8},
+        engine={"temperature": 1.0},
         harness={"workers": 4},
     )
     rollouts = run.rollouts()

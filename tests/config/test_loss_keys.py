@@ -148,7 +148,6 @@ def test_choices_reach_the_learner_and_the_planner() -> None:
         "kl_unbiased": False,
         "reference": "/models/ref",
         "reducer": "constant",
-        "constant_tokens": 7,
         "overlong_tokens": 900,
         "overlong_margin_tokens": 100,
     }

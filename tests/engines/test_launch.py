@@ -39,7 +39,7 @@ def _no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def config(folder: Path, *more: str, kind: str = "vllm") -> Config:
-    given = [f"engine.kind={kind}", "engine.launch=true", f"engine.python={fake_interpreter(folder / 'env')}"]
+    given = [f"engine.kind={kind}", f"engine.python={fake_interpreter(folder / 'env')}"]
     return load_config(None, [*given, f"run.dir={folder / 'run'}", *more])
 
 
@@ -220,7 +220,7 @@ def test_nothing_is_left_of_a_controller_that_is_killed_9(tmp_path: Path) -> Non
         chosen = config(tmp_path, "engine.replicas=2")
         keys = [f"engine.{key}={getattr(chosen.engine, key)}" for key in ("kind", "python", "replicas")]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", HOLDS, *keys, "engine.launch=true", f"run.dir={tmp_path / 'run'}"),
+            *(sys.executable, "-c", HOLDS, *keys, f"run.dir={tmp_path / 'run'}"),
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(Path(insitu.__file__).parents[1])},
         )
@@ -285,22 +285,17 @@ def test_what_cannot_fit_is_refused(keys: list[str], present: str, line: str, tm
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (["engine.launch=true"], "launch has no effect with kind = 'embedded'"),
+        (["engine.replicas=2"], "replicas has no effect with kind = 'embedded'"),
         (
             ["engine.kind=vllm", "engine.urls=http://x", "engine.replicas=2"],
-            "replicas has no effect with launch",
+            "replicas has no effect with urls",
         ),
-        (
-            ["engine.kind=vllm", "engine.urls=http://x", "engine.launch=true"],
-            "urls has no effect with launch",
-        ),
-        (["engine.kind=vllm"], "needs urls, the address of each server, or launch = true"),
         (
             ["engine.kind=vllm", "engine.url=http://x"],
             "kind = 'vllm' takes no url but urls, a list of servers",
         ),
         (
-            ["engine.kind=vllm", "engine.launch=true", "engine.replicas=2", "engine.publish=ipc"],
+            ["engine.kind=vllm", "engine.replicas=2", "engine.publish=ipc"],
             "reaches one server",
         ),
     ],
@@ -311,10 +306,10 @@ def test_keys_that_do_not_fit_together(given: list[str], line: str) -> None:
 
 
 def test_an_environment_without_the_server_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    here = load_config(None, ["engine.kind=vllm", "engine.launch=true", f"engine.python={sys.executable}"])
+    here = load_config(None, ["engine.kind=vllm", f"engine.python={sys.executable}"])
     with pytest.raises(ConfigError, match=r"engine\.python: .* has no vllm; name the environment"):
         interpreter(here)
-    missing = load_config(None, ["engine.kind=vllm", "engine.launch=true", f"engine.python={tmp_path}/x"])
+    missing = load_config(None, ["engine.kind=vllm", f"engine.python={tmp_path}/x"])
     with pytest.raises(ConfigError, match=r"engine\.python: .*/x is not a program"):
         interpreter(missing)
 

@@ -41,7 +41,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(replicas: int) -> dict[str, object]:
     python = str(installed_vllm(SETUP))
     return {
-        "launch": True,
         "replicas": replicas,
         "python": python,
         "args": ARGS,

@@ -17,7 +17,6 @@ from insitu.config.base import (
     SecondsOrZero,
     Table,
     only,
-    unless,
 )
 from insitu.registry import shipped
 from insitu.types import MIN_TEMPERATURE
@@ -27,7 +26,7 @@ _KNOWN = shipped("engines")
 _SERVER = only("kind", "vllm", "sglang", known=_KNOWN)
 _PROVIDER = only("kind", "upstream")
 _NAMED = only("kind", "upstream", "tinker")
-_LAUNCH = unless("launch", False)
+_LAUNCH = only("kind", "vllm", "sglang")
 _REMOTE = only("kind", "vllm", "sglang", "external", "upstream", "tinker", known=_KNOWN)
 
 
@@ -62,9 +61,8 @@ class EngineTable(ProviderKeys, Table):
     call_timeout_s: Annotated[Seconds, _REMOTE] = 600.0
     """Timeout of one generation, at the gateway too, and of one weight reload."""
     urls: Annotated[tuple[str, ...], Field(strict=False), _SERVER] = ()
-    """URLs of the servers, all of one model, e.g. ["http://127.0.0.1:8000"]; a trailing /v1 is dropped."""
-    launch: Annotated[bool, only("kind", "vllm", "sglang")] = False
-    """Start the servers with the run, restart those that die, and end them with it."""
+    """URLs of the servers, all of one model, e.g. ["http://127.0.0.1:8000"]; a trailing /v1 is dropped. [] =
+    the run starts vllm or sglang itself, restarts those that die, and ends them with it."""
     replicas: Annotated[Count, _LAUNCH] = 1
     """Servers that are started."""
     tensor_parallel: Annotated[Count, _LAUNCH] = 1
@@ -76,7 +74,8 @@ class EngineTable(ProviderKeys, Table):
     args: Annotated[tuple[str, ...], Field(strict=False), _LAUNCH] = ()
     """Further arguments of the server, e.g. ["--gpu-memory-utilization", "0.8"]."""
     start_timeout_s: Annotated[SecondsOrZero, _SERVER] = 300.0
-    """Seconds to wait until a server is up, at the start and when none is left; 0 = none. 900 with launch."""
+    """Seconds to wait until a server is up, at the start and when none is left; 0 = none.
+    900 without urls."""
     publish: Annotated[Literal["disk", "delta", "ipc", "nccl"], _SERVER] = "disk"
     """How new weights are sent: whole files, differences; vllm: ipc on one GPU, nccl."""
     publish_dir: Annotated[OwnPath, _SERVER] = ""
@@ -101,6 +100,11 @@ class EngineTable(ProviderKeys, Table):
     """Address where the trainer fetches requests; port 0 takes a free one."""
 
     @property
+    def launch(self) -> bool:
+        """Whether the run starts the servers."""
+        return self.kind in ("vllm", "sglang") and not self.urls
+
+    @property
     def pause_mode(self) -> Literal["keep", "wait"]:
         """Whether running calls are frozen during an update, or finish first."""
         return "wait" if self.publish_mode == "wait" else "keep"
@@ -115,7 +119,7 @@ class EngineTable(ProviderKeys, Table):
     def _names_servers(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if values.get("launch") is True:
+        if values.get("kind") in ("vllm", "sglang") and not values.get("urls"):
             values = {"start_timeout_s": 900.0, **values}
         if values.get("url") and values.get("kind") in ("vllm", "sglang"):
             raise ValueError(f"kind = {values['kind']!r} takes no url but urls, a list of servers")
@@ -123,10 +127,9 @@ class EngineTable(ProviderKeys, Table):
 
     @model_validator(mode="after")
     def _has_servers(self) -> Self:
-        if self.launch and self.urls:
-            raise ValueError("urls has no effect with launch = true")
-        if self.kind in ("vllm", "sglang") and not (self.urls or self.launch):
-            raise ValueError(f"kind = {self.kind!r} needs urls, the address of each server, or launch = true")
+        for key in ("replicas", "tensor_parallel", "gpus", "python", "args") if self.urls else ():
+            if self.__dict__[key] != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect with urls: it is of servers that insitu starts")
         return self
 
     @model_validator(mode="after")

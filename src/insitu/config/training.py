@@ -205,9 +205,8 @@ class PlanKeys(RowRules, _ParallelKeys):
     degenerate: Literal["drop", "keep"] = "drop"
     """Groups with equal rewards: left out, or trained by `kl` alone."""
     reducer: Literal["rollout", "token", "constant", "group"] = "rollout"
-    """Unit that the loss is averaged over; constant = rollouts, each its tokens / constant_tokens."""
-    constant_tokens: Annotated[Count, only("reducer", "constant")] = 1024
-    """What a rollout's token losses are divided by."""
+    """Unit that the loss is averaged over; constant = rollouts, each its tokens divided by
+    limits.max_session_tokens."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     """What happens to a rollout that reached a limit: trained as is, masked, or penalised."""
     overlong_tokens: CountOrZero = 0
@@ -310,8 +309,6 @@ class SelectionKeys(Keys):
     """Least reward of a rollout that is used."""
     per_task: CountOrZero = 4
     """Most rollouts of one task: those with the highest reward, then the latest; 0 = all."""
-    dedup: bool = True
-    """Skip a rollout whose tokens are identical to another one of its task."""
     held_out: bool = False
     """Use rollouts of held-out tasks too; evaluations on them are invalid afterwards."""
 

@@ -102,10 +102,10 @@ def _engine(config: Config, gpus: int) -> tuple[str, str, str]:
     """
     engine = config.engine
     here = [url for url in engine.urls if urlsplit(url).hostname in LOOPBACK]
-    if engine.kind not in SERVERS or not here:  # elsewhere, or started by insitu (engine.launch)
+    if engine.kind not in SERVERS or not here:  # elsewhere, or started by insitu (no engine.urls)
         return "", "", ""
     if len(engine.urls) > 1:
-        raise ConfigError("engine.urls: start.sh starts one engine; engine.launch = true starts several")
+        raise ConfigError("engine.urls: start.sh starts one engine; without urls insitu starts several")
     url = here[0].rstrip("/").removesuffix("/v1")
     command = server_command(config, config.model.path, cpu=not gpus, port=urlsplit(url).port or 80)
     program = ["vllm"] if engine.kind == "vllm" else ["python3", "-m", command.module]

@@ -17,7 +17,7 @@ _RUN: Mapping[str, object] = {
 }
 _TOY: Mapping[str, object] = {"collect.groups_per_step": 2, "harness.workers": 4, "train.threads": 1}
 _HF: Mapping[str, object] = {"policy.kind": "hf", "policy.device": "cuda"}
-_VLLM: Mapping[str, object] = {"engine.kind": "vllm", "engine.launch": "true"}
+_VLLM: Mapping[str, object] = {"engine.kind": "vllm"}
 _SHARED = 'engine.args=["--gpu-memory-utilization", "0.4"]'
 _WAYS: Mapping[str, Mapping[str, object]] = {
     "disk": {},

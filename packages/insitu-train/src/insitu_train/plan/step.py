@@ -53,6 +53,8 @@ class PlanConfig(PlanKeys):
     """The loss has a term without the advantage (`LossConfig.has_kl_term`), so rollouts with advantage zero
     are trained too.
     """
+    constant_tokens: int = 1024
+    """What the reducer `constant` divides the token losses of a rollout by."""
     group_min: int = 2
     """Scorable rollouts below which no rollout of the group is trained."""
     pair_cost: float = PAIR_COST
@@ -63,16 +65,14 @@ class PlanConfig(PlanKeys):
         """Return the planner's part of a run's configuration."""
         t = config.train
         # The constant is close enough for a small model's pass on a CPU.
-        shaped = t.layout == "tree" or t.ranks > 1
-        return cls.rules_of(config).changed(
-            pair_cost=pair_cost(model_folder(config)) if shaped else PAIR_COST
-        )
+        cost = pair_cost(model_folder(config)) if t.layout == "tree" or t.ranks > 1 else PAIR_COST
+        return cls.rules_of(config).changed(pair_cost=cost)
 
     @classmethod
     def rules_of(cls, config: Config) -> PlanConfig:
         """Return the part that decides about rollouts; reads no model, so its rows are not to be packed."""
-        t = config.train
-        return t.pick(cls, pull=t.has_kl_term, group_min=config.collect.group_min)
+        t, tokens = config.train, config.limits.max_session_tokens
+        return t.pick(cls, pull=t.has_kl_term, group_min=config.collect.group_min, constant_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

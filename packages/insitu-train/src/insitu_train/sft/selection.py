@@ -45,7 +45,7 @@ WORDS: Mapping[Reason, str] = {
     "not_rendered": "whose text cannot be rendered in the model's tokens",
     "no_tokens": "without a trainable token",
     "overlong": "with all rows longer than train.max_row_tokens",
-    "duplicate": "duplicates within their task (sft.dedup)",
+    "duplicate": "duplicates within their task",
     "per_task": "beyond sft.per_task of their task",
 }
 """Why a rollout was not selected, for the report."""
@@ -217,7 +217,7 @@ def _of_task(
         lesson = SftExample.of(outline.rollout_id, outline.task_id, outline.reward or 0.0, segments, wanted)
         if not lesson.tokens:
             left_out["overlong" if lesson.excluded else "no_tokens"] += 1
-        elif wanted.dedup and lesson.digest in known:
+        elif lesson.digest in known:
             left_out["duplicate"] += 1
         else:
             known.add(lesson.digest)

@@ -237,7 +237,8 @@ async def main():
 try:
     asyncio.run(main())
 except KeyboardInterrupt:
-    assert {{thread.name for thread in threading.enumerate()}} <= {{"MainThread", "stall-clock"}}
+    left = {{thread.name for thread in threading.enumerate()}} - {{"MainThread", "stall-clock"}}
+    assert not left, left
     print("stopped")
 """
 
@@ -248,7 +249,7 @@ def test_ctrl_c_stops_a_blocking_call_inside_asyncio_run(tmp_path: Path) -> None
     """asyncio.run answers the first Ctrl-C by cancelling its task, which the call itself blocks."""
     code = _BLOCKED.format(folder=str(tmp_path / "run"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=180, check=False)
-    assert done.stdout == b"stopped\n", done.stderr.decode()
+    assert done.stdout == b"stopped\n", f"exit code {done.returncode}: {done.stderr.decode()}"
     stored = (
         insitu.open_run(tmp_path / "run").rollouts() if (tmp_path / "run" / "run.sqlite").exists() else []
     )

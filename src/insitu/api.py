@@ -264,7 +264,7 @@ def _expanded(tables: Mapping[str, Any]) -> dict[str, Any]:
 def _served_at(url: str, engine: object) -> dict[str, Any]:
     """Return [engine] for an address: a provider, unless the table `engine` names another kind."""
     kind = engine.get("kind", "upstream") if isinstance(engine, Mapping) else "upstream"
-    return {"kind": kind, **({"urls": [url]} if kind in ("vllm", "sglang") else {"url": url})}
+    return {"kind": kind, "urls": [url]}
 
 
 def _is_table(value: object) -> bool:

@@ -28,7 +28,7 @@ from insitu_train.embedded.model import load_model
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 120.0
-OTHER = {"kind": "upstream", "url": "http://127.0.0.1:1/v1", "model": "other"}
+OTHER = {"kind": "upstream", "urls": ["http://127.0.0.1:1/v1"], "model": "other"}
 
 
 def small(folder: Path) -> Config:

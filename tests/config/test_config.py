@@ -99,7 +99,7 @@ def test_a_provider_keeps_or_drops_reasoning_by_its_own_rules() -> None:
             [
                 "model.keep_reasoning=template",
                 "engine.kind=upstream",
-                "engine.url=http://a",
+                "engine.urls=http://a",
                 "engine.model=m",
             ],
         )
@@ -312,7 +312,7 @@ def test_ways_to_publish_that_do_not_fit(overrides: list[str], said: str) -> Non
 
 
 def test_the_stored_configuration_of_a_provider_is_read_again(tmp_path: Path) -> None:
-    config = load_config(None, ["engine.kind=upstream", "engine.url=http://a", "engine.model=m"])
+    config = load_config(None, ["engine.kind=upstream", "engine.urls=http://a", "engine.model=m"])
     (tmp_path / "config.toml").write_text(dump_toml(config))
     assert load_config(tmp_path / "config.toml") == config
 

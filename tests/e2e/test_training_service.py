@@ -164,7 +164,7 @@ def test_rollouts_without_training(tmp_path: Path, service: Path) -> None:
             marks=pytest.mark.full,
         ),
         (["engine.key_env=NO_SUCH_KEY"], "the environment variable NO_SUCH_KEY is not set"),
-        (["engine.url=http://127.0.0.1:1"], "training service: connect to http://127.0.0.1:1 with SDK"),
+        (["engine.urls=http://127.0.0.1:1"], "training service: connect to http://127.0.0.1:1 with SDK"),
         (["engine.model=tinker://x/y"], "is not a base model"),
     ],
 )

@@ -291,10 +291,6 @@ def test_what_cannot_fit_is_refused(keys: list[str], present: str, line: str, tm
             "replicas has no effect with urls",
         ),
         (
-            ["engine.kind=vllm", "engine.url=http://x"],
-            "kind = 'vllm' takes no url but urls, a list of servers",
-        ),
-        (
             ["engine.kind=vllm", "engine.replicas=2", "engine.publish=ipc"],
             "reaches one server",
         ),

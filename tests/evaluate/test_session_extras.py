@@ -119,10 +119,9 @@ def test_tools_that_cannot_be_end_the_run_before_it_begins(tmp_path: Path) -> No
     ("overrides", "said"),
     [
         (["gateway.shim_whole_text=true"], "has no effect with shim_tool = ''"),
-        (["gateway.shim_argument=cmd"], "has no effect with shim_tool = ''"),
         (["gateway.tools=a.json", "harness.agent=single_turn"], "gateway.tools has no effect with harness"),
         (
-            ["gateway.shim_tool=bash", "engine.kind=upstream", "engine.url=http://a", "engine.model=m"],
+            ["gateway.shim_tool=bash", "engine.kind=upstream", "engine.urls=http://a", "engine.model=m"],
             "gateway.shim_tool has no effect with engine.kind upstream",
         ),
     ],

@@ -99,7 +99,7 @@ async def run(*arguments: object) -> tuple[int, dict[str, Any], str]:
 
 def config_file(tmp_path: Path, fake: FakeProvider) -> list[object]:
     file = tmp_path / "rollout.toml"
-    file.write_text(f'[engine]\nkind = "upstream"\nmodel = "big-model"\nurl = "{fake.url}"\n')
+    file.write_text(f'[engine]\nkind = "upstream"\nmodel = "big-model"\nurls = "{fake.url}"\n')
     return [file, f"run.dir={tmp_path / 'run'}", *SETTINGS]
 
 
@@ -215,7 +215,7 @@ async def test_a_provider_that_is_not_there_is_said_at_once(tmp_path: Path) -> N
     code, _, err = await run(*config)
     assert code == 1
     line = err.splitlines()[-1]
-    assert line.startswith(f"insitu: engine.url: the provider at {fake.url} cannot be reached: ")
+    assert line.startswith(f"insitu: engine.urls: the provider at {fake.url} cannot be reached: ")
     assert time.monotonic() - began < 30.0, "no call waits for it"
     assert not (tmp_path / "run").exists()
 

@@ -72,7 +72,7 @@ async def test_a_student_of_a_teachers_text_solves_more_unseen_tasks(tmp_path: P
     source, student = tmp_path / "teacher", tmp_path / "student"
     async with serve_provider() as fake:
         fake.replies = Teacher()
-        upstream = ["engine.kind=upstream", f"engine.url={fake.url}", "engine.model=big-model"]
+        upstream = ["engine.kind=upstream", f"engine.urls={fake.url}", "engine.model=big-model"]
         upstream += ["engine.key_env=FAKE_KEY", "rollout.split=train", f"rollout.count={TASKS}"]
         taught = await insitu("rollout", *SETTINGS, *upstream, "rollout.samples=1", f"run.dir={source}")
     assert taught["pass_at"]["1"]["value"] == 1.0

@@ -529,7 +529,7 @@ async def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["", "example.com", "file:///etc", "http://key@example.com", "http://x/?k=1"])
 async def test_a_base_url_that_is_none(tmp_path: Path, url: str) -> None:
-    with pytest.raises(ConfigError, match="engine.url"):
+    with pytest.raises(ConfigError, match="engine.urls"):
         async with open_provider(ProviderOptions(url=url, model="big-model"), tmp_path):
             pass
 
@@ -603,6 +603,6 @@ def test_what_is_written_to_the_providers_cache_has_a_price() -> None:
         assert (usage.prompt_tokens, usage.written_tokens) == (1010, 1000)
         assert Prices(input=1.0, cache_write=1.25).cost(usage) == pytest.approx(1260 / 1e6)
         assert Prices(input=1.0).cost(usage) == pytest.approx(1010 / 1e6)
-    keys = ("kind=upstream", "url=http://x", "model=m", "prices={input=1.0, cache_write=1.25}")
+    keys = ("kind=upstream", "urls=http://x", "model=m", "prices={input=1.0, cache_write=1.25}")
     config = load_config(None, [f"engine.{key}" for key in keys])
     assert upstream_options(config).prices == Prices(input=1.0, cache_write=1.25)

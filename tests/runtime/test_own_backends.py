@@ -125,7 +125,7 @@ async def test_faults_of_the_users_engine_are_engine_errors_in_one_line(tmp_path
         with pytest.raises(kind, match=message):
             async with open_engine(config, renderer, probe=False):
                 pass
-    config = load_config(None, [f"engine.kind={tmp_path}/faulty.py:faulty", "engine.url=http://127.0.0.1:9"])
+    config = load_config(None, [f"engine.kind={tmp_path}/faulty.py:faulty", "engine.urls=http://127.0.0.1:9"])
     async with open_engine(config, renderer, probe=False) as engine:
         for max_tokens, message in (
             (1, r"generate raised ValueError\('mine'\)"),

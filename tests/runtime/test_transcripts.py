@@ -20,7 +20,7 @@ USAGE = Usage(prompt_tokens=1, cached_tokens=0, sampled_tokens=1)
 @pytest.mark.parametrize("code", [0x0B, 0x0C, 0x0D, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029])
 async def test_a_record_is_read_whole_whatever_line_breaks_its_text_has(tmp_path: Path, code: int) -> None:
     said = f"one{chr(code)}two"
-    arguments = ["engine.kind=upstream", "engine.url=http://a", "engine.model=m", f"run.dir={tmp_path}"]
+    arguments = ["engine.kind=upstream", "engine.urls=http://a", "engine.model=m", f"run.dir={tmp_path}"]
     record = TextRecord(record_path(tmp_path / SESSIONS, "r/0"), "r/0")
     for turn in range(2):
         await record.append(

@@ -101,7 +101,7 @@ async def test_a_rollout_is_sampled_and_graded(environment: Path, tmp_path: Path
             *(
                 "engine.kind=upstream",
                 "engine.model=big-model",
-                f"engine.url={fake.url}",
+                f"engine.urls={fake.url}",
                 "engine.key_env=FAKE_KEY",
             ),
             *("harness.agent=script", "rollout.count=2", "rollout.samples=1", f"run.dir={tmp_path / 'run'}"),

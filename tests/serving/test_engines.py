@@ -185,7 +185,7 @@ async def test_a_trainer_is_told_where_to_come(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> None:
     async with serve_provider() as fake:
-        arguments = ["engine.kind=upstream", f"engine.url={fake.url}", "engine.key_env=PROVIDER_KEY"]
+        arguments = ["engine.kind=upstream", f"engine.urls={fake.url}", "engine.key_env=PROVIDER_KEY"]
         arguments += ["engine.model=big-model", "engine.prices={input=1.0, output=2.5}"]
         async with serving(tmp_path, *arguments, "--agent", "claude_code", PROVIDER_KEY=KEY) as serve:
             session = await serve.event("session")
@@ -208,18 +208,18 @@ async def test_a_provider_is_served_and_its_text_is_recorded(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["engine.kind=vllm"], "needs url"),
+        (["engine.kind=upstream"], "needs urls"),
         (["engine.kind=vllm", "engine.urls=http://127.0.0.1:9", "engine.start_timeout_s=0"], "not reachable"),
         (["engine.kind=vllm", "engine.urls=nowhere"], "is not an http or https URL"),
         (
             ["engine.kind=vllm", "engine.urls=http://127.0.0.1:9", "engine.max_cost=2"],
             "max_cost has no effect",
         ),
-        (["engine.url=http://127.0.0.1:9"], "url has no effect with kind = 'embedded'"),
+        (["engine.urls=http://127.0.0.1:9"], "urls has no effect with kind = 'embedded'"),
         (["engine.kind=external"], "an external trainer needs a key"),
         (["engine.kind=external", "engine.key_env=NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
-        (["engine.kind=upstream", "engine.url=http://x"], "needs model"),
-        (["engine.kind=upstream", "engine.url=http://x", "engine.model=m", "engine.max_cost=1"], "max_cost"),
+        (["engine.kind=upstream", "engine.urls=http://x"], "needs model"),
+        (["engine.kind=upstream", "engine.urls=http://x", "engine.model=m", "engine.max_cost=1"], "max_cost"),
         (["engine.kind=vlm"], "did you mean vllm?"),
     ],
 )

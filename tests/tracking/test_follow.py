@@ -111,7 +111,7 @@ def test_a_tracker_that_hangs_after_the_run_is_ended(run: RunDir) -> None:
 def test_secrets_reach_neither_tracker_nor_log(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OWN_API_KEY", "key-of-the-tracker")
     url = "http://me:key-of-the-tracker@host/v1"
-    overrides = [f"run.dir={run.path}", "engine.kind=upstream", f"engine.url={url}", "engine.model=m"]
+    overrides = [f"run.dir={run.path}", "engine.kind=upstream", f"engine.urls={url}", "engine.model=m"]
     config = load_config(None, overrides, {"track": {"to": run.config.track.to}})
     write_text(run.path / "config.toml", dump_toml(config))
     run.close()
@@ -121,7 +121,7 @@ def test_secrets_reach_neither_tracker_nor_log(run: RunDir, monkeypatch: pytest.
     assert "no route with ***" in str(raised.value)
     written = [file.read_text() for folder in ("trackers", "logs") for file in (run.path / folder).iterdir()]
     assert "key-of-the-tracker" not in "".join(written)
-    assert got(run.path, "open")[0]["config"]["engine"]["url"] == "http://***@host/v1"
+    assert got(run.path, "open")[0]["config"]["engine"]["urls"] == ["http://***@host/v1"]
 
 
 def test_wrong_trackers_are_one_line_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

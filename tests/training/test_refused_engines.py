@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "engine", [{"kind": "upstream", "url": "http://127.0.0.1:9", "model": "m"}, {"kind": "external"}]
+    "engine", [{"kind": "upstream", "urls": "http://127.0.0.1:9", "model": "m"}, {"kind": "external"}]
 )
 def test_an_engine_without_log_probabilities_is_refused(tmp_path: Path, engine: dict[str, str]) -> None:
     config = load_config(base={"run": {"dir": str(tmp_path / "run")}, "engine": engine})

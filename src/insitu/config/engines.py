@@ -26,6 +26,7 @@ _KNOWN = shipped("engines")
 _SERVER = only("kind", "vllm", "sglang", known=_KNOWN)
 _PROVIDER = only("kind", "upstream")
 _NAMED = only("kind", "upstream", "tinker")
+_ADDRESSED = only("kind", "vllm", "sglang", "upstream", "tinker", known=_KNOWN)
 _LAUNCH = only("kind", "vllm", "sglang")
 _REMOTE = only("kind", "vllm", "sglang", "external", "upstream", "tinker", known=_KNOWN)
 
@@ -33,8 +34,6 @@ _REMOTE = only("kind", "vllm", "sglang", "external", "upstream", "tinker", known
 class ProviderKeys(Keys):
     """A provider and the operator's limits, over all sessions."""
 
-    url: Annotated[str, only("kind", "upstream", "tinker", known=_KNOWN)] = ""
-    """URL of the provider; a trailing /v1 is dropped. tinker: of the service, empty = the SDK's default."""
     model: Annotated[str, _NAMED] = ""
     """upstream: name of the provider's model that agents request; tinker: name of the base model at the
     service, or a tinker:// path of trained weights to sample from."""
@@ -60,9 +59,9 @@ class EngineTable(ProviderKeys, Table):
     """Environment variable with the server's, trainer's or provider's key; empty = none."""
     call_timeout_s: Annotated[Seconds, _REMOTE] = 600.0
     """Timeout of one generation, at the gateway too, and of one weight reload."""
-    urls: Annotated[tuple[str, ...], Field(strict=False), _SERVER] = ()
-    """URLs of the servers, all of one model, e.g. ["http://127.0.0.1:8000"]; a trailing /v1 is dropped. [] =
-    the run starts vllm or sglang itself, restarts those that die, and ends them with it."""
+    urls: Annotated[tuple[str, ...], Field(strict=False), _ADDRESSED] = ()
+    """URLs of the servers, all of one model, or of the provider or service; a trailing /v1 is dropped. [] =
+    vllm, sglang: the run starts servers, restarts those that die, and ends them; tinker: the SDK's own."""
     replicas: Annotated[Count, _LAUNCH] = 1
     """Servers that are started."""
     tensor_parallel: Annotated[Count, _LAUNCH] = 1
@@ -100,6 +99,11 @@ class EngineTable(ProviderKeys, Table):
     """Address where the trainer fetches requests; port 0 takes a free one."""
 
     @property
+    def url(self) -> str:
+        """The first address; empty without one."""
+        return self.urls[0] if self.urls else ""
+
+    @property
     def launch(self) -> bool:
         """Whether the run starts the servers."""
         return self.kind in ("vllm", "sglang") and not self.urls
@@ -119,14 +123,16 @@ class EngineTable(ProviderKeys, Table):
     def _names_servers(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        if isinstance(values.get("urls"), str):
+            values = {**values, "urls": (values["urls"],)}
         if values.get("kind") in ("vllm", "sglang") and not values.get("urls"):
             values = {"start_timeout_s": 900.0, **values}
-        if values.get("url") and values.get("kind") in ("vllm", "sglang"):
-            raise ValueError(f"kind = {values['kind']!r} takes no url but urls, a list of servers")
         return values
 
     @model_validator(mode="after")
     def _has_servers(self) -> Self:
+        if not {"upstream": len(self.urls) == 1, "tinker": len(self.urls) < 2}.get(self.kind, True):
+            raise ValueError(f"kind = {self.kind!r} needs urls: the one address of the provider")
         for key in ("replicas", "tensor_parallel", "gpus", "python", "args") if self.urls else ():
             if self.__dict__[key] != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with urls: it is of servers that insitu starts")
@@ -134,8 +140,6 @@ class EngineTable(ProviderKeys, Table):
 
     @model_validator(mode="after")
     def _fits_kind(self) -> Self:
-        if self.kind == "upstream" and not self.url:
-            raise ValueError("kind = 'upstream' needs url")
         if max(len(self.urls), self.replicas) > 1 and self.publish in ("ipc", "nccl"):
             raise ValueError(f"publish = {self.publish!r} reaches one server; publish by disk or delta")
         if self.publish in ("ipc", "nccl"):

@@ -29,10 +29,8 @@ class GatewayTable(Table):
     """JSON file with host tools, a list of {name, description, parameters}: offered to the model in every
     session beside the agent's own tools, checked, acknowledged and recorded; empty = none."""
     shim_tool: str = ""
-    """For a model that cannot call tools: the agent's tool that runs a command. A reply that writes a command
-    as text (JSON, a fenced shell block, a call in Python) becomes a call of it; empty = off."""
-    shim_argument: Annotated[str, _SHIM] = "command"
-    """Argument of shim_tool for the command."""
+    """For a model that cannot call tools: TOOL or TOOL:ARGUMENT of the agent that runs a command. A reply
+    with a command as text (JSON, fenced shell block, Python call) becomes a call of it; empty = off."""
     shim_whole_text: Annotated[bool, _SHIM] = False
     """Take a reply in any other form as a command as a whole."""
 

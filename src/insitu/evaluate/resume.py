@@ -12,10 +12,8 @@ from insitu.storage.run_dir import name_run, read_config, read_store, read_table
 
 _SAME_RESULT = """
 run: alarms checkpoint_every_steps keep_checkpoints
-engine: url urls listen key_env replicas gpus tensor_parallel python share_gpu
-engine: publish publish_dir
-engine: call_timeout_s start_timeout_s
-engine: max_concurrent max_cost max_wait_s prices requests_per_minute
+engine: urls listen key_env replicas gpus tensor_parallel python share_gpu publish publish_dir
+engine: call_timeout_s start_timeout_s max_concurrent max_cost max_wait_s prices requests_per_minute
 gateway: host port public_url
 fleet: address nodes lease_s
 sandbox: max_sandboxes

@@ -107,7 +107,7 @@ class ProviderBackend:
         self.outage: Outage
         self.faults = FaultLog()
         self.client, self.options, self._records = client, options, records
-        self.base = checked_url(options.url, "engine.url")
+        self.base = checked_url(options.url, "engine.urls")
         self.rate = RateLimiter(
             requests_per_minute=options.requests_per_minute, max_concurrent=options.max_concurrent
         )
@@ -302,7 +302,7 @@ async def check_reachable(url: str, deadline_s: float) -> None:
             )
     except (OSError, TimeoutError) as error:
         why = f"timeout after {deadline_s:g} s" if isinstance(error, TimeoutError) else reason_of(error)
-        raise EngineUnavailable(f"engine.url: the provider at {url} cannot be reached: {why}") from error
+        raise EngineUnavailable(f"engine.urls: the provider at {url} cannot be reached: {why}") from error
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()

@@ -27,6 +27,7 @@ class ProviderOptions(ProviderKeys):
     so running calls may exceed it.
     """
 
+    url: str = ""
     key: str = Field(default="", repr=False)
     call_deadline_s: float = 600.0
     connect_deadline_s: float = 10.0

@@ -18,7 +18,8 @@ from insitu.gateway.text_tool_calls import TextShim
 def gateway_config(config: Config, log_dir: Path | None = None) -> GatewayConfig:
     """Return the gateway options; raise ConfigError for invalid host tools."""
     table = config.gateway
-    shim = TextShim(tool=table.shim_tool, argument=table.shim_argument, whole_text=table.shim_whole_text)
+    tool, _, argument = table.shim_tool.partition(":")
+    shim = TextShim(tool=tool, argument=argument or "command", whole_text=table.shim_whole_text)
     return GatewayConfig(
         engine_deadline_s=config.engine.call_timeout_s,
         auxiliary=table.auxiliary,

@@ -283,12 +283,12 @@ def _check_engine(config: Config) -> None:
         if table.publish_dir:
             _check_writable(Path(table.publish_dir), "engine.publish_dir")
     elif table.kind == "upstream":
-        checked_url(table.url, "engine.url")
+        checked_url(table.url, "engine.urls")
         upstream_options(config)
     elif table.kind == "tinker":
         secret_from_environment(table.key_env)
         if table.url:
-            checked_url(table.url, "engine.url")
+            checked_url(table.url, "engine.urls")
     elif table.kind == "external":
         secret_from_environment(table.key_env)
         host, port = split_address(table.listen, "engine.listen")

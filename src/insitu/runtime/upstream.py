@@ -24,6 +24,7 @@ def upstream_options(config: Config) -> ProviderOptions:
     table = config.engine
     return table.pick(
         ProviderOptions,
+        url=table.url,
         key=secret_from_environment(table.key_env),
         call_deadline_s=table.call_timeout_s,
         prices=Prices(**table.prices),

@@ -261,15 +261,14 @@ def _clips_of_loss(train: Mapping[str, Any]) -> Mapping[str, float]:
     """Return the bounds of the loss of a run that was stored when each loss had keys of its own for them."""
     if "dppo_low" not in train:
         return {}
-    shared = (train["clip_low"], train["clip_high"])
-    own = {
-        "dppo": (train["dppo_low"], train["dppo_high"]),
-        "gspo": (train["gspo_low"], train["gspo_high"]),
-        "cispo": (0.0, train["cispo_cap"] - 1),
-        "ppo_clip": shared,
-        "decoupled": shared,
-    }
-    return dict(zip(("clip_low", "clip_high"), own.get(train["loss"], (0.0, 0.0)), strict=True))
+    loss, clips = train["loss"], (0.0, 0.0)
+    if loss in ("dppo", "gspo"):
+        clips = (train[f"{loss}_low"], train[f"{loss}_high"])
+    elif loss == "cispo":
+        clips = (0.0, train["cispo_cap"] - 1)
+    elif loss in ("ppo_clip", "decoupled"):
+        clips = (train["clip_low"], train["clip_high"])
+    return {"clip_low": clips[0], "clip_high": clips[1]}
 
 
 def read_store(path: Path) -> Store:

@@ -178,7 +178,7 @@ class AgentEnvironment(TaskEnvironment):
             self.require_trust("a model endpoint of the caller")
             if not (call.base_url and call.model):
                 raise ConfigError("base_url and model belong together")
-            changes |= {"engine.kind": "upstream", "engine.url": origin, "engine.model": call.model}
+            changes |= {"engine.kind": "upstream", "engine.urls": origin, "engine.model": call.model}
         elif config.engine.kind != "upstream":
             raise ConfigError(f"the server has no model: set [engine] kind = upstream, or {CALLERS}=1")
         tables = config.model_dump(exclude_unset=True)

@@ -80,7 +80,7 @@ def config_file(tmp_path: Path, url: str) -> Path:
     file = tmp_path / "rollout.toml"
     file.write_text(
         '[engine]\nkind = "upstream"\nmodel = "big-model"\nkey_env = "FAKE_KEY"\n'
-        f'url = "{url}"\n[harness]\nagent = "single_turn"\nworkers = 4\n'
+        f'urls = "{url}"\n[harness]\nagent = "single_turn"\nworkers = 4\n'
         "[rollout]\ncount = 8\nsamples = 2\n[limits]\nmax_calls = 1\n"
     )
     return file

@@ -198,7 +198,7 @@ def test_what_a_teacher_wrote_is_told_in_the_students_tokens(tmp_path: Path) -> 
     silent = [
         replace(said(f"rollout/0/{n}/0", f"task {n}", ""), trajectory=NOTHING_SAMPLED) for n in range(3)
     ]
-    upstream = {"engine__kind": "upstream", "engine__url": "http://localhost:1", "engine__model": "big"}
+    upstream = {"engine__kind": "upstream", "engine__urls": "http://localhost:1", "engine__model": "big"}
     source = stored_run(tmp_path / "source", silent, rollout__split="train", **upstream)
     for n in (0, 1):
         body = {"model": "big", "messages": [{"role": "user", "content": f"task {n}"}]}
@@ -221,7 +221,7 @@ def test_what_a_teacher_wrote_is_told_in_the_students_tokens(tmp_path: Path) -> 
 
 
 def test_a_retention_that_changes_nothing_of_a_teachers_text_is_refused(tmp_path: Path) -> None:
-    upstream = {"engine__kind": "upstream", "engine__url": "http://localhost:1", "engine__model": "big"}
+    upstream = {"engine__kind": "upstream", "engine__urls": "http://localhost:1", "engine__model": "big"}
     source = stored_run(tmp_path / "source", [], rollout__split="train", **upstream)
     keeps = student(tmp_path / "keeps")
     template = keeps / "chat_template.jinja"

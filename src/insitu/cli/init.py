@@ -24,7 +24,7 @@ lora_rank = 16                # 0 = train all weights
 """,
     "upstream": """[engine]
 kind = "upstream"             # a provider: `insitu rollout` only, nothing can be trained
-url = "https://api.example.com"
+urls = "https://api.example.com"
 model = "its-model"
 key_env = "PROVIDER_KEY"      # environment variable with the key
 """,

@@ -255,17 +255,17 @@ def dotted_keys() -> list[str]:
 
 
 def known_keys(tables: Raw) -> dict[str, Any]:
-    """Return tables without the keys that do not exist, also in the layers of [[tasks]] and [[eval]]."""
+    """Return tables without the keys that do not exist; a table that does not, of another program, stays."""
 
     def known(table: str, values: Any) -> Any:
-        if isinstance(values, list | tuple):
-            return [known(table, one) for one in values]
+        if not isinstance(values, Mapping):
+            return [known(table, one) for one in values] if isinstance(values, list | tuple) else values
         inner = {"agents": "harness", **{name: name for name in LAYERS}} if table in REPEATED else {}
         fields = table_classes()[table].model_fields
         kept = {key: value for key, value in values.items() if key in fields}
         return {key: known(inner[key], value) if key in inner else value for key, value in kept.items()}
 
-    return {name: known(name, values) for name, values in tables.items() if name in Config.model_fields}
+    return {name: known(name, own) if name in Config.model_fields else own for name, own in tables.items()}
 
 
 def _toml(value: Any) -> str:

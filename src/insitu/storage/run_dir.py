@@ -253,7 +253,7 @@ def read_tables(path: Path) -> dict[str, Any]:
             tables.setdefault(now_in, {}).setdefault(*inner, {})[name] = value
         elif not inner and value and (values.get("run") if table == "sft" else table == now_in):
             tables[now_in][name] = value
-    tables.get("train", {}).update(clips)
+    tables |= {"train": {**tables["train"], **clips}} if clips else {}
     return known_keys(tables)
 
 

@@ -53,10 +53,12 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
         "folder_cycles": [["a.x", "a.y"]],
         "evaluation_systems": 2,
         "run_openers": ["a.x", "b.y"],
+        "undocumented_keys": ["run.hidden"],
+        "config_keys": 186,
         "records": 26,
         "readme_bytes": 101,
     }
-    budget = {"lines": {"a": 10, "b": 10}, "records": 25, "readme_bytes": 100}
+    budget = {"lines": {"a": 10, "b": 10}, "config_keys": 185, "records": 25, "readme_bytes": 100}
     problems = facts.over_budget(found, budget)
     assert [line.split(" (")[0] for line in problems] == [
         "b: 11 lines, at most 10",
@@ -66,6 +68,8 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
         "folders a.x and a.y import each other",
         "2 ways to collect an evaluation, at most 1",
         "runs are opened in a.x, b.y: use storage.open_run",
+        "run.hidden: in no example and on no page of docs/",
+        "configuration: 186 keys, at most 185",
         "docs/decisions: 26 records, at most 25",
         "README.md: 101 bytes, at most 100",
     ]

@@ -33,13 +33,15 @@ class Turned:
 
 
 def turned(text: str, wanted: list[str], seed: int) -> Turned:
-    """`text` with the `wanted` tests turned, each in its first way."""
+    """`text` with the `wanted` tests turned, each in its first way; a row may have none."""
     source, found = mutable_tests(text, wanted, str(seed), cases={})
     return Turned(
-        text=source.edited([edit for test in found for edit in test.ways[0].edits]) if source else text,
+        text=source.edited([edit for test in found for way in test.ways[:1] for edit in way.edits])
+        if source
+        else text,
         names={test.name for test in found},
         hidden={test.name for test in found if test.hidden},
-        count=len(found),
+        count=sum(bool(test.ways) for test in found),
     )
 
 

@@ -10,11 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from insitu.engines.parent_watch import DUMP
 from insitu.engines.rpc import Handler, RpcClient
 from insitu.errors import EngineError, boundary
+from insitu.registry import SATELLITES
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +27,10 @@ _TAIL = 600
 
 
 def python_path() -> str:
-    """Return where a child finds insitu, whatever its working directory is."""
-    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.pathsep.join(path)
+    """Return where a child finds insitu's packages, whatever its working directory is."""
+    specs = map(find_spec, ("insitu", *(f"insitu_{name}" for name in SATELLITES)))
+    own = [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]
+    return os.pathsep.join(dict.fromkeys([*own, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 class Child:

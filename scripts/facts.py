@@ -29,6 +29,8 @@ BANNED = (
     "as it is there", "what is left of",
 )  # fmt: skip
 """Words that an engineer would not write or search for, in code, docs and messages."""
+WHOLE = ("benchmarks", "contract", "docs", "e2e", "faults", "frozen", "full", "scripts", "suites")
+"""Folders of tests of the whole program: the others are found by the name of the module they test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +289,18 @@ def python_examples() -> int:
     return sum(not match[1] for page in pages for match in block.finditer(page.read_text(encoding="utf-8")))
 
 
+def tests_without_a_module(modules: list[Source], tests: Path) -> list[str]:
+    """Return the test files that are not named test_MODULE[_WHAT].py after a module or package."""
+    names = {name for module in modules for name in module.name.split(".")}
+    found = []
+    for path in tests.rglob("test_*.py"):
+        parts = path.stem.split("_")[1:]
+        begins = {"_".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        if path.relative_to(tests).parts[0] not in WHOLE and not begins & names:
+            found.append(path.relative_to(tests).as_posix())
+    return sorted(found)
+
+
 def upward(found: dict[str, dict[str, list[str]]], allowed: dict[str, set[str]]) -> list[str]:
     """Return the imports that lead to a package which the importing one may not know."""
     return [
@@ -328,6 +342,7 @@ def facts(root: Path = ROOT) -> dict[str, Any]:
         "evaluation_systems": evaluation_systems(modules),
         "folder_cycles": folder_cycles(modules),
         "run_openers": callers(modules, "log_to"),
+        "tests_without_a_module": tests_without_a_module(modules, root / "tests"),
         "python_examples": python_examples(),
         "records": len(list((root / "docs" / "decisions").glob("*.md"))),
         "readme_bytes": (root / "README.md").stat().st_size,
@@ -354,6 +369,7 @@ def over_budget(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     problems += [f"{key}: in no example and on no page of docs/" for key in found["undocumented_keys"]]
     if found["config_keys"] > budget["config_keys"]:
         problems.append(f"configuration: {found['config_keys']} keys, at most {budget['config_keys']}")
+    problems += [f"tests/{path}: no module of this name" for path in found["tests_without_a_module"]]
     if found["records"] > budget["records"]:
         problems.append(f"docs/decisions: {found['records']} records, at most {budget['records']}")
     if found["readme_bytes"] > budget["readme_bytes"]:

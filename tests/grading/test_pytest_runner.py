@@ -88,7 +88,7 @@ TASK, ORACLE = make(
 
 @pytest.fixture(autouse=True)
 def _same_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw the same runs in each try: who guesses is right now and then (test_pytest_turns.py counts it)."""
+    """Draw the same runs in each try: who guesses is right now and then (test_pytest_mutants_turns.py)."""
     monkeypatch.setattr(random, "SystemRandom", lambda: random.Random(1))
 
 

@@ -1,6 +1,6 @@
 # ruff: noqa: E501
 """Rows of contests, of function sets and of exercises: what they become, and which are refused. That they are
-judged is tests/grading/test_sources.py's."""
+judged is tests/grading/test_grader_sources.py's."""
 
 from __future__ import annotations
 

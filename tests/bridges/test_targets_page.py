@@ -11,7 +11,8 @@ from insitu_bridges.targets import TARGETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "bridges.md"
 BLOCK = re.compile(
-    r"^<!-- test: skip: ([^\n]*tests/bridges/test_page.py[^\n]*) -->\n```python\n(.*?)^```$", re.M | re.S
+    r"^<!-- test: skip: ([^\n]*tests/bridges/test_targets_page.py[^\n]*) -->\n```python\n(.*?)^```$",
+    re.M | re.S,
 )
 BLOCKS = BLOCK.findall(PAGE.read_text())
 

@@ -45,7 +45,8 @@ from insitu_train.demo.sft_data import (
     read_recorded,
     write_recorded,
 )
-from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import Qwen3, initialise, load_model, save_model
 from insitu_train.options import OptimConfig
 from insitu_train.sft.trainer import Sft, SftConfig
 

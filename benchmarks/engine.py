@@ -35,8 +35,9 @@ from rich.table import Table
 
 from benchmarks._arguments import Arguments, count
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
-from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, save_model
+from insitu_train.embedded.model import Qwen3, initialise, save_model
 
 Side = Callable[[IntArray, int], IntArray]
 """(prompts [B, n], tokens) -> sampled ids [B, tokens]."""

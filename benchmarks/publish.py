@@ -43,7 +43,8 @@ from insitu.engines.vllm import open_vllm
 from insitu.errors import TrainError
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
-from insitu_train.embedded.model import ModelConfig, initialise, save_model
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import initialise, save_model
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
 from insitu_train.options import OptimConfig, PolicyConfig, TrainConfig

@@ -27,7 +27,8 @@ from benchmarks._arguments import Arguments, amount, chosen_device, count, eithe
 from benchmarks._tree_rows import Work, rows_of
 from insitu.config.training import LossConfig
 from insitu_train.attention.tree import Piece, TreeAttend
-from insitu_train.embedded.model import ModelConfig, initialise
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import initialise
 from insitu_train.loss.fused_head import objective
 from insitu_train.loss.losses import LossInputs, token_loss
 from insitu_train.model.base import Attend

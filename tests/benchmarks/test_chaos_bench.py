@@ -25,7 +25,8 @@ from insitu.engines.vllm import open_vllm
 from insitu.storage.run_dir import RunDir
 from insitu.tasks.toy import ToySource
 from insitu.types import Ledger, Limits, RequestKey, SamplingParams
-from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, save_model
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import Qwen3, initialise, save_model
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.vllm import listening
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from insitu.errors import EngineError
 from insitu.types import RequestKey
 from insitu_train.embedded import weights as embedded_weights
+from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.embedded.batch_invariance import verify_batch_invariance
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
 from insitu_train.embedded.forward import CachedForward, DecodeSpan
-from insitu_train.embedded.model import ModelConfig, initialise
+from insitu_train.embedded.model import initialise
 from insitu_train.embedded.slots import draw, stream
 from insitu_train.embedded.weights import SamplerWeights
 
@@ -34,7 +35,7 @@ def _one_thread() -> Iterator[None]:
 
 def make(kind: type[CachedForward] = CachedForward) -> CachedForward:
     with torch.inference_mode():
-        return kind(SamplerWeights(initialise(CONFIG, 0)), 16, 256, 4)
+        return kind(SamplerWeights(CONFIG, initialise(CONFIG, 0).tensors(), 256), 16, 256, 4)
 
 
 class LengthShows(CachedForward):

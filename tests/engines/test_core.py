@@ -12,8 +12,9 @@ import torch
 
 from insitu.errors import EngineError
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
-from insitu_train.embedded.model import ModelConfig, Qwen3, initialise
+from insitu_train.embedded.model import Qwen3, initialise
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from insitu.errors import EngineError
-from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import Qwen3, initialise, load_model, save_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 

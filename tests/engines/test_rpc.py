@@ -19,8 +19,9 @@ from insitu.engines.remote import ChildEngine
 from insitu.engines.rpc import Decoder, Frame, RpcClient, RpcPeer, encode
 from insitu.errors import EngineError, TrainError
 from insitu.types import RequestKey, SamplingParams
+from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
-from insitu_train.embedded.model import ModelConfig, initialise, save_model
+from insitu_train.embedded.model import initialise, save_model
 from insitu_train.embedded.service import EngineService
 from insitu_train.rpc_server import Handler, RpcCall, RpcServer
 

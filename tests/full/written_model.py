@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from insitu.types import IntArray
-from insitu_train.embedded.model import ModelConfig, Qwen3
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import Qwen3
 
 SLOTS = 9
 """Tokens before the current one that a row can ask for."""

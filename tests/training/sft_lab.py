@@ -13,7 +13,8 @@ from insitu.chat.load import load_renderer
 from insitu.config import WARM_START, Config, load_config
 from insitu.storage.run_dir import RunDir
 from insitu.types import Message, Rollout, Status
-from insitu_train.embedded.model import ModelConfig, initialise, save_model
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import initialise, save_model
 
 FAMILY = load_renderer(WARM_START)
 

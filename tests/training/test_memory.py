@@ -27,7 +27,8 @@ from transformers import (
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
-from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, load_model, save_model
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import Qwen3, initialise, load_model, save_model
 from insitu_train.embedded.weights import checksum
 from insitu_train.loss.fused_head import score
 from insitu_train.memory.meta_run import BatchShape

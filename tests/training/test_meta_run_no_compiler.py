@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from insitu_train.embedded.model import ModelConfig
+from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.memory.meta_run import AttentionShape, BatchShape
 from insitu_train.memory.predict import BuiltinMemory, at_most
 from insitu_train.model.base import PLAIN

@@ -16,7 +16,8 @@ from train_lab import group, rollout, sampled_groups, segment, small_model
 from insitu.config import load_config, model_folder
 from insitu.errors import ConfigError, TrainError
 from insitu.types import Ledger, Rollout, Status
-from insitu_train.embedded.model import ModelConfig, initialise, save_model
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import initialise, save_model
 from insitu_train.plan.digest import is_plan
 from insitu_train.plan.packing import PAIR_COST, pack, pair_cost
 from insitu_train.plan.prefix import common_prefix

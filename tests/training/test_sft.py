@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from insitu.errors import TrainError
-from insitu_train.embedded.model import ModelConfig, Qwen3, initialise
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import Qwen3, initialise
 from insitu_train.options import OptimConfig, rate
 from insitu_train.sft.trainer import Sft, SftConfig, SftTensors
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from insitu.types import Group, IntArray, Ledger, Rollout, Segment, Status, Timings, Trajectory
-from insitu_train.embedded.model import ModelConfig, Qwen3, initialise
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import Qwen3, initialise
 
 torch.set_num_threads(1)
 VOCAB = 50

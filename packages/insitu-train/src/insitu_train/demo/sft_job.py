@@ -24,7 +24,8 @@ from insitu.tasks.toy import ToySource
 from insitu.types import IntArray, Limits
 from insitu_train.demo.demonstrator import call
 from insitu_train.demo.sft_data import batches, edit_turn, padded, read_job, read_recorded
-from insitu_train.embedded.model import ModelConfig, Qwen3, initialise, save_model
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import Qwen3, initialise, save_model
 from insitu_train.options import OptimConfig
 from insitu_train.sft.trainer import Sft, SftConfig
 

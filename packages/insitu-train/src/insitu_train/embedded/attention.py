@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from insitu_train.embedded.model import ModelConfig
+from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.embedded.prefix_cache import TILE
 
 BLOCK = 128

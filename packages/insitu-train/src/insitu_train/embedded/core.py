@@ -12,24 +12,27 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from insitu.engines.base import Receipt
-from insitu.errors import EngineError, boundary
+from insitu.errors import EngineError
 from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.embedded.architecture import ModelConfig, read_architecture
 from insitu_train.embedded.attention import BLOCK
 from insitu_train.embedded.batch_invariance import verify_batch_invariance
 from insitu_train.embedded.forward import ROWS, CachedForward, DecodeSpan, PrefillTile
-from insitu_train.embedded.model import Qwen3, load_model
+from insitu_train.embedded.model_files import read_tensors
 from insitu_train.embedded.prefix_cache import TILE, PrefixCache, tile_names
 from insitu_train.embedded.slots import DecodeSlots, stream
-from insitu_train.embedded.weights import SamplerWeights, checksum
+from insitu_train.embedded.weights import SamplerWeights, checksum_of
 
 _WORTH = 3
 """Number of other requests from which a shared prefix is read once for all."""
@@ -37,6 +40,28 @@ _PATIENCE = 4
 """Prefill passes that decoding rows wait for: a step with more rows costs little more."""
 
 Done = Callable[[Generation | EngineError], None]
+
+
+class Sampled(Protocol):
+    """A model that the engine samples, such as the trainer's."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the current weights by their names in a checkpoint; they are copied."""
+        ...
+
+
+class SampledFolder:
+    """Implements Sampled for a model folder, read each time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read config.json. Raises EngineError for a model that the engine does not run."""
+        self._folder, self.config = folder, read_architecture(folder)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return read_tensors(self._folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +121,20 @@ class _EngineStats:
 class EmbeddedCore:
     """Continuous-batching sampler; `refresh` loads the model's current weights under a new version."""
 
-    def __init__(self, model: Qwen3, options: EngineOptions, *, version: int = 0) -> None:
+    def __init__(self, model: Sampled, options: EngineOptions, *, version: int = 0) -> None:
         """Create the sampler; raise EngineError for invalid options or a failed self-check."""
-        _check_options(model, options)
+        _check_options(model.config, options)
         self.options = options
         self.stats = _EngineStats()
         self._model = model
         self._pin_threads()
+        tensors = model.tensors()
         with torch.inference_mode():
             self._forward = CachedForward(
-                SamplerWeights(model), options.max_rows, options.max_context, options.prefill_tiles
+                self._copied(tensors), options.max_rows, options.max_context, options.prefill_tiles
             )
             self._cache = PrefixCache(model.config, options.cache_tokens // TILE)
-        self._receipt = Receipt(version=version, checksum=checksum(model))
+        self._receipt = Receipt(version=version, checksum=checksum_of(tensors))
         self._numbers = itertools.count(1)
         self._waiting: deque[_Request] = deque()
         self._prefilling: list[_Request] = []
@@ -167,24 +193,31 @@ class EmbeddedCore:
         self._waiting += self._held
         self._held.clear()
 
-    def refresh(self, version: int) -> Receipt:
-        """Copy the model's current weights. Raises EngineError while a request runs."""
+    def refresh(self, version: int, checksum: str = "") -> Receipt:
+        """Copy the model's current weights. Raises EngineError while a request runs.
+
+        checksum: of these weights, if the caller knows it; empty = it is computed.
+        """
+        return self._take(self._model.tensors(), version, checksum)
+
+    def load(self, folder: Path, version: int) -> Receipt:
+        """Sample with the weights of a folder from now on. Raises EngineError for another model's."""
+        found = SampledFolder(folder)
+        if found.config != self._model.config:
+            raise EngineError(f"{folder} holds another model: {found.config}")
+        return self._take(found.tensors(), version, "")
+
+    def _take(self, tensors: Mapping[str, Tensor], version: int, checksum: str) -> Receipt:
         if self.running:
             raise EngineError(f"cannot load weights while {self.running} requests run: pause first")
         with torch.inference_mode():
-            self._forward.reset(SamplerWeights(self._model))
+            self._forward.reset(self._copied(tensors))
         self._cache.clear()
-        self._receipt = Receipt(version=version, checksum=checksum(self._model))
+        self._receipt = Receipt(version=version, checksum=checksum or checksum_of(tensors))
         return self._receipt
 
-    def load(self, folder: Path, version: int) -> Receipt:
-        """Replace the model's weights by those of a folder and refresh. Raises EngineError."""
-        with boundary(EngineError, f"load {folder}"):
-            try:
-                self._model.load_state_dict(load_model(folder).state_dict())
-            except RuntimeError as error:  # other shapes
-                raise ValueError(str(error)) from error
-        return self.refresh(version)
+    def _copied(self, tensors: Mapping[str, Tensor]) -> SamplerWeights:
+        return SamplerWeights(self._model.config, tensors, self.options.max_context)
 
     # ------------------------------------------------------------------ requests
 
@@ -394,8 +427,8 @@ class EmbeddedCore:
             request.slot = -1
 
 
-def _check_options(model: Qwen3, options: EngineOptions) -> None:
-    limit = model.config.max_position_embeddings
+def _check_options(config: ModelConfig, options: EngineOptions) -> None:
+    limit = config.max_position_embeddings
     if not 2 <= options.max_context <= limit:
         raise EngineError(f"max_context={options.max_context} must be between 2 and the model's {limit}")
     if options.max_rows < ROWS or options.max_rows % ROWS:

@@ -110,7 +110,8 @@ class CachedForward:
         m, both = x.shape[0], self._heads + self._kv
         qkv = w.qkv(_unit(x, self.weights.least))
         qk = qkv[:, : both * self._hd].view(m, both, self._hd)
-        qk = _unit(qk, self.weights.least_head).mul_(w.qk_norm)
+        if w.qk_norm is not None:
+            qk = _unit(qk, self.weights.least_head).mul_(w.qk_norm)
         return torch.view_as_complex(qk.view(m, both, self._hd // 2, 2)), qkv[:, both * self._hd :]
 
     def _finish(self, w: LayerWeights, x: Tensor, mixed: Tensor) -> Tensor:
@@ -133,10 +134,11 @@ class CachedForward:
         ids, positions = ids[:m], positions[:m]
         x = w.embed.index_select(0, ids)
         turns = w.turns.index_select(0, positions)
+        still = w.turns[:1].expand_as(turns)  # position 0 is not rotated
         key_at, value_at = self._caches.places(m, positions)
         for i, layer in enumerate(w.layers):
             qk, v = self._project(layer, x)
-            keys = attend.turn(qk, turns)
+            keys = attend.turn(qk, turns if layer.rotates else still)
             self._caches.write(i, key_at, value_at, keys, v)
             x = self._finish(layer, x, attend(i))
         return w.head(_unit(x, w.least))
@@ -157,7 +159,7 @@ class CachedForward:
         last = len(w.layers) - 1
         for i, layer in enumerate(w.layers):
             qk, v = self._project(layer, x)
-            qk = torch.view_as_real(qk * turns).flatten(2)
+            qk = torch.view_as_real(qk * turns if layer.rotates else qk).flatten(2)
             self.keys[i][slots, :, :, positions[:real]] = qk[:real, self._heads :]
             self.values[i][slots, :, positions[:real]] = v[:real].view(real, self._kv, self._hd)
             if i == last:

@@ -8,37 +8,25 @@ gradients included.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from insitu.errors import EngineError
-from insitu_train.embedded.model_files import StoredModel, model_files
+from insitu_train.embedded.architecture import ModelConfig, read_architecture
+from insitu_train.embedded.model_files import StoredModel, read_tensors
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Attention over one flat list of tokens; see `Qwen3.flat`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Shape of a Qwen3 model, in the field names of its config.json."""
-
-    vocab_size: int
-    hidden_size: int = 128
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 32
-    intermediate_size: int = 384
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 8192
-    tie_word_embeddings: bool = True
+_OTHERS = ("rope_scaling", "no_rope_layers")
+"""What only other families have."""
 
 
 class RMSNorm(nn.Module):
@@ -54,10 +42,23 @@ class RMSNorm(nn.Module):
 
 def _rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each [length, head_dim], in the half-split layout of Qwen3."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), 1.0 / config.rope_theta**half)
+    angles = rotary_angles(config, length)
     both = torch.cat([angles, angles], dim=-1)
     return both.cos(), both.sin()
+
+
+def rotary_angles(config: ModelConfig, length: int) -> Tensor:
+    """Return the angles [length, head_dim / 2] of positions, in float32 and rounded as transformers does."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    turns = 1.0 / config.rope_theta**half
+    if config.rope_scaling is not None:
+        factor, low, high, positions = config.rope_scaling
+        waves = 2 * math.pi / turns
+        slow = torch.where(waves > positions / low, turns / factor, turns)
+        share = (positions / waves - low) / (high - low)
+        mixed = (1 - share) * slow / factor + share * slow
+        turns = torch.where((waves >= positions / high) & (waves <= positions / low), mixed, slow)
+    return torch.outer(torch.arange(length, dtype=torch.float32), turns)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -175,10 +176,10 @@ class Qwen3(nn.Module):
         tensors = {n: t.detach() for n, t in self.state_dict().items()}
         if self.config.tie_word_embeddings:
             tensors.pop("lm_head.weight")
+        shape = {name: value for name, value in asdict(self.config).items() if name not in _OTHERS}
         described = {
-            **asdict(self.config),
+            **shape,
             "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
             "hidden_act": "silu",
             "attention_bias": False,
             "torch_dtype": "float32",
@@ -195,6 +196,10 @@ class Qwen3(nn.Module):
         if held.config != self.config:
             raise EngineError(f"{folder} holds another model: {held.config}")
         return dict(held.named_parameters())
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the current weights by name, for a sampler to copy."""
+        return dict(self.named_parameters())
 
     def hidden(self, prefix: Tensor, rows: Tensor) -> Tensor:
         """Return the final hidden states [B, T, d] of `rows`, each after the shared `prefix`, normalised.
@@ -289,11 +294,13 @@ def save_model(model: Qwen3, folder: Path) -> None:
 
 def load_model(folder: Path) -> Qwen3:
     """Read a folder written by `save_model`. Raises EngineError when it does not fit."""
-    with model_files(EngineError, f"load model {folder}"):
-        raw = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / "model.safetensors")
-    names = ModelConfig.__dataclass_fields__
-    model = Qwen3(ModelConfig(**{k: raw[k] for k in names if k in raw}))
+    config, tensors = read_architecture(folder), read_tensors(folder)
+    if config.model_type != "qwen3":
+        raise EngineError(
+            f"{folder} holds a {config.model_type}: the built-in policy is a Qwen3;"
+            ' policy.kind = "hf" trains others'
+        )
+    model = Qwen3(config)
     if model.config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors = {name: tensor.float() for name, tensor in tensors.items()}

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
-from insitu.engines.safetensors_file import TensorSpec, digest, write_stream
-from insitu.errors import InsituError, boundary
+from insitu.engines.safetensors_file import TensorSpec, check_complete, digest, write_stream
+from insitu.errors import EngineError, InsituError, boundary
 
 CODES: Mapping[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -113,6 +114,17 @@ def _data(tensor: Tensor, dtype: torch.dtype | None) -> Any:
     """Return the bytes of a tensor as a numpy array, cast on its own device."""
     held = tensor.detach().to(_type(tensor, dtype)).cpu().contiguous()
     return held.reshape(-1).view(torch.uint8).numpy()
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a model folder's safetensors files, one or several. Raises EngineError."""
+    check_complete(folder)
+    with model_files(EngineError, f"load model {folder}"):
+        whole = folder / "model.safetensors"
+        files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError("no *.safetensors")
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from insitu.types import IntArray
-from insitu_train.embedded.model import ModelConfig
+from insitu_train.embedded.architecture import ModelConfig
 
 TILE = 16
 """Tokens per tile; tiles start at multiples of it."""

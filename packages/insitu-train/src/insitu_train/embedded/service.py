@@ -16,8 +16,7 @@ from insitu.engines.rpc import Meta
 from insitu.errors import EngineError
 from insitu.types import Generation
 from insitu.types.codec import VALUES
-from insitu_train.embedded.core import EmbeddedCore, EngineOptions
-from insitu_train.embedded.model import load_model
+from insitu_train.embedded.core import EmbeddedCore, EngineOptions, SampledFolder
 from insitu_train.rpc_server import Handler, RpcCall, RpcServer
 
 
@@ -105,7 +104,7 @@ def serve(core: EmbeddedCore, path: Path) -> None:
 def main(argv: list[str]) -> int:
     """Run a server process: SOCKET MODEL_FOLDER [max_context]."""
     context = int(argv[2]) if len(argv) > 2 else 2048
-    serve(EmbeddedCore(load_model(Path(argv[1])), EngineOptions(max_context=context)), Path(argv[0]))
+    serve(EmbeddedCore(SampledFolder(Path(argv[1])), EngineOptions(max_context=context)), Path(argv[0]))
     return 0
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from insitu_train.embedded.model import Layer, Qwen3, RMSNorm
+from insitu.errors import EngineError
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import rotary_angles
 from insitu_train.embedded.model_files import digests
 
 _IDLE = 129
@@ -50,69 +52,144 @@ _SMALL = 2**15
 
 
 class _PackedLinear:
-    """x -> x W^T for a copy of W, prepacked where that pays."""
+    """x -> x W^T + b for copies of W and b, prepacked where that pays."""
 
-    __slots__ = ("_packed", "_weight")
+    __slots__ = ("_bias", "_packed", "_weight")
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight.clone(memory_format=torch.contiguous_format)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._bias = None if bias is None else bias.clone()
         self._packed = ONEDNN and weight.numel() > _SMALL
-        if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight)
+        weight = weight.contiguous()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight.clone()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [M, in] to [M, out]."""
         if not self._packed:
-            return F.linear(x, self._weight)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, None, "none", [], "")
+            return F.linear(x, self._weight, self._bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
         return out
+
+
+class _Named:
+    """Tensors by name, each of the shape that the description gives it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors, self._read = tensors, set[str]()
+
+    def optional(self, name: str, *shape: int) -> Tensor | None:
+        """Return a tensor in float32, or None. Raises EngineError for another shape."""
+        found = self._tensors.get(name)
+        if found is None:
+            return None
+        if tuple(found.shape) != shape:
+            raise EngineError(f"{name} has the shape {tuple(found.shape)} where config.json needs {shape}")
+        self._read.add(name)
+        return found.detach().float()
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor in float32. Raises EngineError if it is missing or has another shape."""
+        found = self.optional(name, *shape)
+        if found is None:
+            raise EngineError(f"the model has no tensor {name}: a file is incomplete, or not of this model")
+        return found
+
+    def linear(self, name: str, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of a linear layer."""
+        return self.get(f"{name}.weight", rows, columns), self.optional(f"{name}.bias", rows)
+
+    def check_all_read(self) -> None:
+        """Raise EngineError for a tensor without a place in the description: the model is another one."""
+        left = sorted(name for name in self._tensors.keys() - self._read if not name.endswith("inv_freq"))
+        if left:
+            raise EngineError(f"{len(left)} tensors have no place in a model of this type, first {left[0]}")
 
 
 class LayerWeights:
     """One layer, fused; RMSNorm weights are folded into the following matrix.
 
-    `qk_norm` [heads + kv_heads, head_dim] includes the score scale in its query part.
+    `qk_norm` [heads + kv_heads, head_dim] includes the score scale in its query part; None = heads are not
+    normalised, and the query matrix includes the scale.
     """
 
-    __slots__ = ("down", "gate_up", "out", "qk_norm", "qkv")
+    __slots__ = ("down", "gate_up", "out", "qk_norm", "qkv", "rotates")
 
-    def __init__(self, layer: Layer, order: Tensor) -> None:
-        attn, mlp = layer.self_attn, layer.mlp
-        heads, kv_heads, hd = attn.heads, attn.kv_heads, attn.head_dim
+    def __init__(self, c: ModelConfig, named: _Named, layer: int) -> None:
+        at, d, wide = f"model.layers.{layer}.", c.hidden_size, c.intermediate_size
+        heads, kv, hd = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.rotates = c.rotates(layer)
+        self.qk_norm = _qk_norm(c, named, f"{at}self_attn.")
+        q, q_bias = named.linear(f"{at}self_attn.q_proj", heads * hd, d)
+        k, k_bias = named.linear(f"{at}self_attn.k_proj", kv * hd, d)
+        v, v_bias = named.linear(f"{at}self_attn.v_proj", kv * hd, d)
+        if self.qk_norm is None:
+            q, q_bias = q * hd**-0.5, None if q_bias is None else q_bias * hd**-0.5
+        gain = _gain(named.get(f"{at}input_layernorm.weight", d))
+        biases = [b if b is None else _interleaved(b, n) for b, n in ((q_bias, heads), (k_bias, kv))]
+        self.qkv = _PackedLinear(
+            torch.cat([_interleaved(q, heads), _interleaved(k, kv), v]) * gain, _joined([*biases, v_bias])
+        )
+        self.out = _PackedLinear(*named.linear(f"{at}self_attn.o_proj", d, heads * hd))
+        gain = _gain(named.get(f"{at}post_attention_layernorm.weight", d))
+        gate, gate_bias = named.linear(f"{at}mlp.gate_proj", wide, d)
+        up, up_bias = named.linear(f"{at}mlp.up_proj", wide, d)
+        self.gate_up = _PackedLinear(torch.cat([gate, up]) * gain, _joined([gate_bias, up_bias]))
+        self.down = _PackedLinear(*named.linear(f"{at}mlp.down_proj", d, wide))
 
-        def interleaved(weight: Tensor, n: int) -> Tensor:
-            return weight.view(n, hd, -1)[:, order].flatten(0, 1)
 
-        q, k = interleaved(attn.q_proj.weight, heads), interleaved(attn.k_proj.weight, kv_heads)
-        self.qkv = _PackedLinear(torch.cat([q, k, attn.v_proj.weight]) * _gain(layer.input_layernorm))
-        q_norm = attn.q_norm.weight[order]
-        k_norm = attn.k_norm.weight[order] * hd**0.5
-        self.qk_norm = torch.cat([q_norm.expand(heads, hd), k_norm.expand(kv_heads, hd)]).contiguous()
-        self.out = _PackedLinear(attn.o_proj.weight)
-        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        self.gate_up = _PackedLinear(gate_up * _gain(layer.post_attention_layernorm))
-        self.down = _PackedLinear(mlp.down_proj.weight)
+def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the biases of fused matrices as one. Raises EngineError where only some have one."""
+    found = [bias for bias in biases if bias is not None]
+    if found and len(found) < len(biases):
+        raise EngineError("only some of the matrices that the engine fuses have a bias")
+    return torch.cat(found) if found else None
 
 
-def _gain(norm: RMSNorm) -> Tensor:
+def _interleaved(x: Tensor, heads: int) -> Tensor:
+    """Return matrix rows or a bias with the rotary halves of each head interleaved."""
+    return x.view(heads, 2, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def _qk_norm(c: ModelConfig, named: _Named, at: str) -> Tensor | None:
+    hd = c.head_dim
+    q = named.optional(f"{at}q_norm.weight", hd)
+    k = named.optional(f"{at}k_norm.weight", hd)
+    if (q is None or k is None) and (c.model_type == "qwen3" or q is not k):
+        raise EngineError(f"the model has no tensor {at}{'q' if q is None else 'k'}_norm.weight")
+    if q is None or k is None:
+        return None
+    parts = (q.expand(c.num_attention_heads, hd), (k * hd**0.5).expand(c.num_key_value_heads, hd))
+    both = torch.cat(parts)
+    return both.view(-1, 2, hd // 2).transpose(1, 2).reshape(both.shape)
+
+
+def _gain(weight: Tensor) -> Tensor:
     """Return the factor by which RMSNorm is x / hypot(|x|, sqrt(size * eps))."""
-    return norm.weight * math.sqrt(norm.weight.shape[0])
+    return weight * math.sqrt(weight.shape[0])
 
 
 class SamplerWeights:
     """All layers, embedding, final norm, head and rotary table of one policy version."""
 
-    def __init__(self, model: Qwen3) -> None:
-        c = model.config
-        self.config = c
-        half = c.head_dim // 2
-        order = torch.arange(c.head_dim).view(2, half).t().reshape(-1)
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], length: int) -> None:
+        """Copy the weights, by their names in a checkpoint, for `length` positions.
+
+        Raises EngineError when they are not those of `config`.
+        """
+        c = self.config = config
+        named = _Named(tensors)
         with torch.inference_mode():
-            self.layers = [LayerWeights(layer, order) for layer in model.model.blocks]
-            self.embed = model.model.embed_tokens.weight.clone()
-            self.head = _PackedLinear(model.lm_head.weight * _gain(model.model.norm))
-            turns = torch.complex(model.cos[:, :half], model.sin[:, :half])
-            self.turns = torch.cat([turns, turns[:1].expand(_IDLE, half)]).unsqueeze(1)
+            self.layers = [LayerWeights(c, named, layer) for layer in range(c.num_hidden_layers)]
+            embed = named.get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+            self.embed = embed.clone()
+            own = named.optional("lm_head.weight", c.vocab_size, c.hidden_size)
+            if own is None and not c.tie_word_embeddings:
+                raise EngineError("the model has no tensor lm_head.weight, and config.json does not tie it")
+            head = embed if own is None or c.tie_word_embeddings else own
+            self.head = _PackedLinear(head * _gain(named.get("model.norm.weight", c.hidden_size)))
+            angles = rotary_angles(c, length)
+            turns = torch.complex(angles.cos(), angles.sin())
+            self.turns = torch.cat([turns, turns[:1].expand(_IDLE, -1)]).unsqueeze(1)
             self.least = torch.tensor((c.hidden_size * c.rms_norm_eps) ** 0.5)
             self.least_head = torch.tensor((c.head_dim * c.rms_norm_eps) ** 0.5)
+        named.check_all_read()
         """`turns` [positions, 1, head_dim / 2] complex; `least` and `least_head` keep a norm from being 0."""

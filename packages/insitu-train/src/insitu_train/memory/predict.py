@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from insitu.errors import TrainError
 from insitu_train.attention.rows import EMULATED, emulated
 from insitu_train.attention.tree import TreeAttend
-from insitu_train.embedded.model import ModelConfig, Qwen3
+from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.model import Qwen3
 from insitu_train.memory.meta_run import (
     SHORT,
     BatchShape,

@@ -246,18 +246,15 @@ def test_what_is_wrong_between_keys_is_said_without_the_whole_table() -> None:
 
 
 def test_imitation_needs_no_engine_for_its_policy() -> None:
-    config = load_config(None, ["policy.kind=hf", "sft.run=/runs/source"])
-    assert config.policy_trouble.startswith('policy.kind = "hf" needs engine.kind = "vllm" or "sglang"')
+    config = load_config(None, ["policy.kind=tinker", "policy.lora_rank=8", "sft.run=/runs/source"])
+    assert config.policy_trouble.startswith('policy.kind = "tinker" needs engine.kind = "tinker"')
     assert not load_config(None, ["sft.run=/runs/source"]).policy_trouble
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (
-            ["policy.kind=hf"],
-            'needs engine.kind = "vllm" or "sglang": the embedded engine only runs the built-in',
-        ),
+        (["policy.kind=tinker", "policy.lora_rank=8"], 'needs engine.kind = "tinker"'),
         (["policy.lora_rank=8"], "lora_rank has no effect with kind = 'builtin'"),
         (
             ["policy.kind=hf", "engine.kind=vllm", "engine.urls=http://x", "policy.lora_alpha=8.0"],

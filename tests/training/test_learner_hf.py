@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_policy_hf import LORA, a_plan, opened
-from train_lab import CONFIG, small_model
-from transformers import Qwen3ForCausalLM
+from test_hf_policy import LORA, a_plan, opened
+from test_learner import collect
+from train_lab import CONFIG, VOCAB, small_model
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 from insitu.config import load_config
 from insitu.engines.http import HttpOptions
@@ -25,6 +26,7 @@ from insitu_train.learner.process import LearnerSpec
 from insitu_train.memory.plan import MemoryPlanner
 from insitu_train.model.load import open_policy
 from insitu_train.options import Lora, OptimConfig, PolicyConfig, TrainConfig, dump_config, parse_config
+from insitu_train.plan.step import PlanConfig, plan_step
 from insitu_train.trainer.trainer import Trainer
 from insitu_train.weights.export import export
 from insitu_train.weights.files import DiskPublisher, ExportRequest, PublishOptions
@@ -48,6 +50,35 @@ def folder(tmp_path: Path) -> Path:
     save_model(small_model(1), tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     return tmp_path / "model"
+
+
+@pytest.mark.parametrize("lora", [None, LORA.changed(merged="sampler")], ids=["full", "lora"])
+async def test_the_embedded_engine_samples_a_llama_while_it_is_trained(
+    tmp_path: Path, lora: Lora | None
+) -> None:
+    """Weights, or matrices with their adapters, reach the sampler in memory at each publication."""
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    shape = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6}
+    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=256, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    train = TrainConfig(optim=OptimConfig(lr=1e-2), policy=PolicyConfig(kind="hf", lora=lora))
+    async with Learner.start(LearnerSpec(model=folder, train=train, max_context=128)) as learner:
+        assert 0 < learner.probe_gap < 1e-4
+        sums = {learner.weights}
+        for step in range(3):
+            plan = plan_step(await collect(learner.engine, step), PlanConfig())
+            result = await learner.step(plan)
+            assert (result.version, result.skipped) == (step + 1, "")
+            assert 0 < result.max_logprob_gap < 1e-4
+            receipt = await learner.publish(result.version)
+            assert (receipt.version, receipt.checksum) == (step + 1, learner.weights)
+            sums.add(learner.weights)
+        assert len(sums) == 4
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+    }
 
 
 @pytest.mark.full

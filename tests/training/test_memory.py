@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_policy_hf import LOOSE, a_plan, opened, trained
+from test_hf_policy import LOOSE, a_plan, opened, trained
 from train_lab import small_model
 from transformers import (
     AutoConfig,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_hf_policy import LOOSE, a_plan, opened
 from test_memory import LORA, a_folder, limited, long_plan
-from test_policy_hf import LOOSE, a_plan, opened
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,

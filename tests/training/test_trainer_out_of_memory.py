@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_policy_hf import LOOSE, a_plan, equal, opened, trained
+from test_hf_policy import LOOSE, a_plan, equal, opened, trained
 from train_lab import small_model
 
 from insitu.errors import TrainError

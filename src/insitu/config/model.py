@@ -17,8 +17,8 @@ class PolicyKeys(Keys):
     """The trained model and its device."""
 
     kind: Literal["builtin", "hf", "tinker"] = "builtin"
-    """builtin = the package's Qwen3; hf = any causal language model of transformers, with engine.kind vllm or
-    sglang; tinker = adapters at a training service, with engine.kind tinker."""
+    """builtin = the package's Qwen3; hf = any causal language model of transformers (engine.kind embedded:
+    Llama, Qwen, Mistral, SmolLM); tinker = adapters at a training service, with engine.kind tinker."""
     device: Annotated[Literal["auto", "cpu", "cuda"], _HF] = "auto"
     """Device of the computation; auto = the GPU if there is one."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _HF] = "auto"

@@ -304,11 +304,6 @@ class Config(Table):
     @property
     def policy_trouble(self) -> str:
         """Why the engine cannot sample with the trained policy; empty if it can."""
-        if self.policy.kind == "hf" and self.engine.kind == "embedded":
-            return (
-                'policy.kind = "hf" needs engine.kind = "vllm" or "sglang": the embedded engine only runs the'
-                " built-in model"
-            )
         if self.policy.kind == "tinker" and self.engine.kind != "tinker":
             return 'policy.kind = "tinker" needs engine.kind = "tinker": the service samples what it trains'
         if self.policy.kind == "tinker" and not self.policy.lora_rank:
@@ -369,8 +364,8 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _sharded(self) -> Self:
-        if self.train.shard and self.policy.kind != "hf":
-            raise ValueError("train.shard needs policy.kind = 'hf': the builtin model is not sharded")
+        if self.train.shard and (self.policy.kind != "hf" or self.engine.kind == "embedded"):
+            raise ValueError("train.shard needs policy.kind = 'hf' and an engine apart")
         if self.train.shard and self.engine.publish in ("ipc", "nccl"):
             raise ValueError(
                 f"train.shard: sharded weights reach an engine as files, not by {self.engine.publish}"

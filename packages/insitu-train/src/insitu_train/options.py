@@ -52,6 +52,9 @@ def rate(config: OptimConfig, step: int) -> float:
     return config.final + (1.0 - config.final) * left
 
 
+Merged = Literal["", "auto", "sampler", "float32", "bfloat16"]
+
+
 class Lora(Keys):
     """Low-rank adapters trained instead of the weights; see model/lora.py."""
 
@@ -60,8 +63,9 @@ class Lora(Keys):
     """Adapters are scaled by alpha / rank."""
     targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Last name component of the adapted matrices; empty = those of attention and MLP in each layer."""
-    merged: Literal["", "auto", "float32", "bfloat16"] = ""
-    """Dtype of the sum of matrix and adapter in an engine; auto = the start model's, empty = unmerged."""
+    merged: Merged = ""
+    """Dtype of the sum of matrix and adapter in an engine; auto = the start model's, sampler = what the
+    embedded engine needs for the policy's compute type, empty = unmerged."""
 
 
 class PolicyConfig(PolicyKeys):
@@ -79,7 +83,9 @@ class PolicyConfig(PolicyKeys):
         lora = None
         if p.lora_rank:
             # `insitu sft` ends with the merged model, in the start model's type
-            merged = "auto" if config.sft.run else config.engine.publish_dtype
+            merged: Merged = "auto" if config.sft.run else config.engine.publish_dtype
+            if config.engine.kind == "embedded" and not config.sft.run:
+                merged = "sampler"
             lora = Lora(
                 rank=p.lora_rank,
                 alpha=p.lora_alpha,
@@ -135,14 +141,14 @@ class TrainConfig(LearnerKeys):
 
 def _gap_limit(config: Config) -> float:
     """Return the default limit for this engine and policy (docs/internals/training.md)."""
-    if config.engine.kind == "embedded":
-        return EMBEDDED_GAP
     if config.engine.kind == "tinker":
         return ROUNDED_GAP  # the service's precision is unknown
     policy = config.policy
-    # a server's own dtype is unknown here: only a configured one counts as float32
     auto = policy.kind == "builtin" or policy.device == "cpu"
     exact = policy.dtype == "float32" or (policy.dtype == "auto" and auto)
+    if config.engine.kind == "embedded":
+        return EMBEDDED_GAP if exact else ROUNDED_GAP
+    # a server's own dtype is unknown here: only a configured one counts as float32
     return FLOAT32_GAP if exact and config.engine.publish_dtype == "float32" else ROUNDED_GAP
 
 

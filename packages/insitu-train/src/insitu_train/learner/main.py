@@ -1,7 +1,7 @@
 """The learner process: trainer and embedded engine over one set of weights, on one unix socket.
 
     controller --engine.*--> EngineService -> EmbeddedCore --\\
-               --train.*---> Commands -----> Trainer --------+--> one Qwen3
+               --train.*---> Commands -----> Trainer --------+--> one model
 
 One thread alternates between the socket and the sampler; a training step blocks both. The sampler takes new
 weights at `train.publish` only; pending requests are finished before a step or a publication. With `--engine
@@ -151,7 +151,7 @@ class Commands:
             raise TrainError("this learner has no engine to publish to")
         version = self._current(int(call.meta["version"]))
         self._drain()
-        self._service.core.refresh(version)
+        self._service.core.refresh(version, str(self._held()["weights"]))
         failpoint.hit("learner.published")
         call.reply(self._held())
 
@@ -232,8 +232,8 @@ def _sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineServic
     """Return the engine and the gap of its probe; None for an empty description."""
     if not raw:
         return None, 0.0
-    if not isinstance(model, Qwen3):
-        raise TrainError("the embedded engine samples with the builtin policy only")
+    if not isinstance(model, Qwen3 | HfPolicy):
+        raise TrainError(f"the embedded engine does not sample a {type(model).__name__}")
     options: Meta = json.loads(raw)
     core = EmbeddedCore(model, EngineOptions(**options))
     gap = probe_engine(core, model, temperature=config.temperature, limit=config.max_logprob_gap)

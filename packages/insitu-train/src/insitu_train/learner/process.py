@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from insitu.config import Config, dump_toml
+from insitu.config import Config, dump_toml, model_folder
 from insitu.engines.child import Child, python_path
 from insitu.engines.server_command import VISIBLE, place, present_gpus
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, EngineError
 from insitu.install_hints import install_extra
+from insitu_train.embedded.architecture import read_architecture
 from insitu_train.options import ServiceOptions, TrainConfig, dump_config
 
 log = logging.getLogger(__name__)
@@ -147,6 +148,8 @@ class LearnerSpec:
             samples=config.engine.in_learner,
             service=service,
             max_context=config.model.max_context_tokens,
+            # the toy's products are too small to share among threads
+            engine_threads=1 if config.policy.kind == "builtin" else table.threads,
             log=log,
             restarts=table.restarts,
             start_deadline_s=table.start_timeout_s,
@@ -228,3 +231,8 @@ def require_learner(config: Config) -> None:
         are = "is" if len(missing) == 1 else "are"
         extra = {"transformers": "hf", "tinker": "tinker"}.get(further or "", "train")
         raise ConfigError(f"{' and '.join(missing)} {are} not installed: {install_extra(extra)}")
+    if config.engine.kind == "embedded" and (model_folder(config) / "config.json").exists():
+        try:
+            read_architecture(model_folder(config))
+        except EngineError as error:
+            raise ConfigError(f"model.path: {error}") from error

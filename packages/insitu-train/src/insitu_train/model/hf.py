@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from insitu.errors import TrainError
 from insitu.install_hints import install_extra
 from insitu_train.attention.rows import lay_flat
+from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.embedded.model_files import StoredModel, model_files
 from insitu_train.model.base import Attend, MemoryOptions
 from insitu_train.model.experts import probe_replay, route
@@ -212,6 +214,16 @@ class HfPolicy:
         if self.shards > 1:
             raise TrainError("sharded weights must be gathered before they are read")
         return dict(self.named_parameters())
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """Description for the embedded engine. Raises EngineError for another architecture."""
+        return ModelConfig.of(self.model.config.to_dict())
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the weights that the embedded engine copies: adapters merged, on any device."""
+        named = self.readable()
+        return named if self.lora is None else merged(self.model, self.lora, named)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that an engine must hold, by checkpoint name.

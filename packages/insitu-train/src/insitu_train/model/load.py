@@ -30,7 +30,10 @@ def open_policy(
             raise ConfigError('engine.replay_experts: the built-in model has no experts; policy.kind = "hf"')
         return load_model(folder)
     device = device or _device(config.device)
-    lora = config.lora
+    lora, dtype = config.lora, _dtype(config.dtype, device)
+    if lora is not None and lora.merged == "sampler":
+        # in float32 the sum is exact enough unrounded
+        lora = lora.changed(merged="bfloat16" if dtype == torch.bfloat16 else "")
     if lora is not None and lora.merged == "auto":
         with model_files(TrainError, f"load model {folder}"):
             lora = lora.changed(merged=start_dtype(folder))
@@ -38,7 +41,7 @@ def open_policy(
     return opened(
         folder,
         device=device,
-        dtype=_dtype(config.dtype, device),
+        dtype=dtype,
         lora=lora,
         rows=config.rows,
         replay=config.replay,

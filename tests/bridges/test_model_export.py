@@ -17,12 +17,14 @@ from insitu.errors import ConfigError, RecordError
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.types import Ledger
+from insitu_train.gguf.read import gguf_folder
 from insitu_train.model.load import open_policy
 from insitu_train.options import TrainConfig
 from insitu_train.recovery import prune, written_steps
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.trainer import Trainer
 from tests.storage.helpers_record import make_rollout
+from tests.training.gguf_lab import model_folder as tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -35,23 +37,23 @@ LORA = [
 ]
 
 
-def moved(config: Config, scale: float) -> Trainer:
+def moved(config: Config, scale: float, model: Path = WARM_START) -> Trainer:
     """A trainer whose trained weights are not those of the start model."""
     train = TrainConfig.of(config)
-    trainer = Trainer(open_policy(WARM_START, train.policy), train)
+    trainer = Trainer(open_policy(model, train.policy), train)
     with torch.no_grad():
         for number, weight in enumerate(trainer.optimiser.named.values()):
             weight.add_(scale * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)))
     return trainer
 
 
-def run_of(path: Path, overrides: list[str], heldout: Mapping[int, float]) -> Path:
+def run_of(path: Path, overrides: list[str], heldout: Mapping[int, float], model: Path = WARM_START) -> Path:
     """A run with a checkpoint per step; heldout: mean reward of the held-out tasks after a step."""
-    config = load_config(None, [f"run.dir={path}", f"model.path={WARM_START}", "run.steps=3", *overrides])
+    config = load_config(None, [f"run.dir={path}", f"model.path={model}", "run.steps=3", *overrides])
     with RunDir.create(config) as run, run.store() as store:
         for step in (1, 2, 3):
             store.commit_step(step, {"skipped": "", "reward_mean": 0.5}, "", "h", Ledger())
-            checkpoint.save(moved(config, 1e-3 * step), run.checkpoints / f"step-{step:05d}", WARM_START)
+            checkpoint.save(moved(config, 1e-3 * step, model), run.checkpoints / f"step-{step:05d}", model)
             if step in heldout:
                 evaluated(store, "eval_after" if step == 3 else "eval_during", step, heldout[step])
     return path
@@ -116,6 +118,23 @@ def test_adapters_are_merged_or_given_to_peft(adapted: Path, tmp_path: Path) -> 
     assert f"Adapters of `{WARM_START.name}`" in (tmp_path / "adapters" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_is_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("INSITU_CACHE", str(tmp_path / "cache"))
+    model = tiny_model(tmp_path / "model", "llama")
+    overrides = LORA if lora else [text for text in LORA if "lora" not in text]
+    run = run_of(tmp_path / "run", overrides, {}, model)
+    report = insitu.export_model(run, tmp_path / "gguf", to="gguf", dtype="float32")
+    assert [path.name for path in sorted((tmp_path / "gguf").iterdir())] == ["README.md", "model.gguf"]
+    insitu.export_model(run, tmp_path / "folder")
+    again = gguf_folder(str(tmp_path / "gguf" / "model.gguf"), lambda text: None)
+    assert torch.equal(logits(again), logits(tmp_path / "folder"))
+    assert not torch.equal(logits(again), logits(model)), "trained"
+    small = insitu.export_model(run, tmp_path / "small", to="gguf", dtype="q8_0")
+    assert small["bytes"] < 0.4 * report["bytes"]
+
+
 def test_wrong_choices_are_one_line(full: Path, adapted: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(RecordError, match="keeps no checkpoint of step 7: there are 1, 2, 3"):
@@ -124,8 +143,12 @@ def test_wrong_choices_are_one_line(full: Path, adapted: Path, tmp_path: Path) -
         insitu.export_model(adapted, out, checkpoint="best")
     with pytest.raises(RecordError, match="has no adapters"):
         insitu.export_model(full, out, to="peft")
-    with pytest.raises(ConfigError, match="needs --to hf or peft, got parquet"):
+    with pytest.raises(ConfigError, match="needs --to hf or peft or gguf, got parquet"):
         insitu.export_model(full, out, to="parquet")
+    with pytest.raises(ConfigError, match="--dtype of --to hf takes auto, float32, bfloat16, got q8_0"):
+        insitu.export_model(full, out, dtype="q8_0")
+    with pytest.raises(RecordError, match="the tokenizer cuts text in a way"):
+        insitu.export_model(full, out, to="gguf")
     with pytest.raises(ConfigError, match="takes best, last or the number"):
         insitu.export_model(full, out, checkpoint="newest")
     assert not out.exists()

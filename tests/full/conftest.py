@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 _TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "gateway"), str(_TESTS / "chat")]
+sys.path[:0] = [str(Path(__file__).parent), *(str(_TESTS / name) for name in ("gateway", "chat", "training"))]

@@ -180,6 +180,7 @@ def test_broken_layers_are_found(tmp_path: Path) -> None:
 OF_ONE = (
     "-train[torch]",
     "-train[hf]",
+    "-train[gguf]",
     "-train[tinker]",
     "-bridges[prime]",
     "-bridges[hub]",

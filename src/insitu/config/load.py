@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import logging
 import math
 import re
 import tomllib
@@ -18,11 +19,14 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from insitu import registry
 from insitu.config.arms import arms_of_eval, arms_of_set
 from insitu.config.base import STORED, Table, description
 from insitu.config.tables import Config
 from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
 from insitu.errors import ConfigError, boundary
+
+log = logging.getLogger(__name__)
 
 WARM_START = Path(__file__).parents[1] / "warm_start"
 """The model folder that ships with the package."""
@@ -217,12 +221,22 @@ def demo_preset() -> Raw:
     return read_toml(EXAMPLES / "demo.toml")
 
 
-def model_folder(config: Config) -> Path:
-    """Return the folder with initial weights, tokenizer and template; raise ConfigError if invalid."""
+def model_folder(config: Config, say: Callable[[str], None] = log.info) -> Path:
+    """Return the folder with initial weights, tokenizer and template; raise ConfigError if invalid.
+
+    A model in another form is made into one first, once; `say` gets a line about it.
+    """
     folder = Path(config.model.path) if config.model.path else WARM_START
+    if kind := model_kind(config.model.path):
+        folder = registry.find("models", kind)(config.model.path, say)
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(f"model.path: {folder} is not a model folder: it has no tokenizer.json")
     return folder
+
+
+def model_kind(path: str) -> str:
+    """Return the registry's name of what makes a model folder of `path`; empty for a folder."""
+    return "gguf" if path.endswith(".gguf") else ""
 
 
 def dump_toml(config: Config, *, comments: bool = True) -> str:

@@ -107,6 +107,8 @@ def prepare(
     once everything else has passed.
     """
     checks = Checks()
+    if config.engine.kind != "upstream":
+        checks.run(model_folder, config, say)
     for check in (_check_policy, _check_engine, check_trackers, check_listener, *further):
         checks.run(check, config)
     checks.run(gateway_config, config)

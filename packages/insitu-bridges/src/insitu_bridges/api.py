@@ -42,8 +42,9 @@ def export_model(
     """Write a checkpoint of a run to the new folder `out`, with a card of the run's facts.
 
     `checkpoint`: `best` by held-out results, `last`, or the number of a step. `to`: `hf` = whole weights that
-    transformers and vLLM load, adapters merged; `peft` = adapters. `dtype`: `float32`, `bfloat16`, or `auto`
-    = that of the start model. Raises InsituError.
+    transformers and vLLM load, adapters merged; `peft` = adapters; `gguf` = whole weights in one file for
+    llama.cpp. `dtype`: `float32`, `bfloat16`, for `gguf` also `q8_0`, or `auto` = that of the start model.
+    Raises InsituError.
     """
     return write_model_export(
         ModelExport(run=Path(run), out=Path(out), checkpoint=str(checkpoint), to=to, dtype=dtype)

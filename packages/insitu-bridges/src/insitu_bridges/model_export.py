@@ -1,4 +1,4 @@
-"""`insitu export RUN --checkpoint best|last|N --to hf|peft`: a checkpoint as a folder that others load."""
+"""`insitu export RUN --checkpoint best|last|N --to hf|peft|gguf`: a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,12 @@ from insitu.storage.run_dir import read_config, read_store
 from insitu_bridges.card import model_card
 from insitu_train.recovery import best_step, written_steps
 
-MODEL_FORMS = ("hf", "peft")
+MODEL_FORMS: Mapping[str, Sequence[str]] = {
+    "hf": ("auto", "float32", "bfloat16"),
+    "peft": ("auto", "float32", "bfloat16"),
+    "gguf": ("auto", "float32", "bfloat16", "q8_0"),
+}
+"""Types of weights by form."""
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 """Folder of a model in the cache of Hugging Face."""
 
@@ -36,15 +41,15 @@ class ModelExport:
     """best (by held-out results), last, or the number of a step."""
     to: str = "hf"
     dtype: str = "auto"
-    """float32, bfloat16, or auto = that of the start model; of adapters float32."""
+    """One of `MODEL_FORMS`; auto = that of the start model, of adapters float32."""
 
 
 def export_model(options: ModelExport) -> Mapping[str, Any]:
     """Write the folder and return `out`, `step`, `to`, `dtype` and `bytes`. Raises InsituError."""
     if options.to not in MODEL_FORMS:
         raise ConfigError(f"--checkpoint needs --to {' or '.join(MODEL_FORMS)}, got {options.to}")
-    if options.dtype not in ("auto", "float32", "bfloat16"):
-        raise ConfigError(f"--dtype takes auto, float32 or bfloat16, got {options.dtype}")
+    if options.dtype not in (known := MODEL_FORMS[options.to]):
+        raise ConfigError(f"--dtype of --to {options.to} takes {', '.join(known)}, got {options.dtype}")
     if options.out.exists():
         raise ConfigError(f"{options.out} exists: give a new folder with --out")
     config = read_config(options.run)

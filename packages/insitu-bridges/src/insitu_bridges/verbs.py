@@ -24,9 +24,9 @@ def export(
     check: Annotated[bool, Arg(help="read the export back and compare every value")] = False,
     send: Annotated[str, Arg(metavar="URL", help="otlp: also send the spans to this receiver")] = "",
     checkpoint: Annotated[
-        str, Arg(metavar="best|last|N", help="a model instead of rollouts, --to hf or peft")
+        str, Arg(metavar="best|last|N", help="a model instead of rollouts, --to hf, peft or gguf")
     ] = "",
-    dtype: Annotated[str, Arg(help="--checkpoint: auto, float32 or bfloat16")] = "auto",
+    dtype: Annotated[str, Arg(help="--checkpoint: auto, float32, bfloat16; gguf also q8_0")] = "auto",
     json: Annotated[bool, Arg(help="print the counts as JSON")] = False,
 ) -> int:
     """Write a run's rollouts in another form, without --out JSON lines on stdout; or a checkpoint."""

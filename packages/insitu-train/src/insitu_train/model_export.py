@@ -1,4 +1,4 @@
-"""A checkpoint as a model folder for other programs: whole weights, or adapters as PEFT writes them.
+"""A checkpoint as a model for other programs: a folder with whole weights, PEFT's adapters, a GGUF file.
 
 Run as `python -m insitu_train.model_export --run DIR --checkpoint DIR --folder DIR --to FORM --dtype TYPE
 --base NAME`; prints the type of the weights.
@@ -23,20 +23,27 @@ from insitu.errors import RecordError, TrainError
 from insitu.storage.run_dir import read_config
 from insitu_train.checkpoint_files import verify
 from insitu_train.embedded.model_files import StoredModel, model_files, write_summed
+from insitu_train.gguf.write import write_gguf
 from insitu_train.model.load import open_policy, start_dtype
 from insitu_train.model.lora import CONFIG, WEIGHTS
 from insitu_train.options import PolicyConfig
 
-WHOLE = "model.safetensors"
+WHOLE, GGUF = "model.safetensors", "model.gguf"
 
 
 def _write_model(
-    checkpoint: Path, folder: Path, config: Config, to: Literal["hf", "peft"], *, dtype: str, base: str
+    checkpoint: Path,
+    folder: Path,
+    config: Config,
+    to: Literal["hf", "peft", "gguf"],
+    *,
+    dtype: str,
+    base: str,
 ) -> str:
     """Write the new `folder`; return its dtype.
 
-    dtype: float32, bfloat16, or auto = that of the start model, of adapters their own. base: name of the
-    start model in the configuration of adapters. Raises InsituError.
+    dtype: float32, bfloat16, of GGUF also q8_0, or auto = that of the start model, of adapters their own.
+    base: name of the start model in the configuration of adapters. Raises InsituError.
     """
     verify(checkpoint)
     with model_files(TrainError, f"export {checkpoint}"):
@@ -49,12 +56,20 @@ def _write_model(
             )
         made = _adapters(checkpoint, base) if to == "peft" else _whole(checkpoint, config, dtype, adapted)
         folder.mkdir(parents=True)
+        if to == "gguf":
+            _write_gguf(made, checkpoint, folder / GGUF, dtype)
+            return dtype
         for path in model_assets(checkpoint):
             shutil.copyfile(path, folder / path.name)
         for name, text in made.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         write_summed(folder / made.name, made.tensors, getattr(torch, dtype))
     return dtype
+
+
+def _write_gguf(made: StoredModel, checkpoint: Path, file: Path, dtype: str) -> None:
+    tensors, config = made.tensors, json.loads(made.texts["config.json"])
+    write_gguf(file, checkpoint, config, tensors, lambda name: tensors[name].float().numpy(), dtype=dtype)
 
 
 def _adapters(checkpoint: Path, base: str) -> StoredModel:

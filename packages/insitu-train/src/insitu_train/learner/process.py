@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from insitu.config import Config, dump_toml, model_folder
+from insitu.config import Config, dump_toml, model_folder, model_kind
 from insitu.engines.child import Child, python_path
 from insitu.engines.server_command import VISIBLE, place, present_gpus
 from insitu.errors import ConfigError, EngineError
@@ -197,7 +197,7 @@ def describe_memory(config: Config) -> list[str]:
     """Return what a model of transformers takes of a GPU, a line each, or why that is not known."""
     if config.policy.kind != "hf":
         return []
-    if not (Path(config.model.path) / "config.json").exists():
+    if not model_kind(config.model.path) and not (Path(config.model.path) / "config.json").exists():
         return [
             f"memory: not predicted: {config.model.path} has no config.json here (that file is enough,"
             " without weights)"

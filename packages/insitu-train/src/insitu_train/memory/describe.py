@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from insitu.config import Config, load_config
+from insitu.config import Config, load_config, model_folder, model_kind
 from insitu.errors import InsituError, TrainError, boundary
 from insitu.install_hints import install_extra
 from insitu_train.memory.meta_run import BatchShape
@@ -87,9 +87,10 @@ def _model_of(config: Config) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise TrainError(f"transformers is missing: {install_extra('hf')}") from error
+    path = model_folder(config) if model_kind(config.model.path) else config.model.path
     with boundary(TrainError, f"read {config.model.path}/config.json"):
         try:
-            return opened_config(AutoConfig.from_pretrained(config.model.path, local_files_only=True))
+            return opened_config(AutoConfig.from_pretrained(path, local_files_only=True))
         except (KeyError, TypeError) as error:
             raise TrainError(f"{config.model.path}/config.json is none of a model: {error!r}") from error
 

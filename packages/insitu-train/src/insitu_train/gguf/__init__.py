@@ -1,0 +1,1 @@
+"""Models as GGUF files: read into a folder, written from one."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from insitu.attempt import AttemptSpec, OnStart, ignore_cancelled, no_wait
@@ -17,7 +18,7 @@ from insitu.collect.groups import open_groups
 from insitu.collect.options import Check, CollectOptions, Phase, Slot, nothing_to_check
 from insitu.errors import CaptureError, EngineError, SandboxError, TaskError, TrainError
 from insitu.tasks.toy import ToySource
-from insitu.types import FileEntry, Group, Limits, Outcome, Rollout, Status, Task, Verdict
+from insitu.types import MALFORMED, FileEntry, Group, Limits, Outcome, Rollout, Status, Task, Turn, Verdict
 from tests.fakes.attempts import FakeAttempts, fake_rollout
 from tests.fakes.simulated_attempts import with_tokens
 from tests.fakes.virtual_time import run_virtual
@@ -163,6 +164,33 @@ async def test_a_held_slot_counts_under_the_later_version_of_a_restarted_engine(
     groups = await collected(attempts, Memory({held.id: held}), TASKS[:1], version=1)
     assert groups[0].rollouts[2] is held
     assert len(attempts.specs) == 3
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+async def test_of_an_evaluation_the_labels_of_its_replies_stay_and_no_tokens(resumed: bool) -> None:
+    ids = np.arange(5, dtype=np.int32)
+    turn = Turn(
+        index=0, parent=-1, context_ids=ids, ids=ids, logprobs=None, finish="stop", version_runs=((0, 5),),
+        hints=(("label", MALFORMED),),
+    )  # fmt: skip
+
+    def replied(rollout: Rollout) -> Rollout:
+        made = with_tokens(rollout, 0, 0)
+        return dataclasses.replace(made, trajectory=dataclasses.replace(made.trajectory, turns=(turn,)))
+
+    class Replies(FakeAttempts):
+        async def run(self, *given: Any) -> Rollout:
+            return replied(await super().run(*given))
+
+    spec = AttemptSpec(rollout_id="train/00001/000/00", task=TASKS[0], seed=5)
+    held = {spec.rollout_id: replied(fake_rollout(spec, 0.5))} if resumed else {}
+    [group] = await collected(
+        Replies(lambda spec: 0.0), Memory(held), TASKS[:1], version=1, whole=False, group_size=2
+    )
+    for rollout in group.rollouts:
+        [kept] = rollout.trajectory.turns
+        assert kept.labels == {MALFORMED}
+        assert (len(kept.ids), len(kept.context_ids), rollout.trajectory.segments) == (0, 0, ())
 
 
 async def test_a_broken_infrastructure_stops_the_step_with_its_cause() -> None:

@@ -68,8 +68,12 @@ class _State:
 
 
 def without_tokens(rollout: Rollout) -> Rollout:
-    """Return a rollout with its result alone; the sink has the tokens and files."""
-    return replace(rollout, trajectory=NOTHING_SAMPLED, changed={})
+    """Return a rollout with its result and the labels of its turns; the sink has the tokens and files."""
+    turns = tuple(
+        replace(turn, context_ids=turn.ids[[]], ids=turn.ids[[]], logprobs=None, version_runs=(), spans=())
+        for turn in rollout.trajectory.turns
+    )
+    return replace(rollout, trajectory=replace(NOTHING_SAMPLED, turns=turns), changed={})
 
 
 class Collector:

@@ -1,10 +1,15 @@
-# Two commands for everybody: `make demo` and `make test`. ARGS goes to the program:
+# Three commands for everybody: `make demo`, `make demo-real` and `make test`. ARGS goes to the program:
 #   make demo ARGS="--agent script run.seed=3"
-.PHONY: demo test test-fast test-numeric test-full setup check docs conformance warm-start
+.PHONY: demo demo-real test test-fast test-numeric test-full setup check docs conformance warm-start
 
 demo:
 	@scripts/setup
 	@.venv/bin/insitu demo $(ARGS)
+
+# The same with a real model of 135 million parameters and short Python functions. ARGS="--model FOLDER" takes yours.
+demo-real:
+	@scripts/setup real
+	@.venv/bin/insitu demo $(if $(findstring --model,$(ARGS)),,--model smollm2) $(ARGS)
 
 test:
 	@scripts/setup test

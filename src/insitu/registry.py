@@ -99,7 +99,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "commands": "train",
         "api": "replay replay_async sft sft_async train train_async",
         "engines": "embedded tinker",
-        "models": "gguf",
+        "models": "gguf hub",
         "losses": "dppo ppo_clip cispo gspo decoupled nll",
         "advantages": "dr_grpo grpo rloo maxrl zero",
     },

@@ -44,6 +44,7 @@ def test_the_examples_are_all_here() -> None:
         "one-80gb.toml",
         "qwen3-vllm.toml",
         "rollout.toml",
+        "small-model.toml",
         "two-agents.toml",
         "two-engines.toml",
     ]

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from insitu.chat.load import load_renderer
 from insitu.errors import SetupError
 from insitu.types import Message
-from insitu_train.demo.smollm2 import fetch_smollm2
+from insitu_train.demo.smollm2 import fetch_file
 from insitu_train.gguf.pretokenizers import PRETOKENIZERS
 from insitu_train.gguf.read import convert, gguf_folder
 
@@ -137,7 +137,7 @@ def test_llama_cpp_continues_as_the_model_that_was_written(tmp_path: Path, kind:
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     try:
-        return fetch_smollm2()
+        return fetch_file()
     except SetupError as error:
         pytest.skip(f"no real model: {error}")
 

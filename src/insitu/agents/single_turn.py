@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Self
 
@@ -212,11 +212,13 @@ def code_of(reply: str, languages: tuple[str, ...] = ()) -> str:
     An unclosed block extends to the end.
     """
     # The last block is used because later blocks correct earlier ones.
+    return next(reversed(code_blocks(reply, languages)), reply)
+
+
+def code_blocks(reply: str, languages: tuple[str, ...] = ()) -> Sequence[str]:
+    """Return the code blocks of one of `languages` in order, all blocks where there is none of these."""
     blocks = list(_blocks(reply))
-    named = [code for language, code in blocks if language in languages]
-    if named:
-        return named[-1]
-    return blocks[-1][1] if blocks else reply
+    return [code for language, code in blocks if language in languages] or [code for _, code in blocks]
 
 
 def _blocks(reply: str) -> list[tuple[str, str]]:

@@ -46,6 +46,7 @@ __all__ = [
     "description",
     "holds_paths",
     "is_extension",
+    "is_path",
     "is_url",
     "marks",
     "only",
@@ -71,6 +72,15 @@ OwnPath = Annotated[str, _PATH]
 def is_url(text: str) -> bool:
     """Return whether a key that takes a folder or an address holds an address."""
     return text.startswith(("http://", "https://"))
+
+
+HUB = "hub:"
+"""What a model's name at a hub begins with, in a key that takes a folder."""
+
+
+def is_path(text: str) -> bool:
+    """Return whether a key that may hold an address or a name at a hub holds a path."""
+    return not is_url(text) and not text.startswith(HUB)
 
 
 def holds_paths(field: FieldInfo) -> bool:

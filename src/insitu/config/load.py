@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from insitu import registry
 from insitu.config.arms import arms_of_eval, arms_of_set
-from insitu.config.base import STORED, Table, description
+from insitu.config.base import HUB, STORED, Table, description
 from insitu.config.tables import Config
 from insitu.config.tasks import LAYERS, EvalTable, TaskSetTable
 from insitu.errors import ConfigError, boundary
@@ -236,7 +236,7 @@ def model_folder(config: Config, say: Callable[[str], None] = log.info) -> Path:
 
 def model_kind(path: str) -> str:
     """Return the registry's name of what makes a model folder of `path`; empty for a folder."""
-    return "gguf" if path.endswith(".gguf") else ""
+    return "hub" if path.startswith(HUB) else "gguf" if path.endswith(".gguf") else ""
 
 
 def dump_toml(config: Config, *, comments: bool = True) -> str:

@@ -82,8 +82,8 @@ class _ModelTable(Table):
     """The model that is trained."""
 
     path: OwnPath = ""
-    """Folder with weights, tokenizer and chat template, or a GGUF file of them; empty = the warm start of the
-    demo."""
+    """Folder with weights, tokenizer and chat template, a GGUF file of them, or hub:ORG/NAME[@REVISION];
+    empty = the warm start of the demo."""
     renderer: str = "auto"
     """Token rules: auto, template (the folder's own), or the name of rules in the renderers package."""
     max_context_tokens: Count = 4096

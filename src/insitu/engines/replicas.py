@@ -6,7 +6,7 @@
 
 A session stays with one server, which has its context in the prefix cache; a new one goes to the server with
 the fewest. While no server serves, requests wait with agent deadlines paused. Whoever started a server
-restarts it, the learner when `check` asks for it; here only its return is awaited.
+restarts it; here only its return is awaited.
 """
 
 from __future__ import annotations
@@ -56,10 +56,6 @@ class _Member:
         self.sessions: set[str] = set()
 
 
-async def may_come_back() -> None:
-    """Do nothing: an unreachable server is an error of each call."""
-
-
 class EngineSet:
     """Implements `engines.base.Engine`; an async context, which ends the checks of fenced servers."""
 
@@ -71,17 +67,15 @@ class EngineSet:
         restarts: int = 3,
         share_gpu: bool = False,
         say: Callable[[str], None] = log.warning,
-        check: Callable[[], Awaitable[None]] = may_come_back,
     ) -> None:
         """Make one engine of `engines`, by address.
 
         max_wait_s: how long requests wait while none serves. restarts: of one server between two updates, and
-        of one request. share_gpu: they sleep during training. say: receives warnings. check: restarts what a
-        fenced server runs on, or raises when it will never answer again.
+        of one request. share_gpu: they sleep during training. say: receives warnings.
         """
         self._members = [_Member(name, engine) for name, engine in engines.items()]
         self._max_wait_s, self._restarts = max_wait_s, restarts
-        self._share_gpu, self._say, self.check = share_gpu, say, check
+        self._share_gpu, self._say = share_gpu, say
         self._receipt = self._members[0].engine.receipt
         self._feed: Feed = _recognise
         self._updated = False
@@ -223,32 +217,21 @@ class EngineSet:
     async def _restore(self, member: _Member) -> None:
         """Check a fenced server until it serves again."""
         while member.error is not None:
-            if await self._answers(member):
+            try:
+                await member.engine.version()
+                answers = True
+            except EngineUnavailable:
+                answers = False
+            except EngineError:
+                answers = True  # unknown weights
+            if answers:
                 async with self._lock:
                     if member.error is not None:
                         await self._bring_back(member)
-            self._tell()
+            self._checked.set()
+            self._checked = asyncio.Event()
             if member.error is not None:
                 await asyncio.sleep(REFUSED_S if member.hopeless else POLL_S)
-
-    async def _answers(self, member: _Member) -> bool:
-        try:
-            await self.check()
-        except InsituError as error:
-            member.error, member.hopeless = EngineError(str(error)), True
-            return False
-        try:
-            await member.engine.version()
-        except EngineUnavailable:
-            return False
-        except EngineError:
-            pass  # unknown weights
-        return True
-
-    def _tell(self) -> None:
-        """Let those that wait look at the servers."""
-        self._checked.set()
-        self._checked = asyncio.Event()
 
     async def _bring_back(self, member: _Member) -> None:
         """Restore the weights of a fenced server that answers, if it has lost them, and let it serve."""
@@ -279,7 +262,6 @@ class EngineSet:
         if member.error is not None and self._serving():
             self._say(f"{member.name} serves again, with version {self._receipt.version}")
         member.error, member.must_feed, member.hopeless = None, False, False
-        self._tell()
 
     # ----------------------------------------------------------------------- all servers
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from insitu.config import Config
-from insitu.config.base import holds_paths, is_extension, is_url
+from insitu.config.base import holds_paths, is_extension, is_path
 from insitu.errors import ConfigError
 from insitu.storage.logs import SECRET
 
@@ -70,7 +70,7 @@ class Redaction:
     def _shared(self, key: FieldInfo, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(self._shared(key, item) for item in value)
-        if isinstance(value, str) and (holds_paths(key) or ".py:" in value) and not is_url(value):
+        if isinstance(value, str) and (holds_paths(key) or ".py:" in value) and is_path(value):
             return Path(value).name
         # Names of choices must stay as they are.
         return value if is_extension(key) or "Literal" in str(key.annotation) else self.value(value)

@@ -26,7 +26,7 @@ from typing import Any, Literal, Self, TextIO
 import orjson
 
 from insitu.config import RENAMED, Config, dump_toml, known_keys, load_config, model_folder, read_toml
-from insitu.config.base import holds_paths, is_url
+from insitu.config.base import holds_paths, is_path
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.files import write_text
 from insitu.storage.metrics import MetricsFile, disk_error, read_metrics
@@ -230,7 +230,7 @@ def name_run(config: Config) -> Config:
 def _absolute(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_absolute, value))
-    return value if is_url(value) else str(Path(value).absolute())
+    return str(Path(value).absolute()) if is_path(value) else value
 
 
 def read_config(path: Path) -> Config:

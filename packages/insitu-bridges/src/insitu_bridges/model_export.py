@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from insitu.config import Config
+from insitu.config import Config, model_kind
+from insitu.config.base import HUB
 from insitu.errors import ConfigError, RecordError
 from insitu.storage.files import write_text
 from insitu.storage.redaction import Redaction
@@ -115,5 +116,7 @@ def base_name(config: Config) -> str:
     """Return the name of the start model without a path of this machine."""
     if not config.model.path:
         return "demo model"
+    if model_kind(config.model.path) == "hub":
+        return config.model.path.removeprefix(HUB)
     cached = _CACHED.search(config.model.path)
     return f"{cached[1]}/{cached[2]}" if cached else Path(config.model.path).name

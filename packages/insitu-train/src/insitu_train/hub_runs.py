@@ -22,12 +22,13 @@ from pathlib import Path
 import orjson
 
 from insitu.config import Config
-from insitu.errors import ConfigError, InsituError, RecordError, SetupError
+from insitu.errors import ConfigError, InsituError, RecordError
 from insitu.install_hints import install_extra
 from insitu.storage.files import sha256_of, write_text
 from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import TOKENIZER, has_rollouts, read_store
 from insitu.storage.temp_dirs import part_folder
+from insitu_train.hub_download import download
 from insitu_train.hub_upload import HUB, upload
 
 log = logging.getLogger(__name__)
@@ -157,27 +158,10 @@ def fetch_run(where: str, run: Path) -> bool:
     repo = repo_of(where)
     if run.exists():
         raise ConfigError(f"{run} exists: `--resume {run}` resumes it; remove it to resume {where}")
-    if find_spec("huggingface_hub") is None:
-        raise ConfigError(f"huggingface_hub is not installed: {install_extra('hub')}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()
     run.parent.mkdir(parents=True, exist_ok=True)
     with part_folder(run) as part:
-        try:
-            snapshot_download(
-                repo,
-                local_dir=part,
-                endpoint=os.environ.get("HF_ENDPOINT"),
-                ignore_patterns=[".gitattributes"],
-            )
-        except (RepositoryNotFoundError, EntryNotFoundError):
+        if download(repo, where, local_dir=part, ignore_patterns=[".gitattributes"]) is None:
             return False
-        except (HfHubHTTPError, OSError, ValueError) as error:
-            first = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise SetupError(f"cannot fetch {where}: {Redaction().text(first)}") from error
         shutil.rmtree(part / ".cache", ignore_errors=True)
         if not (part / MANIFEST).exists():
             if _names(part):

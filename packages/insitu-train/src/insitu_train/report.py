@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,6 +89,8 @@ class FinalReport:
     """Why the run ended before its last step; empty = it did not."""
     shown: tuple[ShownRollout, ...] = ()
     """The same task before and after training."""
+    beside: tuple[tuple[ShownRollout, ShownRollout], ...] = ()
+    """Replies to the same tasks before and after training, to be shown side by side."""
     untrained: tuple[str, ...] = ()
     """Sentences on why no step changed the weights and how to fix it."""
     unparsed: str = ""
@@ -100,6 +103,8 @@ def render_report(report: FinalReport, width: int = 100) -> str:
     lines = [""]
     for shown in report.shown:
         lines += [*_rollout(shown, width), ""]
+    for before, after in report.beside:
+        lines += [*_side_by_side(before, after, width), ""]
     lines += [*_scores(report), ""]
     sets = "Task sets" if any(one.name != one.agent for one in report.sets) else "Agents"
     for heading, more in (("Further evaluations", _further(report)), (sets, set_lines(report.sets))):
@@ -237,6 +242,22 @@ def _rollout(shown: ShownRollout, width: int) -> Iterator[str]:
         for number, line in enumerate(lines):
             yield ((prefix if number == 0 else " " * 8 + "| ") + line).rstrip()
     yield f"  => {shown.verdict}"
+
+
+def _side_by_side(before: ShownRollout, after: ShownRollout, width: int) -> Iterator[str]:
+    """Yield the task over the whole width, and the last reply of both in two columns."""
+    column = (width - 3) // 2
+    yield from _wrapped(f"task | {before.turns[0].text.strip()}", width)
+    sides = []
+    for shown in (before, after):
+        said = [turn.text for turn in shown.turns if turn.speaker == "model"] or [""]
+        sides.append([shown.title, "-" * column, *_wrapped(said[-1], column), f"=> {shown.verdict}"])
+    for left, right in itertools.zip_longest(*sides, fillvalue=""):
+        yield f"{left:<{column}} | {right}".rstrip()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return [part for line in text.strip("\n").split("\n") for part in _wrap(line, width)]
 
 
 def _wrap(line: str, width: int) -> list[str]:

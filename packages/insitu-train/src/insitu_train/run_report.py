@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,18 @@ NAMED_VERDICTS = 3
 """Number of verdicts listed in the report of a run without updates."""
 
 
-def finish(run_dir: Path, summary: Mapping[str, Any], shown: Sequence[ShownRollout] = ()) -> str:
+def finish(
+    run_dir: Path,
+    summary: Mapping[str, Any],
+    shown: Sequence[ShownRollout] = (),
+    beside: Sequence[tuple[ShownRollout, ShownRollout]] = (),
+) -> str:
     """Write curve.svg and report.txt of a finished run and return the report's text."""
     steps, agent = summary["rl_steps"], summary["agent"]
     title = f"Tasks solved by {agent} over {steps} steps of training (seed {summary['seed']})"
     with read_store(run_dir) as store:
         write_text(run_dir / CURVE, curve_svg(curve_of(store, title)))
-        report = report_of(run_dir, store, summary, shown)
+        report = replace(report_of(run_dir, store, summary, shown), beside=tuple(beside))
     text = render_report(report)
     write_text(run_dir / REPORT, text)
     return text

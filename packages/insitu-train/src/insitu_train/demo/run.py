@@ -1,12 +1,12 @@
 """`insitu demo`: `insitu train` with a preset, a warm start and example rollouts in the report.
 
-The run itself is `training.loop` on examples/demo.toml. The warm start is shipped, or made with
---from-scratch.
+The run itself is `training.loop` on examples/demo.toml, with a warm start that is shipped or made with
+--from-scratch; with --model on examples/small-model.toml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -16,14 +16,19 @@ from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.progress.base import View
+from insitu.storage.phases import eval_phase
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
 from insitu.types import IntArray, Rollout
+from insitu_train.demo.smollm2 import fetch_smollm2, smollm2_file
 from insitu_train.learner.process import require_learner
 from insitu_train.loop import TrainOptions
 from insitu_train.report import ShownRollout, ShownTurn
 from insitu_train.run import run_training
 from insitu_train.run_report import finish
+
+SIDE_BY_SIDE = 2
+"""Tasks of each evaluation that the report of single replies shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,30 +56,44 @@ async def run_demo(config: Config, view: View, options: DemoOptions) -> str:
         folder = await make_warm_start(config, view)
         extra["warm_start_s"] = round(monotonic() - start, 1)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    if config.model.path == str(smollm2_file()):
+        await fetch_smollm2(view)
     chosen = TrainOptions(resume=options.resume, began=options.began, extra=extra)
     summary = await run_training(config, view, chosen)
     return write_report(Path(config.run.dir), summary)
 
 
 def write_report(run_dir: Path, summary: Mapping[str, Any]) -> str:
-    """Write curve.svg and report.txt of a finished run, with one task before and after training."""
+    """Write curve.svg and report.txt of a finished run, with held-out tasks before and after training.
+
+    One task with every turn of an agent; of single replies some tasks of each evaluation, side by side.
+    """
     config = read_config(run_dir)
+    single = config.harness.agent == "single_turn"
     with read_store(run_dir) as store:
-        rollouts = _pair(store, config, load_renderer(model_folder(config), config.model.renderer))
-    return finish(run_dir, summary, rollouts)
+        renderer = load_renderer(model_folder(config), config.model.renderer)
+        evaluations = ["", *(table.name for table in config.eval[1:])] if single else [""]
+        found = [_pairs(store, renderer, name)[: SIDE_BY_SIDE if single else 1] for name in evaluations]
+    pairs = [pair for several in found for pair in several]
+    if single:
+        return finish(run_dir, summary, beside=pairs)
+    return finish(run_dir, summary, [one for pair in pairs for one in pair])
 
 
-def _pair(store: Store, config: Config, renderer: ChatRenderer) -> tuple[ShownRollout, ...]:
-    """Return one held-out task before and after training: the first that was learned, else the first."""
-    before = store.rollouts("eval_before", 0)
+def _pairs(
+    store: Store, renderer: ChatRenderer, evaluation: str
+) -> Sequence[tuple[ShownRollout, ShownRollout]]:
+    """Return the tasks of an evaluation before and after training: first those that were learned."""
+    before = store.rollouts(eval_phase("before", evaluation), 0)
     last = store.last_step()
-    after = {r.task_id: r for r in store.rollouts("eval_after", 0 if last is None else last.step)}
+    ended = store.rollouts(eval_phase("after", evaluation), 0 if last is None else last.step)
+    after = {r.task_id: r for r in ended}
     pairs = [(b, after[b.task_id]) for b in before if b.task_id in after]
-    learned = [p for p in pairs if p[0].reward == 0.0 and p[1].reward == 1.0]
-    if not pairs:
-        return ()
-    first, then = (learned or pairs)[0]
-    return (shown(first, renderer, "before training"), shown(then, renderer, "after training"))
+    pairs.sort(key=lambda pair: (pair[0].reward, pair[1].reward) != (0.0, 1.0))
+    return [
+        (shown(first, renderer, "before training"), shown(then, renderer, "after training"))
+        for first, then in pairs
+    ]
 
 
 def shown(rollout: Rollout, renderer: ChatRenderer, when: str) -> ShownRollout:

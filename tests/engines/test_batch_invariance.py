@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -13,12 +14,16 @@ from insitu.errors import EngineError
 from insitu.types import RequestKey
 from insitu_train.embedded import weights as embedded_weights
 from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.attention import Layout
 from insitu_train.embedded.batch_invariance import verify_batch_invariance
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
-from insitu_train.embedded.forward import CachedForward, DecodeSpan
+from insitu_train.embedded.forward import ROWS, CachedForward, PrefillTile
 from insitu_train.embedded.model import initialise
+from insitu_train.embedded.pages import TILES, PagePool
 from insitu_train.embedded.slots import draw, stream
 from insitu_train.embedded.weights import SamplerWeights
+
+Ids = npt.NDArray[np.int64]
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 
@@ -33,41 +38,42 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make(kind: type[CachedForward] = CachedForward) -> CachedForward:
+def make(kind: type[CachedForward] = CachedForward, places: int = 40) -> CachedForward:
     with torch.inference_mode():
-        return kind(SamplerWeights(CONFIG, initialise(CONFIG, 0).tensors(), 256), 16, 256, 4)
+        weights = SamplerWeights(CONFIG, initialise(CONFIG, 0).tensors(), 256)
+        return kind(weights, PagePool(CONFIG, places), 16, 4)
 
 
 class LengthShows(CachedForward):
     """A machine whose attention rounds by the length it reads."""
 
-    def decode(self, ids: Tensor, positions: Tensor, span: DecodeSpan) -> Tensor:
-        read = self.length if self.fixed else span.length
-        return super().decode(ids, positions, span) * (1 + read * 2.0**-20)
+    def decode(self, ids: Ids, positions: Ids, layout: Layout) -> Tensor:
+        read = 0 if self.fixed else layout.places.shape[1]
+        return super().decode(ids, positions, layout) * (1 + read * 2.0**-20)
 
 
 class FewRowsShow(CachedForward):
     """A machine whose small kernels end at more rows than elsewhere."""
 
-    def decode(self, ids: Tensor, positions: Tensor, span: DecodeSpan) -> Tensor:
-        few = self.step < 16 and span.slots <= 8
-        return super().decode(ids, positions, span) * (1 + few * 2.0**-20)
+    def decode(self, ids: Ids, positions: Ids, layout: Layout) -> Tensor:
+        few = self.step < 16 and layout.rows <= 8
+        return super().decode(ids, positions, layout) * (1 + few * 2.0**-20)
 
 
 class NeighbourShows(CachedForward):
     """A machine on which rows leak into each other."""
 
-    def decode(self, ids: Tensor, positions: Tensor, span: DecodeSpan) -> Tensor:
-        logits = super().decode(ids, positions, span)
+    def decode(self, ids: Ids, positions: Ids, layout: Layout) -> Tensor:
+        logits = super().decode(ids, positions, layout)
         return logits + 2.0**-20 * logits.roll(1, 0)
 
 
-class TrunkShows(CachedForward):
-    """A machine on which reading a shared prefix at once rounds in another way."""
+class SharingShows(CachedForward):
+    """A machine on which reading a shared page at once rounds in another way."""
 
-    def decode(self, ids: Tensor, positions: Tensor, span: DecodeSpan) -> Tensor:
-        trunk = 0 if self.fixed else span.trunk
-        return super().decode(ids, positions, span) * (1 + trunk * 2.0**-20)
+    def decode(self, ids: Ids, positions: Ids, layout: Layout) -> Tensor:
+        shared = 0 if self.fixed else layout.most
+        return super().decode(ids, positions, layout) * (1 + shared * 2.0**-20)
 
 
 class CutShows(CachedForward):
@@ -75,7 +81,7 @@ class CutShows(CachedForward):
 
     def prefill(self, jobs) -> None:  # type: ignore[no-untyped-def]
         super().prefill(jobs)
-        self.keys[:, jobs[0].slot] *= 1 + 2.0**-20
+        self.pool.keys[:, jobs[0].pages[jobs[0].index // TILES].at] *= 1 + 2.0**-20
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 40])
@@ -84,13 +90,13 @@ def test_any_number_of_tiles_can_be_proven(tiles: int) -> None:
     assert EmbeddedCore(initialise(CONFIG, 0), options).keeps_sampled
 
 
-def test_this_machine_passes_without_pinning_and_is_left_clean() -> None:
+def test_this_machine_passes_without_pinning_and_the_pool_is_not_touched() -> None:
     forward = make()
-    verify_batch_invariance(forward)
-    assert not forward.keys.any()
-    assert not forward.values.any()
-    assert (forward.seen[:, 0] == 0).all()
-    assert torch.isinf(forward.seen[:, 1:]).all()
+    verify_batch_invariance(forward, 2)
+    assert (forward.step, forward.fixed, forward.unified) == (ROWS, False, True)
+    assert not forward.pool.keys.any()
+    assert not forward.pool.values.any()
+    assert forward.pool.used == 0
 
 
 def test_where_few_rows_show_more_are_computed_and_nothing_is_pinned() -> None:
@@ -99,7 +105,7 @@ def test_where_few_rows_show_more_are_computed_and_nothing_is_pinned() -> None:
     assert (forward.step, forward.fixed) == (16, False)
 
 
-@pytest.mark.parametrize("kind", [LengthShows, TrunkShows])
+@pytest.mark.parametrize("kind", [LengthShows, SharingShows])
 def test_where_only_free_shapes_show_they_are_pinned(kind: type[CachedForward]) -> None:
     forward = make(kind)
     verify_batch_invariance(forward)
@@ -134,17 +140,17 @@ def test_a_torch_without_packed_products_passes_too(monkeypatch: pytest.MonkeyPa
 
 def test_pinned_shapes_give_the_same_results_as_free_ones_here() -> None:
     """Both modes are exact; on a machine that passes freely they agree to rounding."""
-    free, pinned = make(), make()
-    pinned.fixed = True
-    ids, positions = torch.arange(16), torch.full((16,), 20)
     outputs = []
     with torch.inference_mode():
-        for forward in (free, pinned):
-            forward.keys.fill_(0.1)
-            forward.values.fill_(0.2)
-            for slot in range(16):
-                forward.show(slot, 21)
-            outputs.append(forward.decode(ids, positions, DecodeSpan(16, 21)))
+        for fixed in (False, True):
+            forward = make()
+            forward.fixed = fixed
+            prompts = [[forward.pool.take()] for _ in range(3)]
+            for pages in prompts:
+                forward.prefill([PrefillTile(pages, i, np.arange(16) + i) for i in range(2)])
+                forward.pool.show(pages, 20)
+            layout = forward.layout(prompts)
+            outputs.append(forward.decode(np.arange(3), np.full(3, 20), layout)[:3])
     assert torch.allclose(*outputs, atol=1e-5)
 
 

@@ -1,177 +1,163 @@
-"""Key/value caches per slot, and the attention of one new token in each slot.
+"""Attention over pages: each page by itself, then one weighted sum over the pages of a row.
 
-Products need at least 4 rows. Where fewer query heads share a key head, the scores of neighbouring key heads
-are one product: their keys are stacked, and a query is zero for the other heads, which changes no bit. The
-product of weights and values instead reads surplus rows of the next head and drops their result. All buffers
-and views are created once, since creating them would dominate a step.
+A row is one new token of a request. The result of a page depends on that page and the row's queries alone,
+and a row adds its pages up in order, so nothing else can show in its bits. A page that several rows share is
+read once, by one product for all of their queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from insitu_train.embedded.architecture import ModelConfig
-from insitu_train.embedded.prefix_cache import TILE
+from insitu_train.embedded.pages import HIDDEN, PAGE, Page, PagePool
 
-BLOCK = 128
-"""Keys per step of the weighted sum; cache lengths and trunks are multiples of it."""
-_LEAST = 4
-"""Rows below which a product uses another kernel."""
-_VIEWS = 64
-"""Compositions of a step whose views are cached."""
+LEAST = 4
+"""Query heads per key head below which a product uses another kernel: there are surplus ones of zeros."""
 
 
 def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-class Caches:
-    """keys [layers, rows, kv_heads, hd, cap], values [layers, rows, kv_heads, cap, hd].
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attend to pages: q [E, kv, rows, hd], k and v [E, kv, PAGE, hd], mask [E, 1, rows or 1, PAGE].
 
-    `seen` [rows, length] is 0 where a row may attend, else -inf.
+    Returns results [E, rows, kv, hd] and, to add up pages, log-sums of exponentials [E, rows, kv].
     """
-
-    def __init__(self, c: ModelConfig, rows: int, length: int) -> None:
-        kv, hd = c.num_key_value_heads, c.head_dim
-        self.rows, self.kv, self.hd, self.group = rows, kv, hd, c.num_attention_heads // kv
-        self.length, self.cap = length, length + TILE
-        self.keys = torch.zeros(c.num_hidden_layers, rows, kv, hd, self.cap)
-        self.values = torch.zeros(c.num_hidden_layers, rows, kv, self.cap, hd)
-        self.seen = torch.full((rows, length), -torch.inf)
-        self.seen[:, 0] = 0.0
-        self._flat_keys = [layer.view(-1) for layer in self.keys]
-        self._flat_values = [layer.view(-1, hd) for layer in self.values]
-        self._first_key = (torch.arange(rows * kv * hd) * self.cap).view(rows, -1)
-        self._first_value = (torch.arange(rows * kv) * self.cap).view(rows, -1)
-
-    def clear(self) -> None:
-        self.keys.zero_()
-        self.values.zero_()
-
-    def places(self, m: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where `write` puts the tokens at positions [m] of the first m slots."""
-        at = positions[:, None]
-        return (self._first_key[:m] + at).view(-1), (self._first_value[:m] + at).view(-1)
-
-    def write(self, layer: int, key_at: Tensor, value_at: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys [m * kv_heads * hd] and values [m, kv_heads * hd] of one token per slot."""
-        self._flat_keys[layer].index_copy_(0, key_at, keys)
-        self._flat_values[layer].index_copy_(0, value_at, values.reshape(-1, self.hd))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=mask, scale=1.0
+    )
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-class _View:
-    """Inputs and outputs of a step with given sizes, for all layers."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Which pages the rows of decode steps attend to; holds until a page is taken, moved or released."""
 
-    def __init__(self, of: DecodeAttention, n: int, m: int, length: int, trunk: int, source: int) -> None:
-        c = of.caches
-        self.length, self.trunk, self.n = length, trunk, n
-        heads, products = of.items * of.tall, n * of.items
-        scores, shares = of.scores[: n * heads * length], of.shares[: n * heads * length]
-        self.scores, self.shares = scores.view(n, heads, length), shares.view(n, heads, length)
-        self.seen = c.seen[:n, None, :length]
-        self.fresh = scores.view(products, of.tall, length)[:, :, trunk:]
-        self.queries = of.queries[:n].view(products, of.tall, -1)
-        self.keys = [k[:n].view(products, -1, c.cap)[:, :, trunk:length] for k in c.keys]
-        wide = torch.as_strided(of.shares, (n * c.kv, of.least, length), (of.head_stride * length, length, 1))
-        starts = range(trunk, length, BLOCK)
-        self.blocks = [wide[:, :, at : at + BLOCK] for at in starts]
-        values = [v[:n].view(n * c.kv, c.cap, c.hd) for v in c.values]
-        self.values = [[v[:, at : at + BLOCK] for at in starts] for v in values]
-        self.mixed = of.mixed[:n].view(n * c.kv, of.least, c.hd)
-        self.own = of.mixed[:n, :, : c.group]
-        self.flat, self.out = of.flat[:n].view(self.own.shape), of.flat[:m]
-        self.turned, self.turned_keys = of.turned[:m], of.turned_keys[:m]
-        self.new_keys = torch.view_as_real(self.turned_keys).view(-1)
-        self.trunk_queries = torch.view_as_real(of.turned[:n]).permute(1, 2, 0, 3, 4, 5)
-        pairs, strides = (n, c.kv, c.group, trunk), (heads * length, of.head_stride * length, length, 1)
-        self.trunk_scores = torch.as_strided(of.scores, pairs, strides).transpose(0, 1)
-        self.trunk_shares = torch.as_strided(of.shares, pairs, strides).transpose(0, 1)
-        self.trunk_keys = [k[source, :, :, :trunk] for k in c.keys]
-        self.trunk_values = [v[source, :, :trunk] for v in c.values]
-        self.trunk_own = self.own.transpose(0, 1)
+    rows: int
+    """With idle ones at the end."""
+    low: slice
+    """Places of the pages with one user."""
+    owners: Tensor
+    """[low] the row of each of these; of no meaning for unused pages among them."""
+    high: slice
+    """Places of pages with several users; empty = none."""
+    sharers: Tensor
+    """[high * most] rows of each of these, repeated up to the largest number."""
+    most: int
+    order: Tensor
+    """[rows * pages] for each row the results of its pages in order: one per owner, then one per sharer."""
+    absent: Tensor | None
+    """[rows, pages, 1, 1] HIDDEN where a row has fewer pages; None = each row has one."""
+    places: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    """[rows, pages] places; scratch memory for idle rows."""
 
-
-class DecodeAttention:
-    """Call `begin` per step; per layer `turn` queries and keys, store the keys, then call."""
-
-    def __init__(self, caches: Caches) -> None:
-        c = self.caches = caches
-        self._heads = c.kv * c.group
-        fold = next((f for f in range(1, c.kv + 1) if c.kv % f == 0 and f * c.group >= _LEAST), 1)
-        self.items = c.kv // fold
-        self.tall = max(fold * c.group, _LEAST)
-        """Rows of a product for scores; there are `items` of them per slot."""
-        self.least = max(c.group, _LEAST)
-        """Rows of a product of weights and values; there are kv_heads of them per slot."""
-        self.head_stride = c.group if self.tall == fold * c.group else self.tall
-        """Rows from the weights of one kv head to those of the next."""
-        self.queries = torch.zeros(c.rows, self.items, self.tall, fold * c.hd)
-        self.mixed = torch.zeros(c.rows, c.kv, self.least, c.hd)
-        self.scores = torch.zeros(c.rows * self.items * self.tall * c.length)
-        self.shares = torch.zeros(len(self.scores) + self.least * c.length)
-        self.flat = torch.zeros(c.rows, self._heads * c.hd)
-        # each head's own columns of `queries`: [rows, items, fold, group, hd / 2]
-        parts = self.queries[:, :, : fold * c.group].view(-1, self.items, fold, c.group, fold, c.hd // 2, 2)
-        own = parts.diagonal(dim1=2, dim2=4).permute(0, 1, 5, 2, 3, 4)
-        self.turned = torch.view_as_complex(own)
-        self.turned_keys = torch.zeros(c.rows, c.kv, c.hd // 2, dtype=torch.complex64)
-        self._views: dict[tuple[int, int, int, int, int], _View] = {}
-        self._view = _View(self, 1, _LEAST, BLOCK, 0, 0)
-
-    def begin(self, n: int, m: int, length: int, trunk: int, source: int) -> None:
-        """Set the sizes of a step: first n slots, m rows, `length` tokens; the rest as in DecodeSpan."""
-        # the products that read the trunk take the queries of all slots together and want 4 rows as well
-        key = (m, m, length, trunk, source) if trunk else (n, m, length, 0, 0)
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) == _VIEWS:
-                self._views.clear()
-            view = self._views[key] = _View(self, *key)
-        self._view = view
-
-    def turn(self, qk: Tensor, turns: Tensor) -> Tensor:
-        """Rotate queries and keys [m, heads + kv_heads, hd / 2] by `turns`; return the keys."""
-        view = self._view
-        torch.mul(qk[:, : self._heads].view(view.turned.shape), turns[:, None, None], out=view.turned)
-        torch.mul(qk[:, self._heads :], turns, out=view.turned_keys)
-        return view.new_keys
-
-    def __call__(self, layer: int) -> Tensor:
-        """Return mixed values [m, heads * hd] of the rotated queries; garbage for slots from n on."""
-        view = self._view
-        if view.trunk:
-            self._share_trunk(layer)
-        if view.length > view.trunk:
-            torch.bmm(view.queries, view.keys[layer], out=view.fresh)
-        torch.softmax(view.scores.add_(view.seen), -1, out=view.shares)
-        if view.trunk:
-            self._mix_trunk(layer)
-        for index, (shares, values) in enumerate(zip(view.blocks, view.values[layer], strict=True)):
-            if index or view.trunk:
-                view.mixed.baddbmm_(shares, values)
-            else:
-                torch.bmm(shares, values, out=view.mixed)
-        view.flat.copy_(view.own)
-        return view.out
-
-    def _share_trunk(self, layer: int) -> None:
-        """Compute scores of the trunk: the queries of all slots in one product per kv head."""
-        view, c = self._view, self.caches
-        rows = view.trunk_queries.reshape(c.kv, -1, c.hd)
-        common = torch.bmm(rows, view.trunk_keys[layer])
-        view.trunk_scores.copy_(common.view(view.trunk_scores.shape))
-
-    def _mix_trunk(self, layer: int) -> None:
-        view, c = self._view, self.caches
-        rows = view.trunk_shares.reshape(c.kv, -1, view.trunk)
-        common = torch.empty(c.kv, rows.shape[1], c.hd)
-        add_blocks(rows, view.trunk_values[layer], view.trunk, common)
-        view.trunk_own.copy_(common.view(view.trunk_own.shape))
+    @classmethod
+    def of(cls, tables: Sequence[Sequence[Page]], rows: int, pool: PagePool) -> Layout:
+        """Return the layout of `rows` rows, of which the first attend to the pages of `tables`."""
+        widest = max(map(len, tables))
+        cells = [(page, i, j) for i, table in enumerate(tables) for j, page in enumerate(table)]
+        single = [(page.at, i, j) for page, i, j in cells if not page.shared]
+        shared = [(page.at, i, j) for page, i, j in cells if page.shared]
+        order = np.zeros((rows, widest), np.int64)
+        absent = np.full((rows, widest), HIDDEN, np.float32)
+        places = np.full((rows, widest), pool.scratch, np.int64)
+        for i, table in enumerate(tables):
+            absent[i, : len(table)] = 0.0
+            places[i, : len(table)] = [page.at for page in table]
+        begin, end = min(single)[0], max(single)[0] + 1
+        owners = np.zeros(end - begin, np.int64)
+        for at, i, j in single:
+            owners[at - begin], order[i, j] = i, at - begin
+        users: dict[int, list[int]] = {}
+        for at, i, _ in shared:
+            users.setdefault(at, []).append(i)
+        most = max(map(len, users.values()), default=0)
+        first, last = (min(users), max(users) + 1) if users else (0, 0)
+        sharers = np.zeros((last - first, most), np.int64)
+        for at, rows_of in users.items():
+            sharers[at - first, : len(rows_of)] = rows_of
+        for at, i, j in shared:
+            order[i, j] = end - begin + (at - first) * most + users[at].index(i)
+        return cls(
+            rows,
+            slice(begin, end),
+            torch.from_numpy(owners),
+            slice(first, last),
+            torch.from_numpy(sharers.reshape(-1)),
+            most,
+            torch.from_numpy(order.reshape(-1)),
+            torch.from_numpy(absent)[..., None, None] if widest > 1 else None,
+            places,
+        )
 
 
-def add_blocks(shares: Tensor, values: Tensor, length: int, out: Tensor) -> None:
-    """Set out [b, m, hd] = shares [b, m, >= length] x values [b, >= length, hd], block by block of keys."""
-    torch.bmm(shares[:, :, :BLOCK], values[:, :BLOCK], out=out)
-    for at in range(BLOCK, length, BLOCK):
-        out.baddbmm_(shares[:, :, at : at + BLOCK], values[:, at : at + BLOCK])
+def decode_attention(pool: PagePool, layer: int, q: Tensor, layout: Layout, *, apart: bool) -> Tensor:
+    """Attend one token per row: q [rows, kv, group, hd], score scale included, -> [rows, heads * hd].
+
+    apart: read a shared page once per row, by the products of a page that is not shared.
+    """
+    m, kv, group, hd = q.shape
+    if group < LEAST:
+        q = torch.cat([q, q.new_zeros(m, kv, LEAST - group, hd)], 2)
+    keys, values = pool.keys[layer], pool.values[layer]
+    seen = pool.seen[layout.low][:, None, None]
+    found = [attend(q.index_select(0, layout.owners), keys[layout.low], values[layout.low], seen)]
+    if layout.most:
+        found.append(_attend_shared(keys[layout.high], values[layout.high], q, layout, apart))
+    out, lse = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found, strict=True))
+    out = out.index_select(0, layout.order).view(m, -1, *out.shape[1:])
+    if layout.absent is None:
+        mixed = out[:, 0]
+    else:
+        lse = lse.index_select(0, layout.order).view(m, -1, *lse.shape[1:])
+        mixed = _added(out, lse + layout.absent, 1)
+    return mixed[:, :group].transpose(1, 2).reshape(m, -1)
+
+
+def _attend_shared(
+    keys: Tensor, values: Tensor, q: Tensor, layout: Layout, apart: bool
+) -> tuple[Tensor, Tensor]:
+    """Return results [pages * most, rows, kv, hd] and log-sums of shared pages; all their tokens are seen."""
+    _, kv, tall, hd = q.shape
+    pages, most = len(keys), layout.most
+    q = q.index_select(0, layout.sharers).view(pages, most, kv, tall, hd)
+    if apart:
+        found = [attend(q[:, at], keys, values, None) for at in range(most)]
+        out, lse = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+    else:
+        out, lse = attend(q.transpose(1, 2).reshape(pages, kv, most * tall, hd), keys, values, None)
+    return out.reshape(-1, tall, kv, hd), lse.reshape(-1, tall, kv)
+
+
+def prefill_attention(pool: PagePool, layer: int, q: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+    """Attend consecutive tokens of a request: q [m, kv, group, hd] -> [m, heads * hd].
+
+    places [pages] of the request up to these tokens; mask [pages, m, PAGE].
+    """
+    m, kv, group, hd = q.shape
+    pages = len(places)
+    q = q.permute(1, 2, 0, 3).reshape(1, kv, group * m, hd).expand(pages, -1, -1, -1)
+    keys, values = (held[layer].index_select(0, places) for held in (pool.keys, pool.values))
+    out, lse = attend(q, keys, values, mask.repeat(1, group, 1)[:, None])
+    if pages > 1:
+        out = _added(out, lse.contiguous(), 0)
+    return out.view(group, m, kv, hd).permute(1, 2, 0, 3).reshape(m, -1)
+
+
+def _added(out: Tensor, lse: Tensor, dim: int) -> Tensor:
+    """Return the results of all pages, numbered by `dim`, as one; softmax would round by its shape."""
+    weights = (lse - lse.amax(dim, keepdim=True)).exp_()
+    return (out * weights[..., None]).sum(dim) / weights.sum(dim)[..., None]
+
+
+def causal_mask(start: int, m: int) -> Tensor:
+    """Return the mask [pages, m, PAGE] of m tokens from position `start` on."""
+    pages = round_up(start + m, PAGE) // PAGE
+    hidden = torch.arange(pages * PAGE)[None] > torch.arange(start, start + m)[:, None]
+    return (hidden * HIDDEN).view(m, pages, PAGE).transpose(0, 1)

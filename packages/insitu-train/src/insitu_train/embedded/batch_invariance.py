@@ -1,155 +1,173 @@
 """Start-up check that results do not depend on batch composition, on this machine, for the shapes in use.
 
-Which kernel a matrix library picks, and so the last bits, may depend on every dimension of a product. The
-check runs the real forward passes on noise and compares bits. Variable shapes are tried first, with
-increasing minimum rows (where small kernels end differs between CPUs); if bits still differ, all shapes are
-pinned (slower); if they differ even then, the engine refuses to start.
+Which kernel a library picks, and so the last bits, may depend on every dimension of a product. The check runs
+the real forward passes on noise and compares bits: of the first layers only, since all have the same shapes.
+Variable shapes are tried first, with increasing minimum rows (where small kernels end differs between CPUs);
+if bits still differ, all shapes are pinned (slower); if they differ even then, the engine refuses to start.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from insitu.errors import EngineError
-from insitu_train.embedded.attention import BLOCK
-from insitu_train.embedded.forward import ROWS, CachedForward, DecodeSpan, PrefillTile
-from insitu_train.embedded.prefix_cache import TILE
+from insitu_train.embedded.forward import ROWS, CachedForward, PrefillTile
+from insitu_train.embedded.pages import HIDDEN, PAGE, TILE, TILES, Page, PagePool
 
 STEPS = (ROWS, 8, 16)
 """Minimum rows of a decode pass that are tried before all shapes are pinned."""
+LAYERS = 2
+"""Layers of the trial; the keys and values of the last one go nowhere in a prefill."""
+_LONG = 3
+"""Most pages of a row in the trial; the longest contexts are tried with one row."""
+
+Tables = Sequence[Sequence[Page]]
 
 
-def verify_batch_invariance(forward: CachedForward, seed: int = 0) -> None:
+def verify_batch_invariance(forward: CachedForward, max_pages: int = _LONG, seed: int = 0) -> None:
     """Set `forward.step`, `.fixed` and `.unified` as this machine needs, or raise EngineError.
 
-    The caches are zero afterwards.
+    max_pages: most pages of a request.
     """
     with torch.inference_mode():
-        steps = [] if forward.fixed else [s for s in STEPS if s <= forward.rows]
-        for step in [*steps, 0]:
-            forward.step, forward.fixed = step or forward.rows, not step
-            wrong = _decode_depends(forward, seed) or _prefill_depends(forward, seed)
-            if not wrong:
+        trial = _Trial(forward, max_pages, seed)
+        for step in [*(s for s in STEPS if s <= forward.rows), 0]:
+            trial.forward.step, trial.forward.fixed = step or forward.rows, not step
+            if not (wrong := trial.decode_depends() or trial.prefill_depends()):
                 break
-        forward.unified = not wrong and _decode_equals_prefill(forward, seed)
-        for slot in range(forward.rows):
-            forward.hide(slot)
-        forward.reset(forward.weights)
+        forward.step, forward.fixed = trial.forward.step, trial.forward.fixed
+        forward.unified = not wrong and trial.decode_equals_prefill()
     if wrong:
         raise EngineError(f"this machine's torch gives results that depend on {wrong}; cannot sample exactly")
 
 
-def _decode_depends(forward: CachedForward, seed: int) -> str:
-    """Return what a decode row depends on besides its own slot, or ""."""
-    rng = torch.Generator().manual_seed(seed)
-    rows, length = forward.rows, forward.length
-    forward.keys.normal_(generator=rng)
-    forward.values.normal_(generator=rng)
-    ids = torch.randint(0, forward.weights.config.vocab_size, (rows,), generator=rng)
-    reach = torch.linspace(0, length - 1, rows).long()
-    for slot in range(rows):
-        forward.hide(slot)
-        forward.show(slot, int(reach[slot]) + 1)
-    whole = forward.decode(ids, reach, DecodeSpan(rows, length))
-    if not torch.isfinite(whole).all():
-        raise EngineError("these weights give logits that are not finite")
-    for span in sorted({BLOCK * b for b in np.linspace(1, length // BLOCK, 16).astype(int)}):
-        short = forward.decode(ids, reach, DecodeSpan(rows, int(span)))
-        if not torch.equal(short[reach < span], whole[reach < span]):
-            return "the length of other contexts"
-    for n in range(1, rows):
-        if not torch.equal(forward.decode(ids, reach, DecodeSpan(n, length))[:n], whole[:n]):
-            return "the number of running requests"
-    return _position_depends(forward, ids, reach, whole, rng)
+class _Trial:
+    """A forward of few layers over pages of its own, filled with noise."""
 
+    def __init__(self, forward: CachedForward, max_pages: int, seed: int) -> None:
+        rows, self.seed = forward.rows, seed
+        lengths = [1 + row % min(_LONG, max_pages) for row in range(rows)]
+        lengths[-1] = max_pages
+        prompt = -(-forward.tiles // TILES) + 1
+        weights = forward.weights.shortened(LAYERS, max(max_pages, prompt) * PAGE)
+        c = weights.config
+        pool = PagePool(c, 2 * sum(lengths) + prompt, len(weights.layers))
+        self.forward = type(forward)(weights, pool, rows, forward.tiles)
+        self.tables = [[pool.take() for _ in range(length)] for length in lengths]
+        self.prompt = [pool.take() for _ in range(prompt)]
+        rng = self._rng()
+        self.ids = torch.randint(0, c.vocab_size, (rows,), generator=rng).numpy()
+        inside = torch.randint(0, PAGE, (rows,), generator=rng).numpy()
+        self.positions = np.array(lengths) * PAGE - PAGE + inside
+        self._fill(self.tables, rng)
+        for table, position in zip(self.tables, self.positions, strict=True):
+            pool.show(table, int(position))
 
-def _position_depends(
-    forward: CachedForward, ids: Tensor, reach: Tensor, whole: Tensor, rng: torch.Generator
-) -> str:
-    """Return what changes a row: a slot's number or the content of other slots. Refills the caches."""
-    order = torch.randperm(forward.rows, generator=rng)
-    for held in (forward.keys, forward.values):
-        for layer in held:
-            layer.copy_(layer[order])
-    forward.seen.copy_(forward.seen[order])
-    span = DecodeSpan(forward.rows, forward.length)
-    if not torch.equal(forward.decode(ids[order], reach[order], span), whole[order]):
-        return "the slot of a request"
-    other = torch.arange(forward.rows) % 2 == 1
-    for held in (forward.keys, forward.values):
-        held[:, other] = torch.randn(held[:, other].shape, generator=rng)
-    again = forward.decode(ids[order], reach[order], span)
-    if not torch.equal(again[~other], whole[order][~other]):
-        return "the content of other requests"
-    return _trunk_depends(forward, ids[order], reach[order])
+    def _rng(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
 
+    def _fill(self, tables: Tables, rng: torch.Generator) -> None:
+        pool = self.forward.pool
+        for page in chain.from_iterable(tables):
+            for held in (pool.keys, pool.values):
+                held[:, page.at] = torch.randn(held[:, page.at].shape, generator=rng)
 
-def _trunk_depends(forward: CachedForward, ids: Tensor, reach: Tensor) -> str:
-    """Return what differs when a shared prefix is read once; shares slot 0's tokens."""
-    for trunk in sorted({BLOCK, forward.length // 2 // BLOCK * BLOCK, forward.length - BLOCK} - {0}):
-        forward.keys[..., :trunk] = forward.keys[:, :1, ..., :trunk].clone()
-        forward.values[:, :, :, :trunk] = forward.values[:, :1, :, :trunk].clone()
-        inside = reach >= trunk
-        positions = torch.where(inside, reach, forward.scratch)
-        for n in (1, forward.rows):
-            span = DecodeSpan(n, forward.length)
-            separate = forward.decode(ids, positions, span)[:n]
-            joined = forward.decode(ids, positions, replace(span, trunk=trunk, source=n - 1))[:n]
-            if not torch.equal(separate[inside[:n]], joined[inside[:n]]):
+    def _decode(self, rows: Sequence[int], tables: Tables | None = None) -> Tensor:
+        tables = [(tables or self.tables)[row] for row in rows]
+        layout = self.forward.layout(tables)
+        chosen = list(rows)
+        return self.forward.decode(self.ids[chosen], self.positions[chosen], layout)[: len(chosen)]
+
+    def decode_depends(self) -> str:
+        """Return what a decode row depends on besides its own pages, or ""."""
+        rows = self.forward.rows
+        every = range(rows)
+        whole = self._decode(every)
+        if not torch.isfinite(whole).all():
+            raise EngineError("these weights give logits that are not finite")
+        if not torch.equal(self._decode(every), whole):
+            return "chance"
+        for n in sorted({1, 2, 3, *range(4, rows, 4), rows - 1}):
+            if not torch.equal(self._decode(range(n)), whole[:n]):
+                return "the number of running requests"
+        for length in range(1, 1 + max(map(len, self.tables))):
+            short = [row for row in every if len(self.tables[row]) <= length]
+            if short and not torch.equal(self._decode(short), whole[short]):
+                return "the length of other contexts"
+        order = torch.randperm(rows, generator=self._rng()).tolist()
+        if not torch.equal(self._decode(order), whole[order]):
+            return "the order of requests"
+        even = [row for row in every if row % 2 == 0]
+        rng = self._rng()
+        self._fill(self.tables[1::2], rng)
+        if not torch.equal(self._decode(every)[even], whole[even]):
+            return "the content of other requests"
+        return self._sharing_depends()
+
+    def _sharing_depends(self) -> str:
+        """Return what differs when pages are read once for several rows."""
+        pool, rows = self.forward.pool, range(self.forward.rows)
+        long = [row for row in rows if len(self.tables[row]) > 1]
+        for sharers in (long[:2], long[: len(long) // 2], long) if len(long) > 1 else ():
+            page = Page(self.tables[sharers[0]][0].at)
+            page.shared = True
+            tables = [list(table) for table in self.tables]
+            for row in sharers:
+                for held in (pool.keys, pool.values):  # each has a page of its own with the same content
+                    held[:, tables[row][0].at] = held[:, page.at]
+                tables[row][0] = page
+            if not torch.equal(self._decode(rows), self._decode(rows, tables)):
                 return "a prefix shared with other requests"
-    return ""
+        return ""
 
+    def _jobs(self, count: int) -> list[PrefillTile]:
+        rng = np.random.default_rng(self.seed)
+        vocab = self.forward.weights.config.vocab_size
+        return [PrefillTile(self.prompt, index, rng.integers(0, vocab, TILE)) for index in range(count)]
 
-def _prefill_depends(forward: CachedForward, seed: int) -> str:
-    """Return what a prefilled tile depends on besides its slot's earlier tokens, or ""."""
-    rng = np.random.default_rng(seed)
-    last = forward.length // TILE - 1
-    slots = rng.permutation(forward.rows)
-    places = [round(float(p)) for p in np.linspace(0, last, forward.tiles)]
-    vocab = forward.weights.config.vocab_size
-    jobs = [
-        PrefillTile(int(slot), place, rng.integers(0, vocab, TILE))
-        for slot, place in zip(slots, places, strict=False)
-    ]
-    forward.prefill(jobs)
-    together = [_tile_values(forward, job) for job in jobs]
-    groups = [[job] for job in jobs] + [jobs[::-1], jobs[1::2], jobs[: len(jobs) // 2 + 1]]
-    for group in filter(None, groups):
-        forward.prefill(group)
-        for job in group:
-            if not torch.equal(_tile_values(forward, job), together[jobs.index(job)]):
+    def _values(self, job: PrefillTile) -> Tensor:
+        pool, page = self.forward.pool, job.pages[job.index // TILES]
+        cut = slice(job.index % TILES * TILE, (job.index % TILES + 1) * TILE)
+        return torch.cat([held[:, page.at, :, cut].flatten() for held in (pool.keys, pool.values)])
+
+    def prefill_depends(self) -> str:
+        """Return what a prefilled tile depends on besides the request's earlier tiles, or ""."""
+        tiles = self.forward.tiles
+        jobs = self._jobs(tiles + TILES)
+        for at in range(0, len(jobs), tiles):
+            self.forward.prefill(jobs[at : at + tiles])
+        together = [self._values(job) for job in jobs]
+        other = [PrefillTile(self.tables[0], 0, job.ids) for job in jobs[:1]]
+        for cut in sorted({1, 2, max(1, tiles // 2), max(1, tiles - 1)}):
+            for at in range(0, len(jobs), cut):
+                # with a tile of another request before it, where there is room
+                self.forward.prefill((other if cut < tiles else []) + jobs[at : at + cut])
+            if any(not torch.equal(self._values(j), t) for j, t in zip(jobs, together, strict=True)):
                 return "how prompts are cut and batched"
-    return ""
+        return ""
 
-
-def _decode_equals_prefill(forward: CachedForward, seed: int) -> bool:
-    """Return whether DECODE leaves the keys and values that PREFILL would: then they may be cached."""
-    rng = np.random.default_rng(seed)
-    count = min(forward.length, 3 * BLOCK) // TILE
-    ids = rng.integers(0, forward.weights.config.vocab_size, (count, TILE))
-    jobs = [PrefillTile(0, index, ids[index]) for index in range(count)]
-    for at in range(0, count, forward.tiles):
-        forward.prefill(jobs[at : at + forward.tiles])
-    expected = [_tile_values(forward, job) for job in jobs]
-    tokens, positions = torch.zeros(forward.rows).long(), torch.full((forward.rows,), forward.scratch)
-    for index in sorted({0, count // 3 - 1, count // 3, count - 1}):
-        for offset in range(TILE):
-            forward.hide(0)
-            forward.show(0, index * TILE + offset + 1)
-            tokens[0], positions[0] = int(ids[index, offset]), index * TILE + offset
-            forward.decode(
-                tokens, positions, DecodeSpan(1 + offset * (forward.rows - 1) // TILE, count * TILE)
-            )
-        if not torch.equal(_tile_values(forward, jobs[index]), expected[index]):
-            return False
-    return True
-
-
-def _tile_values(forward: CachedForward, job: PrefillTile) -> Tensor:
-    cut = slice(job.index * TILE, (job.index + 1) * TILE)
-    keys, values = forward.keys[:, job.slot, :, :, cut], forward.values[:, job.slot, :, cut]
-    return torch.cat([keys.flatten(), values.flatten()])
+    def decode_equals_prefill(self) -> bool:
+        """Return whether DECODE leaves the keys and values that PREFILL would: then they may be kept."""
+        jobs = self._jobs(min(self.forward.tiles + TILES, 2 * TILES))
+        pool, tiles = self.forward.pool, self.forward.tiles
+        for at in range(0, len(jobs), tiles):
+            self.forward.prefill(jobs[at : at + tiles])
+        expected = [self._values(job) for job in jobs]
+        for index in sorted({0, len(jobs) // 2, len(jobs) - 1}):
+            pages = self.prompt[: index // TILES + 1]
+            pool.seen[[page.at for page in pages]] = 0.0
+            pool.seen[pages[-1].at, index % TILES * TILE :] = HIDDEN
+            others = index % self.forward.rows
+            layout = self.forward.layout([pages, *self.tables[:others]])
+            for offset in range(TILE):
+                ids = np.array([jobs[index].ids[offset], *self.ids[:others]])
+                positions = np.array([index * TILE + offset, *self.positions[:others]])
+                self.forward.decode(ids, positions, layout)
+            if not torch.equal(self._values(jobs[index]), expected[index]):
+                return False
+        return True

@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -26,16 +26,14 @@ from insitu.engines.base import Receipt
 from insitu.errors import EngineError
 from insitu.types import CallTimes, Finish, Generation, IntArray, RequestKey, SamplingParams
 from insitu_train.embedded.architecture import ModelConfig, read_architecture
-from insitu_train.embedded.attention import BLOCK
+from insitu_train.embedded.attention import Layout, round_up
 from insitu_train.embedded.batch_invariance import verify_batch_invariance
-from insitu_train.embedded.forward import ROWS, CachedForward, DecodeSpan, PrefillTile
+from insitu_train.embedded.forward import ROWS, CachedForward, PrefillTile
 from insitu_train.embedded.model_files import read_tensors
-from insitu_train.embedded.prefix_cache import TILE, PrefixCache, tile_names
+from insitu_train.embedded.pages import PAGE, TILE, TILES, Page, PagePool, tile_names
 from insitu_train.embedded.slots import DecodeSlots, stream
 from insitu_train.embedded.weights import SamplerWeights, checksum_of
 
-_WORTH = 3
-"""Number of other requests from which a shared prefix is read once for all."""
 _PATIENCE = 4
 """Prefill passes that decoding rows wait for: a step with more rows costs little more."""
 
@@ -77,7 +75,12 @@ class EngineOptions:
     prefill_tiles: int = 8
     """Most 16-token tiles of prompt per forward pass."""
     cache_tokens: int = 65536
-    """Prompt tokens in the prefix cache; 0 = none."""
+    """Tokens that the prefix cache holds besides what `max_rows` requests may need; 0 = no cache."""
+
+    @property
+    def pages(self) -> int:
+        """Pages of keys and values: those that all requests together may need, and the cache."""
+        return self.max_rows * round_up(self.max_context, PAGE) // PAGE + self.cache_tokens // PAGE
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +96,9 @@ class _Request:
     limit: int
     """Most tokens to sample: max_tokens or what the context leaves."""
     slot: int = -1
+    pages: list[Page] = field(default_factory=list)
     filled: int = 0
-    """Prompt tiles whose keys and values the slot holds."""
+    """Prompt tiles whose keys and values are in `pages`."""
     count: int = 0
     """Tokens sampled."""
     first_s: float | None = None
@@ -111,11 +115,9 @@ class _EngineStats:
     prefilled: int = 0
     """Prompt tokens computed, padding included."""
     reused: int = 0
-    """Prompt tokens copied from the prefix cache."""
+    """Prompt tokens taken from the prefix cache."""
     shared: int = 0
-    """Decode steps that read a common prefix once."""
-    moved: int = 0
-    """Requests moved to a lower slot, so that a step has fewer rows."""
+    """Decode steps that read a page once for several requests."""
 
 
 class EmbeddedCore:
@@ -130,10 +132,9 @@ class EmbeddedCore:
         self._pin_threads()
         tensors = model.tensors()
         with torch.inference_mode():
-            self._forward = CachedForward(
-                self._copied(tensors), options.max_rows, options.max_context, options.prefill_tiles
-            )
-            self._cache = PrefixCache(model.config, options.cache_tokens // TILE)
+            self._pool = PagePool(model.config, options.pages)
+            weights = self._copied(tensors)
+            self._forward = CachedForward(weights, self._pool, options.max_rows, options.prefill_tiles)
         self._receipt = Receipt(version=version, checksum=checksum_of(tensors))
         self._numbers = itertools.count(1)
         self._waiting: deque[_Request] = deque()
@@ -146,12 +147,13 @@ class EmbeddedCore:
         """Requests that came in during a pause."""
         self._rows = DecodeSlots(self._forward, options.max_context)
         self._slots = np.zeros(0, np.int64)
-        """Slots of `_decoding`, in its order; recomputed with `_trunk` when `_changed`."""
-        self._trunk = 0
-        self._changed = True
+        """Slots of `_decoding`, in its order."""
+        self._layout: Layout | None = None
+        """Pages of `_decoding`; None = to be made again, as after `_moves` more moves."""
+        self._moves = 0
         self._passes = 0
         """Prefill passes since the last decode step."""
-        verify_batch_invariance(self._forward)
+        verify_batch_invariance(self._forward, round_up(options.max_context, PAGE) // PAGE)
 
     # ------------------------------------------------------------------ control
 
@@ -171,8 +173,8 @@ class EmbeddedCore:
         return self._forward.unified
 
     @property
-    def cache(self) -> PrefixCache:
-        return self._cache
+    def cache(self) -> PagePool:
+        return self._pool
 
     @property
     def running(self) -> int:
@@ -211,8 +213,8 @@ class EmbeddedCore:
         if self.running:
             raise EngineError(f"cannot load weights while {self.running} requests run: pause first")
         with torch.inference_mode():
-            self._forward.reset(self._copied(tensors))
-        self._cache.clear()
+            self._forward.weights = self._copied(tensors)
+        self._pool.clear()
         self._receipt = Receipt(version=version, checksum=checksum or checksum_of(tensors))
         return self._receipt
 
@@ -280,8 +282,7 @@ class EmbeddedCore:
     def _admit(self) -> None:
         while self._waiting and self._free:
             request = self._waiting.popleft()
-            self._free.sort()
-            request.slot = self._free.pop(0)
+            request.slot = self._free.pop()
             self._prefilling.append(request)
 
     def _prefill(self) -> None:
@@ -302,49 +303,71 @@ class EmbeddedCore:
             self._forward.prefill(jobs)
             self.stats.prefilled += len(jobs) * TILE
         for job, (request, name) in zip(jobs, owners, strict=True):
-            request.filled = job.index + 1
-            self._keep(job.slot, job.index, name)
+            self._filled(request, job.index, name)
         ready = [r for r in self._prefilling if r.filled == len(r.names)]
         self._prefilling = [r for r in self._prefilling if r.filled < len(r.names)]
         for request in ready:
             self._start_decoding(request)
 
     def _tile(self, request: _Request, index: int) -> PrefillTile:
+        self._room(request, index)
         ids = np.zeros(TILE, np.int64)
         piece = request.prompt[:-1][index * TILE : (index + 1) * TILE]
         ids[: len(piece)] = piece
-        return PrefillTile(request.slot, index, ids)
+        return PrefillTile(request.pages, index, ids)
+
+    def _room(self, request: _Request, index: int) -> None:
+        """Take a page for a tile that has none."""
+        if index // TILES == len(request.pages):
+            request.pages.append(self._pool.take())
 
     def _reuse(self, request: _Request) -> None:
-        """Copy cached tiles of the prompt beyond those in the slot."""
-        held = self._cache.match(request.names[request.filled :])
-        if held:
-            slot, start = request.slot, request.filled * TILE
-            self._cache.load(held, self._forward.keys[:, slot], self._forward.values[:, slot], start)
-            request.filled += len(held)
-            self.stats.reused += len(held) * TILE
-            request.cached += len(held) * TILE
+        """Take tiles of the prompt that are held: complete pages as they are, others as copies."""
+        names, pool, first = request.names, self._pool, request.filled
+        while request.filled < len(names):
+            index = request.filled
+            last = index + TILES - 1
+            if index % TILES == 0 and self._complete(request, last) and (found := pool.find(names[last])):
+                request.pages.append(pool.share(found))
+                request.filled += TILES
+            elif source := pool.find(names[index]):
+                self._room(request, index)
+                pool.copy(source, request.pages[-1], index % TILES)
+                self._filled(request, index, names[index])
+            else:
+                break
+        self.stats.reused += (request.filled - first) * TILE
+        request.cached += (request.filled - first) * TILE
 
-    def _keep(self, slot: int, index: int, name: bytes) -> None:
-        cut = slice(index * TILE, (index + 1) * TILE)
-        self._cache.store(name, self._forward.keys[:, slot, :, :, cut], self._forward.values[:, slot, :, cut])
+    def _complete(self, request: _Request, index: int) -> bool:
+        """Return whether the prompt fills the tile: its page is never written again."""
+        return (index + 1) * TILE < len(request.prompt)
+
+    def _filled(self, request: _Request, index: int, name: bytes) -> None:
+        """Note a tile; where another request has completed the same page, share that one."""
+        request.filled = index + 1
+        own = request.pages[index // TILES]
+        if not self.options.cache_tokens:
+            return
+        self._pool.name(own, index % TILES, name)
+        held = self._pool.find(name)
+        if index % TILES == TILES - 1 and self._complete(request, index) and held is not own and held:
+            request.pages[-1] = self._pool.share(held)
+            self._pool.release([own])
 
     def _start_decoding(self, request: _Request) -> None:
         """Start decoding; the last prompt token is the first decode input."""
-        self._cache.touch(request.names)
+        self._pool.show(request.pages, len(request.prompt) - 1)
         self._rows.start(request.slot, request.prompt, request.params.temperature, request.uniform)
         self._decoding.append(request)
-        self._changed = True
+        self._layout = None
 
     def _decode(self) -> None:
         """Sample one token per decoding request; end those that are complete."""
-        if self._changed:
-            self._arrange()
-        slots = self._slots
-        span = DecodeSpan(1 + int(slots.max()), self._rows.reach(slots), self._trunk, int(slots[0]))
-        self.stats.shared += span.trunk > 0
-        self.stats.decoded += len(slots)
-        ids, logprobs = self._rows.step(slots, span)
+        layout = self._arranged()
+        self.stats.shared += layout.most > 1
+        self.stats.decoded += len(self._decoding)
+        ids, logprobs = self._rows.step(self._slots, layout)
         for request, token, logprob in zip(list(self._decoding), ids, logprobs, strict=True):
             request.count += 1
             if request.count == 1:
@@ -357,33 +380,19 @@ class EmbeddedCore:
             elif request.count == request.limit:
                 self._end(request, "length")
 
-    def _arrange(self) -> None:
-        """Close gaps between decoding slots that no waiting request will fill; find the trunk."""
-        if not self._prefilling and not self._waiting:
-            gaps = sorted(s for s in self._free if s < len(self._decoding))
-            movers = [r for r in self._decoding if r.slot >= len(self._decoding)]
-            for request, slot in zip(movers, gaps, strict=True):
-                self._rows.move(request.slot, slot)
-                self.stats.moved += 1
-                self._free.remove(slot)
-                self._free.append(request.slot)
-                request.slot = slot
-        self._slots = np.array([r.slot for r in self._decoding])
-        self._trunk = self._common()
-        self._changed = False
-
-    def _common(self) -> int:
-        """Return the length of the prompt prefix shared by all decoding requests, in whole blocks."""
-        first, *others = self._decoding
-        if len(others) < _WORTH:
-            return 0
-        most = min(len(r.prompt) - 1 for r in self._decoding) // BLOCK
-        for block in range(most):
-            at = (block + 1) * (BLOCK // TILE) - 1
-            name = first.names[at]
-            if any(r.names[at] != name for r in others):
-                return block * BLOCK
-        return most * BLOCK
+    def _arranged(self) -> Layout:
+        """Return the layout of the next step, with a page for the token of every request."""
+        if self._layout is None:
+            self._slots = np.array([request.slot for request in self._decoding])
+            self._pool.compact()
+        wanted = self._rows.positions(self._slots) // PAGE
+        for at in np.flatnonzero(wanted == [len(request.pages) for request in self._decoding]):
+            self._decoding[at].pages.append(self._pool.take())
+            self._layout = None
+        if self._layout is None or self._moves != self._pool.moves:
+            self._layout = self._forward.layout([request.pages for request in self._decoding])
+            self._moves = self._pool.moves
+        return self._layout
 
     def _end(self, request: _Request, finish: Finish) -> None:
         ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -397,16 +406,15 @@ class EmbeddedCore:
         )
 
     def _keep_sampled(self, request: _Request, ids: IntArray) -> None:
-        """Cache the full tiles that sampling completed: the next call of a rollout continues them."""
-        if not self._forward.unified:
+        """Name the full tiles that sampling completed: the next call of a rollout continues them."""
+        if not (self._forward.unified and self.options.cache_tokens):
             return
         first = (len(request.prompt) - 1) // TILE
         held = np.concatenate([request.prompt[first * TILE :], ids[:-1]])
         full = held[: len(held) // TILE * TILE]
         parent = request.names[first - 1] if first else b""
-        with torch.inference_mode():
-            for index, name in enumerate(tile_names(full, parent), first):
-                self._keep(request.slot, index, name)
+        for index, name in enumerate(tile_names(full, parent), first):
+            self._pool.name(request.pages[index // TILES], index % TILES, name)
 
     def _deliver(self) -> None:
         """Call back outside inference mode, when the engine's state is consistent."""
@@ -420,9 +428,10 @@ class EmbeddedCore:
         for queue in (self._held, self._waiting, self._prefilling, self._decoding):
             if request in queue:
                 queue.remove(request)
-        self._changed = True
+        self._layout = None
         if request.slot >= 0:
-            self._rows.stop(request.slot)
+            self._pool.release(request.pages)
+            request.pages = []
             self._free.append(request.slot)
             request.slot = -1
 

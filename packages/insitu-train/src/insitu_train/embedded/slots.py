@@ -1,6 +1,5 @@
 """State of the decoding slots as arrays, so that a step handles all rows at once.
 
-A row is a slot of the forward pass. Idle rows are at the scratch position; their samples are discarded.
 A random stream is a function of (seed, rollout, turn) alone. The logprob of a token is that of the
 distribution it was sampled from; greedy requests (temperature 0) report the logprob at temperature 1.
 """
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from insitu.types import FloatArray, IntArray, RequestKey
-from insitu_train.embedded.forward import CachedForward, DecodeSpan
+from insitu_train.embedded.attention import Layout
+from insitu_train.embedded.forward import CachedForward
 
 
 def stream(key: RequestKey, n: int) -> npt.NDArray[np.float64]:
@@ -56,64 +56,43 @@ class DecodeSlots:
         rows = forward.rows
         self._forward = forward
         self._ids = np.zeros(rows, np.int64)
-        self._positions = np.full(rows, forward.scratch, np.int64)
+        self._positions = np.zeros(rows, np.int64)
         self._temperature = np.ones(rows, np.float32)
         self._counts = np.zeros(rows, np.int64)
         self._uniform = np.zeros((rows, max_context), np.float64)
         self._sampled = np.zeros((rows, max_context), np.int32)
         self._logprobs = np.zeros((rows, max_context), np.float32)
-        self._every = np.arange(rows)
-        self._inputs = torch.from_numpy(self._ids), torch.from_numpy(self._positions)
-        self._temperatures = torch.from_numpy(self._temperature)
 
     def start(
         self, slot: int, prompt: IntArray, temperature: float, uniform: npt.NDArray[np.float64]
     ) -> None:
-        """Start decoding in `slot`, whose cache holds `prompt` except its last token."""
+        """Start decoding in `slot`: `prompt` except its last token has been computed."""
         last = len(prompt) - 1
-        self._forward.show(slot, last)
         self._ids[slot], self._positions[slot] = prompt[last], last
         self._temperature[slot], self._counts[slot] = temperature, 0
         self._uniform[slot, : len(uniform)] = uniform
 
-    def stop(self, slot: int) -> None:
-        """Make a slot idle."""
-        self._forward.hide(slot)
-        self._positions[slot], self._temperature[slot] = self._forward.scratch, 1.0
-        self._counts[slot] = 0
-
-    def move(self, source: int, target: int) -> None:
-        """Continue the request of `source` in the idle slot `target`."""
-        self._forward.move(source, target, int(self._positions[source]))
-        for held in (self._ids, self._positions, self._temperature, self._counts):
-            held[target] = held[source]
-        for table in (self._uniform, self._sampled, self._logprobs):
-            table[target] = table[source]
-        self.stop(source)
-
-    def reach(self, slots: npt.NDArray[np.int64]) -> int:
-        """Return the number of tokens that the longest of `slots` attends to."""
-        return 1 + int(self._positions[slots].max())
+    def positions(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the position of the next input of each slot."""
+        return self._positions[slots]
 
     def result(self, slot: int) -> tuple[IntArray, FloatArray]:
         """Return ids and logprobs sampled in `slot` so far."""
         count = self._counts[slot]
         return self._sampled[slot, :count].copy(), self._logprobs[slot, :count].copy()
 
-    def step(self, slots: npt.NDArray[np.int64], span: DecodeSpan) -> tuple[list[int], list[float]]:
-        """Sample one token in each of `slots`; return ids and logprobs in their order.
+    def step(self, slots: npt.NDArray[np.int64], layout: Layout) -> tuple[list[int], list[float]]:
+        """Sample one token in each of `slots`, the rows of `layout`; return ids and logprobs in their order.
 
         A logprob that is not finite means broken weights: its row must be stopped.
         """
-        positions = self._positions[slots]
-        self._forward.reveal(slots, positions)
-        logits = self._forward.decode(*self._inputs, span)
-        n = logits.shape[0]
-        uniform = torch.from_numpy(self._uniform[self._every[:n], self._counts[:n]])
-        greedy = not self._temperature[:n].all()
-        drawn, scored = draw(logits, self._temperatures[:n], uniform, greedy=greedy)
-        ids, logprobs = drawn.numpy()[slots], scored.numpy()[slots]
-        counts = self._counts[slots]
+        positions, counts = self._positions[slots], self._counts[slots]
+        logits = self._forward.decode(self._ids[slots], positions, layout)[: len(slots)]
+        temperature = self._temperature[slots]
+        uniform = torch.from_numpy(self._uniform[slots, counts])
+        greedy = not temperature.all()
+        drawn, scored = draw(logits, torch.from_numpy(temperature), uniform, greedy=greedy)
+        ids, logprobs = drawn.numpy(), scored.numpy()
         self._sampled[slots, counts] = ids
         self._logprobs[slots, counts] = logprobs
         self._counts[slots] = counts + 1

@@ -7,6 +7,7 @@ parameters while the engine samples from the copy.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,8 @@ from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.embedded.model import rotary_angles
 from insitu_train.embedded.model_files import digests
 
-_IDLE = 129
-"""Positions after the last one, for idle rows."""
+_PADDING = 16
+"""Positions after the last one: a prompt is computed in whole tiles."""
 
 
 class _NamedParameters(Protocol):
@@ -168,7 +169,10 @@ def _gain(weight: Tensor) -> Tensor:
 
 
 class SamplerWeights:
-    """All layers, embedding, final norm, head and rotary table of one policy version."""
+    """All layers, embedding, final norm, head and rotary table of one policy version.
+
+    `turns` [positions, 1, head_dim / 2] complex; `least` and `least_head` keep a norm from being 0.
+    """
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], length: int) -> None:
         """Copy the weights, by their names in a checkpoint, for `length` positions.
@@ -186,10 +190,18 @@ class SamplerWeights:
                 raise EngineError("the model has no tensor lm_head.weight, and config.json does not tie it")
             head = embed if own is None or c.tie_word_embeddings else own
             self.head = _PackedLinear(head * _gain(named.get("model.norm.weight", c.hidden_size)))
-            angles = rotary_angles(c, length)
-            turns = torch.complex(angles.cos(), angles.sin())
-            self.turns = torch.cat([turns, turns[:1].expand(_IDLE, -1)]).unsqueeze(1)
+            self.turns = _turns(c, length + _PADDING)
             self.least = torch.tensor((c.hidden_size * c.rms_norm_eps) ** 0.5)
             self.least_head = torch.tensor((c.head_dim * c.rms_norm_eps) ** 0.5)
         named.check_all_read()
-        """`turns` [positions, 1, head_dim / 2] complex; `least` and `least_head` keep a norm from being 0."""
+
+    def shortened(self, layers: int, length: int) -> SamplerWeights:
+        """Return the same weights with the first layers only, for `length` positions."""
+        short = copy.copy(self)
+        short.layers, short.turns = self.layers[:layers], _turns(self.config, length)
+        return short
+
+
+def _turns(config: ModelConfig, length: int) -> Tensor:
+    angles = rotary_angles(config, length)
+    return torch.complex(angles.cos(), angles.sin()).unsqueeze(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers
 
 from insitu.errors import EngineError
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.embedded import weights
 from insitu_train.embedded.architecture import FAMILIES, read_architecture
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions, SampledFolder
 
@@ -101,6 +103,25 @@ def test_logprobs_are_those_of_transformers_in_any_company(name: str, tmp_path: 
         assert one.logprobs is not None
         assert other.logprobs is not None
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "smollm3"])
+@pytest.mark.parametrize("native", [False, True], ids=["widened", "native"])
+def test_bfloat16_is_right_to_its_rounding(
+    name: str, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the CPU's own products where it has them, else by float32 products of rounded numbers."""
+    if native and not weights.BFLOAT16:
+        pytest.skip("this CPU has no bfloat16 products")
+    monkeypatch.setattr(weights, "BFLOAT16", native)
+    kind, changed = MODELS[name]
+    made(tmp_path, kind, **changed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 131, n).astype(np.int32) for n in (3, 60, 150)]
+    core = EmbeddedCore(SampledFolder(tmp_path), replace(OPTIONS, dtype="bfloat16"))
+    assert core.cache.keys.dtype == torch.bfloat16
+    assert 1e-4 < worst_gap(model, prompts, sampled(core, prompts, 40)) < 0.5
 
 
 def test_every_family_is_tried() -> None:

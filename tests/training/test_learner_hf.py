@@ -53,8 +53,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("lora", [None, LORA.changed(merged="sampler")], ids=["full", "lora"])
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.1)])
 async def test_the_embedded_engine_samples_a_llama_while_it_is_trained(
-    tmp_path: Path, lora: Lora | None
+    tmp_path: Path, lora: Lora | None, dtype: str, limit: float
 ) -> None:
     """Weights, or matrices with their adapters, reach the sampler in memory at each publication."""
     folder = tmp_path / "model"
@@ -63,15 +64,16 @@ async def test_the_embedded_engine_samples_a_llama_while_it_is_trained(
     config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=256, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
-    train = TrainConfig(optim=OptimConfig(lr=1e-2), policy=PolicyConfig(kind="hf", lora=lora))
+    policy = PolicyConfig.model_validate({"kind": "hf", "lora": lora, "dtype": dtype})
+    train = TrainConfig(optim=OptimConfig(lr=1e-2), policy=policy, max_logprob_gap=limit)
     async with Learner.start(LearnerSpec(model=folder, train=train, max_context=128)) as learner:
-        assert 0 < learner.probe_gap < 1e-4
+        assert 0 < learner.probe_gap < limit
         sums = {learner.weights}
         for step in range(3):
             plan = plan_step(await collect(learner.engine, step), PlanConfig())
             result = await learner.step(plan)
             assert (result.version, result.skipped) == (step + 1, "")
-            assert 0 < result.max_logprob_gap < 1e-4
+            assert 0 < result.max_logprob_gap < limit
             receipt = await learner.publish(result.version)
             assert (receipt.version, receipt.checksum) == (step + 1, learner.weights)
             sums.add(learner.weights)

@@ -70,6 +70,11 @@ class ModelConfig:
             no_rope_layers=_rotating(raw, layers),
         )
 
+    @property
+    def token_values(self) -> int:
+        """Numbers that keys and values of one token are."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
     def rotates(self, layer: int) -> bool:
         return not self.no_rope_layers or bool(self.no_rope_layers[layer])
 

@@ -30,7 +30,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor
     Returns results [E, rows, kv, hd] and, to add up pages, log-sums of exponentials [E, rows, kv].
     """
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=mask, scale=1.0
+        q, k, v, 0.0, False, attn_mask=mask, scale=q.shape[-1] ** -0.5
     )
     return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -98,7 +98,7 @@ class Layout:
 
 
 def decode_attention(pool: PagePool, layer: int, q: Tensor, layout: Layout, *, apart: bool) -> Tensor:
-    """Attend one token per row: q [rows, kv, group, hd], score scale included, -> [rows, heads * hd].
+    """Attend one token per row: q [rows, kv, group, hd] -> [rows, heads * hd].
 
     apart: read a shared page once per row, by the products of a page that is not shared.
     """
@@ -117,7 +117,7 @@ def decode_attention(pool: PagePool, layer: int, q: Tensor, layout: Layout, *, a
     else:
         lse = lse.index_select(0, layout.order).view(m, -1, *lse.shape[1:])
         mixed = _added(out, lse + layout.absent, 1)
-    return mixed[:, :group].transpose(1, 2).reshape(m, -1)
+    return mixed[:, :group].transpose(1, 2).reshape(m, -1).to(q.dtype)
 
 
 def _attend_shared(
@@ -144,10 +144,10 @@ def prefill_attention(pool: PagePool, layer: int, q: Tensor, places: Tensor, mas
     pages = len(places)
     q = q.permute(1, 2, 0, 3).reshape(1, kv, group * m, hd).expand(pages, -1, -1, -1)
     keys, values = (held[layer].index_select(0, places) for held in (pool.keys, pool.values))
-    out, lse = attend(q, keys, values, mask.repeat(1, group, 1)[:, None])
+    out, lse = attend(q, keys, values, mask.repeat(1, group, 1)[:, None].to(q.dtype))
     if pages > 1:
         out = _added(out, lse.contiguous(), 0)
-    return out.view(group, m, kv, hd).permute(1, 2, 0, 3).reshape(m, -1)
+    return out.view(group, m, kv, hd).permute(1, 2, 0, 3).reshape(m, -1).to(q.dtype)
 
 
 def _added(out: Tensor, lse: Tensor, dim: int) -> Tensor:

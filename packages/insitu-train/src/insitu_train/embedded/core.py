@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,8 @@ class EngineOptions:
     """Torch threads while the engine runs, set again at each step."""
     prefill_tiles: int = 8
     """Most 16-token tiles of prompt per forward pass."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of products, keys and values. Results are the same in any batch in float32 only."""
     cache_tokens: int = 65536
     """Tokens that the prefix cache holds besides what `max_rows` requests may need; 0 = no cache."""
 
@@ -132,7 +134,7 @@ class EmbeddedCore:
         self._pin_threads()
         tensors = model.tensors()
         with torch.inference_mode():
-            self._pool = PagePool(model.config, options.pages)
+            self._pool = PagePool(model.config, options.pages, dtype=getattr(torch, options.dtype))
             weights = self._copied(tensors)
             self._forward = CachedForward(weights, self._pool, options.max_rows, options.prefill_tiles)
         self._receipt = Receipt(version=version, checksum=checksum_of(tensors))
@@ -219,7 +221,8 @@ class EmbeddedCore:
         return self._receipt
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> SamplerWeights:
-        return SamplerWeights(self._model.config, tensors, self.options.max_context)
+        length, dtype = self.options.max_context, getattr(torch, self.options.dtype)
+        return SamplerWeights(self._model.config, tensors, length, dtype)
 
     # ------------------------------------------------------------------ requests
 

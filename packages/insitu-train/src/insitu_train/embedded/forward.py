@@ -65,21 +65,28 @@ class CachedForward:
     def _project(self, w: LayerWeights, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [m, d] to queries [m, kv, group, hd], rotated, and keys and values [m * kv, hd]."""
         m, both = x.shape[0], self._heads + self._kv
-        qkv = w.qkv(_unit(x, self.weights.least))
-        qk = qkv[:, : both * self._hd].view(m, both, self._hd)
+        qkv = w.qkv(self._normed(x, w.before))
+        qk = qkv[:, : both * self._hd].float().view(m, both, self._hd)
         if w.qk_norm is not None:
             qk = _unit(qk, self.weights.least_head).mul_(w.qk_norm)
         if w.rotates:
             pairs = torch.view_as_complex(qk.view(m, both, self._hd // 2, 2))
             qk = torch.view_as_real(pairs * turns).flatten(2)
+        qk = qk.to(x.dtype)
         q = qk[:, : self._heads].view(m, self._kv, -1, self._hd)
         keys = qk[:, self._heads :].reshape(-1, self._hd)
         return q, keys, qkv[:, both * self._hd :].reshape(-1, self._hd)
 
+    def _normed(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        """Return RMSNorm of x, without its weights where `gain` is None."""
+        if gain is None:
+            return _unit(x, self.weights.least)
+        return (_unit(x.float(), self.weights.least) * gain).to(x.dtype)
+
     def _finish(self, w: LayerWeights, x: Tensor, mixed: Tensor) -> Tensor:
         """Compute the rest of a layer after attention: [m, d] -> [m, d]."""
         x = w.out(mixed).add_(x)
-        h = w.gate_up(_unit(x, self.weights.least))
+        h = w.gate_up(self._normed(x, w.between))
         wide = h.shape[1] // 2
         return w.down(F.silu(h[:, :wide]).mul_(h[:, wide:])).add_(x)
 
@@ -102,7 +109,7 @@ class CachedForward:
             q, keys, values = self._project(layer, x, turns)
             self.pool.write(i, rows, keys, values)
             x = self._finish(layer, x, decode_attention(self.pool, i, q, layout, apart=self.fixed))
-        return w.head(_unit(x, w.least))
+        return w.head(self._normed(x, w.last)).float()
 
     def prefill(self, jobs: Sequence[PrefillTile]) -> None:
         """Compute keys and values of the given tiles; earlier tiles of a request come first in `jobs`."""
@@ -116,7 +123,7 @@ class CachedForward:
         runs = [self._run(jobs[begin:end], begin) for begin, end in _runs(jobs, joined=not self.fixed)]
         x = w.embed.index_select(0, torch.from_numpy(ids))
         turns = w.turns.index_select(0, positions)
-        mixed = torch.zeros(len(ids), self._heads * self._hd)
+        mixed = x.new_zeros(len(ids), self._heads * self._hd)
         last = len(w.layers) - 1
         for i, layer in enumerate(w.layers):
             q, keys, values = self._project(layer, x, turns)

@@ -61,7 +61,9 @@ class PagePool:
     from the system when a place is used for the first time.
     """
 
-    def __init__(self, c: ModelConfig, places: int, layers: int | None = None) -> None:
+    def __init__(
+        self, c: ModelConfig, places: int, layers: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         shape = (
             c.num_hidden_layers if layers is None else layers,
             places + 1,
@@ -70,8 +72,9 @@ class PagePool:
             c.head_dim,
         )
         # numpy leaves pages of zeros to the system, torch writes them
-        self.keys, self.values = (torch.from_numpy(np.zeros(shape, np.float32)) for _ in range(2))
-        self.seen = torch.full((places + 1, PAGE), HIDDEN)
+        kind = np.float32 if dtype == torch.float32 else np.int16
+        self.keys, self.values = (torch.from_numpy(np.zeros(shape, kind)).view(dtype) for _ in range(2))
+        self.seen = torch.full((places + 1, PAGE), HIDDEN, dtype=dtype)
         self.scratch = places
         self.kv_heads, self.head_dim = c.num_key_value_heads, c.head_dim
         self.evicted = 0
@@ -94,6 +97,11 @@ class PagePool:
     def used(self) -> int:
         """Pages that requests hold."""
         return sum(page is not None and page.users > 0 for page in self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes when all places are in use."""
+        return self.keys.nbytes + self.values.nbytes
 
     def clear(self) -> None:
         """Forget everything (new weights); no request may run."""

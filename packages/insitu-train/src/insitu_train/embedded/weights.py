@@ -48,16 +48,25 @@ def checksum_of(tensors: Mapping[str, Tensor]) -> str:
 ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 """Whether this torch offers products with prepacked weights, about twice as fast."""
 
+BFLOAT16 = ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Whether the CPU multiplies bfloat16 (AVX-512 or AMX)."""
+
 _SMALL = 2**15
 """Entries of a matrix up to which a packed product is slower."""
 
 
 class _PackedLinear:
-    """x -> x W^T + b for copies of W and b, prepacked where that pays."""
+    """x -> x W^T + b for copies of W and b, prepacked where that pays.
 
-    __slots__ = ("_bias", "_packed", "_weight")
+    A bfloat16 product is one of float32, rounded, where the CPU has no instructions for it.
+    """
+
+    __slots__ = ("_bias", "_packed", "_weight", "_widened")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._widened = weight.dtype == torch.bfloat16 and not BFLOAT16
+        if self._widened:
+            weight, bias = weight.float(), None if bias is None else bias.float()
         self._bias = None if bias is None else bias.clone()
         self._packed = ONEDNN and weight.numel() > _SMALL
         weight = weight.contiguous()
@@ -65,6 +74,11 @@ class _PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [M, in] to [M, out]."""
+        if self._widened:
+            return self._product(x.float()).to(torch.bfloat16)
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
@@ -74,21 +88,21 @@ class _PackedLinear:
 class _Named:
     """Tensors by name, each of the shape that the description gives it."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors, self._read = tensors, set[str]()
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._tensors, self.dtype, self._read = tensors, dtype, set[str]()
 
     def optional(self, name: str, *shape: int) -> Tensor | None:
-        """Return a tensor in float32, or None. Raises EngineError for another shape."""
+        """Return a tensor on the CPU, rounded to `dtype`, or None. Raises EngineError for another shape."""
         found = self._tensors.get(name)
         if found is None:
             return None
         if tuple(found.shape) != shape:
             raise EngineError(f"{name} has the shape {tuple(found.shape)} where config.json needs {shape}")
         self._read.add(name)
-        return found.detach().float()
+        return found.detach().to("cpu", self.dtype)
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in float32. Raises EngineError if it is missing or has another shape."""
+        """Return a tensor like `optional`. Raises EngineError also if it is missing."""
         found = self.optional(name, *shape)
         if found is None:
             raise EngineError(f"the model has no tensor {name}: a file is incomplete, or not of this model")
@@ -98,6 +112,16 @@ class _Named:
         """Return weight and bias of a linear layer."""
         return self.get(f"{name}.weight", rows, columns), self.optional(f"{name}.bias", rows)
 
+    def gain(self, name: str, size: int) -> tuple[Tensor | None, Tensor]:
+        """Return the factors [size] by which RMSNorm is x / hypot(|x|, sqrt(size * eps)).
+
+        First those of the norm's result, if they are not folded, then those of the next matrix.
+        """
+        found = self.get(name, size).float() * math.sqrt(size)
+        if self.dtype == torch.float32:
+            return None, found
+        return found, torch.ones((), dtype=self.dtype)
+
     def check_all_read(self) -> None:
         """Raise EngineError for a tensor without a place in the description: the model is another one."""
         left = sorted(name for name in self._tensors.keys() - self._read if not name.endswith("inv_freq"))
@@ -106,13 +130,14 @@ class _Named:
 
 
 class LayerWeights:
-    """One layer, fused; RMSNorm weights are folded into the following matrix.
+    """One layer, fused.
 
-    `qk_norm` [heads + kv_heads, head_dim] includes the score scale in its query part; None = heads are not
-    normalised, and the query matrix includes the scale.
+    `before` and `between` [d] are RMSNorm weights; None = they are folded into the next matrix. In bfloat16
+    that would round other numbers than the trainer's.
+    `qk_norm` [heads + kv_heads, head_dim]; None = heads are not normalised.
     """
 
-    __slots__ = ("down", "gate_up", "out", "qk_norm", "qkv", "rotates")
+    __slots__ = ("before", "between", "down", "gate_up", "out", "qk_norm", "qkv", "rotates")
 
     def __init__(self, c: ModelConfig, named: _Named, layer: int) -> None:
         at, d, wide = f"model.layers.{layer}.", c.hidden_size, c.intermediate_size
@@ -122,15 +147,13 @@ class LayerWeights:
         q, q_bias = named.linear(f"{at}self_attn.q_proj", heads * hd, d)
         k, k_bias = named.linear(f"{at}self_attn.k_proj", kv * hd, d)
         v, v_bias = named.linear(f"{at}self_attn.v_proj", kv * hd, d)
-        if self.qk_norm is None:
-            q, q_bias = q * hd**-0.5, None if q_bias is None else q_bias * hd**-0.5
-        gain = _gain(named.get(f"{at}input_layernorm.weight", d))
+        self.before, gain = named.gain(f"{at}input_layernorm.weight", d)
         biases = [b if b is None else _interleaved(b, n) for b, n in ((q_bias, heads), (k_bias, kv))]
         self.qkv = _PackedLinear(
             torch.cat([_interleaved(q, heads), _interleaved(k, kv), v]) * gain, _joined([*biases, v_bias])
         )
         self.out = _PackedLinear(*named.linear(f"{at}self_attn.o_proj", d, heads * hd))
-        gain = _gain(named.get(f"{at}post_attention_layernorm.weight", d))
+        self.between, gain = named.gain(f"{at}post_attention_layernorm.weight", d)
         gate, gate_bias = named.linear(f"{at}mlp.gate_proj", wide, d)
         up, up_bias = named.linear(f"{at}mlp.up_proj", wide, d)
         self.gate_up = _PackedLinear(torch.cat([gate, up]) * gain, _joined([gate_bias, up_bias]))
@@ -158,14 +181,8 @@ def _qk_norm(c: ModelConfig, named: _Named, at: str) -> Tensor | None:
         raise EngineError(f"the model has no tensor {at}{'q' if q is None else 'k'}_norm.weight")
     if q is None or k is None:
         return None
-    parts = (q.expand(c.num_attention_heads, hd), (k * hd**0.5).expand(c.num_key_value_heads, hd))
-    both = torch.cat(parts)
-    return both.view(-1, 2, hd // 2).transpose(1, 2).reshape(both.shape)
-
-
-def _gain(weight: Tensor) -> Tensor:
-    """Return the factor by which RMSNorm is x / hypot(|x|, sqrt(size * eps))."""
-    return weight * math.sqrt(weight.shape[0])
+    both = torch.cat([q.expand(c.num_attention_heads, hd), k.expand(c.num_key_value_heads, hd)])
+    return _interleaved(both.float().flatten() * hd**0.5, len(both)).view(both.shape)
 
 
 class SamplerWeights:
@@ -174,13 +191,20 @@ class SamplerWeights:
     `turns` [positions, 1, head_dim / 2] complex; `least` and `least_head` keep a norm from being 0.
     """
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], length: int) -> None:
-        """Copy the weights, by their names in a checkpoint, for `length` positions.
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        length: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Copy the weights, by their names in a checkpoint, for `length` positions and products of `dtype`.
 
         Raises EngineError when they are not those of `config`.
         """
         c = self.config = config
-        named = _Named(tensors)
+        named = _Named(tensors, dtype)
+        self.dtype = dtype
         with torch.inference_mode():
             self.layers = [LayerWeights(c, named, layer) for layer in range(c.num_hidden_layers)]
             embed = named.get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
@@ -189,7 +213,8 @@ class SamplerWeights:
             if own is None and not c.tie_word_embeddings:
                 raise EngineError("the model has no tensor lm_head.weight, and config.json does not tie it")
             head = embed if own is None or c.tie_word_embeddings else own
-            self.head = _PackedLinear(head * _gain(named.get("model.norm.weight", c.hidden_size)))
+            self.last, gain = named.gain("model.norm.weight", c.hidden_size)
+            self.head = _PackedLinear(head * gain)
             self.turns = _turns(c, length + _PADDING)
             self.least = torch.tensor((c.hidden_size * c.rms_norm_eps) ** 0.5)
             self.least_head = torch.tensor((c.head_dim * c.rms_norm_eps) ** 0.5)

@@ -19,6 +19,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from insitu import failpoint
 from insitu.engines.parent_watch import follow_parent, main_of_child
@@ -235,7 +238,8 @@ def _sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineServic
     if not isinstance(model, Qwen3 | HfPolicy):
         raise TrainError(f"the embedded engine does not sample a {type(model).__name__}")
     options: Meta = json.loads(raw)
-    core = EmbeddedCore(model, EngineOptions(**options))
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if model.compute_dtype == torch.bfloat16 else "float32"
+    core = EmbeddedCore(model, EngineOptions(**options, dtype=dtype))
     gap = probe_engine(core, model, temperature=config.temperature, limit=config.max_logprob_gap)
     return EngineService(core), gap
 
@@ -246,7 +250,8 @@ def run(args: argparse.Namespace) -> None:
     with peers.started(args.model, config) as others:
         model = peers.open_model(args.model, config, others.ranks)
         service, gap = _sampler(model, args.engine, config)
-        trainer = peers.make_trainer(model, args.model, config, others.ranks)
+        reserved = 0 if service is None else service.core.cache.nbytes
+        trainer = peers.make_trainer(model, args.model, config, others.ranks, reserved)
         serve(args.socket, Commands(trainer, service, args.model, gap, others), service)
 
 

@@ -26,6 +26,7 @@ from insitu.engines.server_command import VISIBLE, place, present_gpus
 from insitu.errors import ConfigError, EngineError
 from insitu.install_hints import install_extra
 from insitu_train.embedded.architecture import read_architecture
+from insitu_train.host_memory import available_memory
 from insitu_train.options import ServiceOptions, TrainConfig, dump_config
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,9 @@ def computing(environment: Mapping[str, str], *, shares_tensors: bool = False) -
 
 
 _GENERATION_S = 300.0
+_GIB = 1 << 30
+_MAX_ROWS = 64
+"""Most requests that the embedded engine decodes together; more of them wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,7 @@ class LearnerSpec:
             max_context=config.model.max_context_tokens,
             # the toy's products are too small to share among threads
             engine_threads=1 if config.policy.kind == "builtin" else table.threads,
+            **_engine_size(config),
             log=log,
             restarts=table.restarts,
             start_deadline_s=table.start_timeout_s,
@@ -157,6 +162,32 @@ class LearnerSpec:
             beside_server=_avoids_server_gpu(config),
             placed=config if config.engine.launch else None,
             shares_tensors=config.engine.publish == "ipc",
+        )
+
+
+def _engine_size(config: Config) -> dict[str, int]:
+    """Return rows and cached tokens of the embedded engine: a real model's take memory that counts."""
+    if config.policy.kind == "builtin":
+        return {"max_rows": 32, "cache_tokens": 65536}
+    return {"max_rows": 4 * -(-min(config.harness.workers, _MAX_ROWS) // 4), "cache_tokens": 4096}
+
+
+def _check_sampler(config: Config) -> None:
+    """Raise ConfigError if the embedded engine does not run the model, or lacks memory for its contexts."""
+    try:
+        model = read_architecture(model_folder(config))
+    except EngineError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    size, context = _engine_size(config), config.model.max_context_tokens
+    bits = 16 if config.policy.dtype == "bfloat16" else 32
+    tokens = size["max_rows"] * context + size["cache_tokens"]
+    need, free = tokens * model.token_values * bits // 8, available_memory()
+    if need > free:
+        less = "" if bits == 16 else ', or set policy.dtype = "bfloat16"'
+        raise ConfigError(
+            f"model.max_context_tokens {context:,}: keys and values of {size['max_rows']} sessions"
+            f" (harness.workers) may take {need / _GIB:.1f} GiB, {model.token_values * bits // 8:,} bytes a"
+            f" token, and {free / _GIB:.1f} GiB of memory are available: lower either{less}"
         )
 
 
@@ -232,7 +263,4 @@ def require_learner(config: Config) -> None:
         extra = {"transformers": "hf", "tinker": "tinker"}.get(further or "", "train")
         raise ConfigError(f"{' and '.join(missing)} {are} not installed: {install_extra(extra)}")
     if config.engine.kind == "embedded" and (model_folder(config) / "config.json").exists():
-        try:
-            read_architecture(model_folder(config))
-        except EngineError as error:
-            raise ConfigError(f"model.path: {error}") from error
+        _check_sampler(config)

@@ -91,9 +91,11 @@ def open_model(folder: Path, config: TrainConfig, ranks: Ranks) -> Policy:
     return open_policy(folder, config.policy, device, ranks.mesh())
 
 
-def make_trainer(model: Policy, folder: Path, config: TrainConfig, ranks: Ranks) -> Trainer:
-    """Return the trainer of one rank."""
-    return Trainer(model, config, reference=read_reference(config, folder), ranks=ranks)
+def make_trainer(
+    model: Policy, folder: Path, config: TrainConfig, ranks: Ranks, reserved: int = 0
+) -> Trainer:
+    """Return the trainer of one rank, beside a sampler that may still fill `reserved` bytes."""
+    return Trainer(model, config, reference=read_reference(config, folder), ranks=ranks, reserved=reserved)
 
 
 def _spawn(rank: int, store: Path, model: Path, config: TrainConfig) -> subprocess.Popen[bytes]:

@@ -7,7 +7,6 @@ and what would help. A sharded rank's moments stay on the device.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ import torch
 from insitu.errors import TrainError
 from insitu_train.attention.tree import by_pieces, tree_pieces
 from insitu_train.embedded.model import Qwen3
+from insitu_train.host_memory import available_memory
 from insitu_train.memory.meta_run import AttentionShape, BatchShape
 from insitu_train.memory.predict import GIB, BuiltinMemory, Kernels, MemoryModel, MemoryPredictor, at_most
 from insitu_train.model.base import PLAIN, MemoryOptions
@@ -102,12 +102,13 @@ class MemoryPlanner:
         copies: bool = False,
         references: Sequence[HfPolicy | Qwen3] = (),
         ranks: int = 1,
+        reserved: int = 0,
     ) -> MemoryPlanner:
         """Return a planner for free memory, or `memory_gib` if not 0.
 
         Free memory includes what training holds already: on a GPU it is measured at each step, since an
         engine may share it; on a CPU now, divided by `ranks` processes. copies: a step keeps a backup of
-        weights and moments.
+        weights and moments. reserved: bytes of the host that a sampler in this process may still fill.
         """
         kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
         kept //= 1 if isinstance(policy, Qwen3) else policy.shards
@@ -115,13 +116,13 @@ class MemoryPlanner:
         # The largest one's forward pass needs most.
         reference = max(references, key=_weights, default=None)
         on_gpu = policy.device.type == "cuda"
-        host = available_memory() // ranks
+        host = (available_memory() - reserved) // ranks
 
         def measured() -> int:
             room = (
                 _on_gpu(policy.device) - beside
                 if on_gpu
-                else (available_memory() + _weights(policy)) // ranks
+                else (available_memory() - reserved + _weights(policy)) // ranks
             )
             return int(room * (1.0 - KEPT_FREE)) - kept
 
@@ -352,15 +353,3 @@ def _weights(policy: HfPolicy | Qwen3) -> int:
 def _on_gpu(device: torch.device) -> int:
     """Return free bytes plus this process's own (weights, moments, cached blocks)."""
     return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
-
-
-def available_memory() -> int:
-    """Return the available bytes of host memory (Linux), or all of it where that is unknown."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

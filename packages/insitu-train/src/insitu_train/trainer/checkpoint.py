@@ -29,7 +29,7 @@ from insitu.errors import TrainError
 from insitu.storage.files import sha256_of
 from insitu_train.checkpoint_files import MOMENTS, STATE, SUMS, verify
 from insitu_train.embedded.model_files import StoredModel, copied, model_files, share, write_hashed
-from insitu_train.memory.plan import available_memory
+from insitu_train.host_memory import available_memory
 from insitu_train.model.base import Policy
 from insitu_train.model.shard import like
 from insitu_train.trainer.trainer import Trainer

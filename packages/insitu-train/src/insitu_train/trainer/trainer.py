@@ -55,15 +55,19 @@ class Trainer:
         version: int = 0,
         reference: Scorer | None = None,
         ranks: Ranks | None = None,
+        reserved: int = 0,
     ) -> None:
-        """Set up. Raises ConfigError when the loss needs a `reference`."""
+        """Set up. Raises ConfigError when the loss needs a `reference`.
+
+        reserved: bytes of memory that a sampler in this process may still fill.
+        """
         self.model, self.config = model, config
         self.ranks = ranks or Ranks()
         if config.loss.kl != "none" and reference is None:
             raise ConfigError(f"kl={config.loss.kl} needs a reference policy")
         self.reference = reference if config.loss.kl != "none" else None
         self.optimiser = Optimiser(model, config.optim)
-        self.fit = self._fit_of(model) if isinstance(model, HfPolicy | Qwen3) else None
+        self.fit = self._fit_of(model, reserved) if isinstance(model, HfPolicy | Qwen3) else None
         """Chooses memory options; None = they stay as they are."""
         self._chosen: dict[MicroBatch, MemoryOptions] = {}
         self._using = PLAIN
@@ -345,13 +349,14 @@ class Trainer:
         cap = self.model.soft_cap
         return objective(hidden, weight, targets, self.config.temperature, weighted, into=into, soft_cap=cap)
 
-    def _fit_of(self, model: HfPolicy | Qwen3) -> MemoryPlanner:
+    def _fit_of(self, model: HfPolicy | Qwen3, reserved: int) -> MemoryPlanner:
         return MemoryPlanner.of(
             model,
             self.config.policy.memory_gib,
             copies=self.config.epochs > 1,
             references=[one for one in self._references if isinstance(one, HfPolicy | Qwen3)],
             ranks=self.ranks.world,
+            reserved=reserved,
         )
 
     def _fit_memory(self, plan: StepPlan) -> None:

@@ -276,8 +276,10 @@ def main() -> int:
         parser.error("--record needs names")
     names = options.names or list(ORACLES)
     if not options.record:
-        equal = [compare(name, "all" if options.all else "quick") for name in names]
-        return 0 if all(equal) else 1
+        differ = [name for name in names if not compare(name, "all" if options.all else "quick")]
+        if differ:
+            print(f"frozen: what is meant is recorded by scripts/frozen --record {' '.join(differ)}")
+        return 1 if differ else 0
     for name in names:
         text = json.dumps(ORACLES[name]("record"), indent=1, ensure_ascii=False)
         (RECORDS / f"{name}.json").write_text(text + "\n", encoding="utf-8")

@@ -113,8 +113,8 @@ def changed(value: object, old: bytes, new: bytes) -> Any:
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
-        (b',"cached"]', b"]", "CallTimes lacks cached"),
-        (b'"cached"]', b'"cached","held"]', "CallTimes has no held"),
+        (b'"began_s",', b"", "CallTimes lacks began_s"),
+        (b'"began_s"', b'"began_s","held"', "CallTimes has no held"),
         (b'"CallTimes":', b'"Times":', "a value of type Times is not carried"),
         (b'["CallTimes",', b'["CallTimes",1,', "zip"),
         (b'["CallTimes",', b'["Calls",', "malformed Turn: KeyError"),

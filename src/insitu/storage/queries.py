@@ -20,12 +20,14 @@ import orjson
 from insitu.errors import RecordError
 from insitu.storage.schema import GROUP_ID, TASK_SET
 from insitu.storage.store import Store
-from insitu.types import MALFORMED, PARTS_LEFT_OUT, UNKNOWN_TOOL
+from insitu.types import MALFORMED, PARTS_LEFT_OUT, UNKNOWN_TOOL, CallTimes
 
 QUERY_S = 2.0
 """Most CPU time of a statement; its wall time may be ten times as long."""
 PAGE = 200
 """Most rows of one page of rollouts."""
+TIMES = tuple(CallTimes.__dataclass_fields__)
+"""Columns of `turns` that measure a call."""
 _PROGRESS_OPS = 20_000
 _FILES = re.compile(
     r"(?<![\w:/.~-])(?:~|\.{1,2})?/[\w@.+~/-]+"
@@ -172,9 +174,9 @@ NOTES = "SELECT drifts, hints FROM notes WHERE rollout_id = :id"
 ATTEMPTS = "SELECT * FROM attempts WHERE rollout_id = :id ORDER BY attempt"
 FILES = "SELECT path, executable, length(content) AS size FROM files WHERE rollout_id = :id ORDER BY path"
 FILE = "SELECT content, executable FROM files WHERE rollout_id = :id AND path = :path"
-TURN_HEADS = """
+TURN_HEADS = f"""
 SELECT position, turn, parent, finish, version_runs, excluded, length(context_ids) / 4 AS fresh,
-  length(ids) / 4 AS sampled, logprobs IS NOT NULL AS has_logprobs, began_s, first_s, ended_s, cached
+  length(ids) / 4 AS sampled, logprobs IS NOT NULL AS has_logprobs, {', '.join(TIMES)}
 FROM turns WHERE rollout_id = :id ORDER BY position
 """
 TURN_IDS = """

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from insitu.errors import RecordError
 from insitu.progress.base import rounded
 
 Capture = pytest.CaptureFixture[str]
+PAGE = (Path(__file__).parents[3] / "docs" / "viewer.md").read_text()
 MANY = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n"
 
 
@@ -64,6 +66,8 @@ def test_every_view_can_be_queried(lab_run: Path, capsys: Capture, view: str, co
     rows = list(csv.DictReader(io.StringIO(text)))
     assert len(rows) == 2
     assert rows[0].get("step") or rows[0]["id"]
+    (documented,) = re.findall(rf"^\| `{view}` \|[^|]*\| `([^`]*)`", PAGE, re.MULTILINE)
+    assert documented.split() == [*rows[0]], "docs/viewer.md lists the columns"
 
 
 def test_a_group_has_one_name_in_queries_lists_and_exports(

@@ -20,7 +20,6 @@ from insitu_view.web.credit import Credits
 from insitu_view.web.runs import RunHandle, open_inside
 from insitu_view.web.token_page import row_spans
 
-TIMES = ("began_s", "first_s", "ended_s", "cached")
 MAX_TURNS = 100
 """Turns of one page of a transcript."""
 MAX_PAGE_CHARS = 3 << 20
@@ -170,7 +169,7 @@ def transcript(
         turns = reader.all(sql.TURN_IDS, id=rollout_id, start=start, count=min(count, MAX_TURNS))
         heads = reader.all(sql.TURN_HEADS, id=rollout_id)
     timed = {
-        head["turn"]: {name: head[name] for name in TIMES} | {"waited_s": waited}
+        head["turn"]: {name: head[name] for name in sql.TIMES} | {"waited_s": waited}
         for head, waited in zip(heads, tool_waits(heads), strict=True)
     }
     shown, size = [], 0

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_RAISED_CHARS = 300
 """Largest length of a user's exception text in a message."""
+_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(os.__file__).parent), "<frozen")
+"""Begins of the names of insitu's and Python's own files."""
 
 
 class InsituError(Exception):
@@ -149,7 +151,7 @@ def boundary(kind: type[InsituError], doing: str) -> Iterator[None]:
 
 @contextmanager
 def user_code(kind: type[InsituError], name: str, passing: type[Exception] = InsituError) -> Iterator[None]:
-    """Convert every error of a user's code into `kind`, one line with its place.
+    """Convert every error of a user's code into `kind`, one line with its place: in the file that is called.
 
     Insitu's own errors and those of type `passing` are raised unchanged.
     """
@@ -158,7 +160,9 @@ def user_code(kind: type[InsituError], name: str, passing: type[Exception] = Ins
     except (InsituError, passing):
         raise
     except (Exception, SystemExit) as error:
-        raise kind(f"{name} {describe_raised(error)}") from error
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][1:]
+        own = (file for file in files if file != files[0] and not file.startswith(_NOT_THE_USERS))
+        raise kind(f"{name} {describe_raised(error, next(own, ''))}") from error
 
 
 def describe_raised(error: BaseException, file: str = "") -> str:

@@ -128,6 +128,14 @@ async def test_a_trainer_that_is_asked_by_hand_is_asked_for_few(first: str) -> N
     assert engine.asked <= most + (2 * probe.LEARNT_LEAST if first == "certain" else 0)
 
 
+async def test_one_whose_ids_show_nothing_is_refused_with_what_it_may_be() -> None:
+    engine = Cheat("honest")
+    even = 0.01 * np.sin(np.arange(VOCAB))
+    engine.model.logprobs = lambda seen, temperature: even - np.log(np.exp(even).sum())  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=r"at .0.4, 0.7, 1.0. ids are .* untrained"):
+        await probe_engine(engine, PROMPT, vocab_size=VOCAB)
+
+
 def test_honest_counts_pass_and_impossible_ones_do_not() -> None:
     random = np.random.default_rng(5)
     for _, scale in itertools.product(range(150), (0.0, 1.0, 4.0)):

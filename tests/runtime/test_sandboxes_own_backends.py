@@ -81,6 +81,7 @@ def test_what_a_backend_function_raises_is_one_line(mine: str) -> None:
 FAULTY = """
 from contextlib import asynccontextmanager
 from insitu.engines.scripted import ScriptedEngine
+from json import loads
 from insitu.types import Generation
 import numpy as np
 
@@ -95,6 +96,10 @@ async def broken(config):
 @asynccontextmanager
 async def thing(config):
     yield object()
+
+@asynccontextmanager
+async def inside(config):
+    yield loads(config)
 
 class Faulty(ScriptedEngine):
     async def generate(self, ids, params, key):
@@ -118,8 +123,9 @@ async def test_faults_of_the_users_engine_are_engine_errors_in_one_line(tmp_path
     renderer = cast(ProbeRenderer, None)
     for name, kind, message in (
         ("nothing", EngineError, "nothing raised TypeError"),
-        ("broken", EngineError, r"broken raised ValueError\('no GPU'\) \(faulty.py line 12\)"),
-        ("thing", ConfigError, "thing opened <object object at .* which is not an Engine"),
+        ("broken", EngineError, r"broken raised ValueError\('no GPU'\) \(faulty.py line 13\)"),
+        ("inside", EngineError, r"inside raised TypeError\(.*\) \(faulty.py line 22\)"),
+        ("thing", ConfigError, "thing opened no Engine: it lacks close, generate, info, pause, receipt"),
     ):
         config = load_config(None, [f"engine.kind={tmp_path}/faulty.py:{name}"])
         with pytest.raises(kind, match=message):
@@ -148,7 +154,7 @@ async def test_calls_go_to_the_users_engine(tmp_path: Path) -> None:
     renderer = cast(ProbeRenderer, None)
     async with open_engine(config, renderer, probe=False) as engine:
         assert engine.info.name
-    with pytest.raises(ConfigError, match="cannot load weights: it is not a LoadingEngine"):
+    with pytest.raises(ConfigError, match="opened no LoadingEngine: it lacks has_own_head, load, rec"):
         async with open_server(config, renderer):
             pass
     with pytest.raises(ConfigError, match="unknown name 'vlm' of kind engines; did you mean vllm"):

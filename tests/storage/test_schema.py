@@ -15,7 +15,6 @@ from insitu.storage.schema import OLDEST_VERSION, SCHEMA, SCHEMA_VERSION
 from insitu.storage.store import Store
 from tests.fakes.old_store import make_old
 
-
 COLUMNS = {8: 112}
 """Version -> number of columns of all its tables."""
 
@@ -78,4 +77,6 @@ def test_more_columns_are_a_newer_version() -> None:
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
         count = sum(map(len, tables_of(db).values()))
-    assert {SCHEMA_VERSION: count}.items() <= COLUMNS.items(), "raise SCHEMA_VERSION, and name its columns here"
+    assert {SCHEMA_VERSION: count}.items() <= COLUMNS.items(), (
+        "raise SCHEMA_VERSION, and name its columns here"
+    )

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -207,9 +207,7 @@ async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncItera
         raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_OPENED[config.engine.kind]}")
     else:
         async with AsyncExitStack() as stack:
-            own = await _enter(stack, config.engine.kind, config)
-            if not isinstance(own, Engine):
-                raise ConfigError(f"engine.kind {config.engine.kind} opened {own!a}, which is not an Engine")
+            own = await _enter(stack, config.engine.kind, config, Engine)
             yield GuardedEngine(own, config.engine.kind)
 
 
@@ -243,8 +241,8 @@ async def _attach_in_time(
     announced = False
     while True:
         try:
-            engine = await _enter(stack, kind, options)
-            break
+            engine: LoadingEngine = await _enter(stack, kind, options, LoadingEngine)
+            return engine
         except EngineUnavailable as error:
             if time.monotonic() >= ends:
                 late = f"; waited {most_s:g} s for it (engine.start_timeout_s)" if most_s else ""
@@ -254,15 +252,18 @@ async def _attach_in_time(
                 announce(f"waiting for {kind} at {url or config.engine.url} ({most_s:g} s): {error}")
                 announced = True
         await asyncio.sleep(min(POLL_S, max(0.0, ends - time.monotonic())))
-    if not isinstance(engine, LoadingEngine):
-        raise ConfigError(f"engine.kind {kind} cannot load weights: it is not a LoadingEngine")
-    return engine
 
 
-async def _enter(stack: AsyncExitStack, kind: str, options: object) -> object:
-    """Open an engine until the stack ends; raise EngineError for what its code raises."""
+async def _enter(stack: AsyncExitStack, kind: str, options: object, wanted: Any) -> Any:
+    """Open an engine until the stack ends; raise EngineError for what its code raises.
+
+    Raises ConfigError for one that has not all names of the protocol `wanted`.
+    """
     with user_code(EngineError, f"engine.kind {kind}"):
-        return await stack.enter_async_context(find("engines", kind)(options))
+        opened = await stack.enter_async_context(find("engines", kind)(options))
+    if lacks := [name for name in dir(wanted) if name[0] != "_" and not hasattr(opened, name)]:
+        raise ConfigError(f"engine.kind {kind} opened no {wanted.__name__}: it lacks {', '.join(lacks)}")
+    return opened
 
 
 _NOT_OPENED = {

@@ -150,7 +150,10 @@ class _Probe:
             if self.pairs >= 3:
                 return
         if not self.pairs:
-            raise _refusal("too few ids to tell of which distribution its logprobs are")
+            raise _refusal(
+                f"too little tells of what distribution its logprobs are: at {levels} ids are nearly certain,"
+                " or as even as those of an untrained model or of one that does not get the temperature"
+            )
 
     async def sampling(self, wanted: float) -> None:
         """Check that ids follow the logprobs, at the rollouts' temperature and at a colder or hotter one."""

@@ -216,6 +216,7 @@ class EngineSet:
 
     async def _restore(self, member: _Member) -> None:
         """Check a fenced server until it serves again."""
+        said = bool(self._serving())
         while member.error is not None:
             try:
                 await member.engine.version()
@@ -224,6 +225,9 @@ class EngineSet:
                 answers = False
             except EngineError:
                 answers = True  # unknown weights
+            if not answers and not said:
+                said = True
+                self._say(f"{member.error}; waiting {self._max_wait_s:g} s for it")
             if answers:
                 async with self._lock:
                     if member.error is not None:

@@ -176,7 +176,7 @@ FILES = "SELECT path, executable, length(content) AS size FROM files WHERE rollo
 FILE = "SELECT content, executable FROM files WHERE rollout_id = :id AND path = :path"
 TURN_HEADS = f"""
 SELECT position, turn, parent, finish, version_runs, excluded, length(context_ids) / 4 AS fresh,
-  length(ids) / 4 AS sampled, logprobs IS NOT NULL AS has_logprobs, {', '.join(TIMES)}
+  length(ids) / 4 AS sampled, logprobs IS NOT NULL AS has_logprobs, {", ".join(TIMES)}
 FROM turns WHERE rollout_id = :id ORDER BY position
 """
 TURN_IDS = """

@@ -29,7 +29,7 @@ SELECT r.rollout_id AS id, r.phase, r.step, {GROUP_ID} AS group_id, r.slot,
 FROM rollouts r LEFT JOIN verdicts v USING (rollout_id) LEFT JOIN states s USING (rollout_id);
 CREATE TEMP VIEW v_turns AS
 SELECT rollout_id AS id, turn, parent, finish, excluded, length(context_ids) / 4 AS context_tokens,
-  length(ids) / 4 AS sampled, {', '.join(TIMES)} FROM turns;
+  length(ids) / 4 AS sampled, {", ".join(TIMES)} FROM turns;
 CREATE TEMP VIEW v_steps AS
 SELECT s.step, s.committed_s, s.checkpoint, s.plan_hash, s.metrics,
   (SELECT tokens FROM ledger l WHERE l.step = s.step AND l.entry = 'captured') AS sampled,

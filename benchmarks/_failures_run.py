@@ -23,7 +23,7 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.groups import open_groups
 from insitu.collect.options import CollectOptions
 from insitu.config import Config, demo_preset, load_config, model_folder
-from insitu.engines.base import Engine, EngineWrapper
+from insitu.engines.base import Engine, Receipt
 from insitu.errors import EngineError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.judge import TaskJudge
@@ -78,12 +78,16 @@ class Trouble:
         return True
 
 
-class FailingEngine(EngineWrapper):
+class FailingEngine:
     """Passes calls on, or fails them. Implements engines.base.Engine."""
 
     def __init__(self, inner: Engine, trouble: Trouble) -> None:
-        super().__init__(inner)
-        self.trouble = trouble
+        self._inner, self.trouble = inner, trouble
+        self.info, self.pause, self.resume = inner.info, inner.pause, inner.resume
+
+    @property
+    def receipt(self) -> Receipt:
+        return self._inner.receipt
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         attempt = self.trouble.tries[key.rollout_id]

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from insitu.engines.remote import ChildEngine
 from insitu.engines.rpc import Decoder, Frame, RpcClient, RpcPeer, encode
 from insitu.errors import EngineError, TrainError
 from insitu.types import RequestKey, SamplingParams
@@ -23,6 +22,7 @@ from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
 from insitu_train.embedded.model import initialise, save_model
 from insitu_train.embedded.service import EngineService
+from insitu_train.learner.engine import LearnerEngine
 from insitu_train.rpc_server import Handler, RpcCall, RpcServer
 
 MODEL = ModelConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, head_dim=8, intermediate_size=48)
@@ -219,7 +219,7 @@ async def test_no_server_is_one_clear_line(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def engine_on(path: Path, core: EmbeddedCore) -> AsyncIterator[ChildEngine]:
+async def engine_on(path: Path, core: EmbeddedCore) -> AsyncIterator[LearnerEngine]:
     service = EngineService(core)
 
     def work() -> bool:
@@ -227,11 +227,11 @@ async def engine_on(path: Path, core: EmbeddedCore) -> AsyncIterator[ChildEngine
         return service.busy
 
     with hosted(path, dict(service.handlers), work):
-        engine = await ChildEngine.attach(await RpcClient.connect(path, deadline_s=5), call_deadline_s=20)
+        channel = await RpcClient.connect(path, deadline_s=5)
         try:
-            yield engine
+            yield await LearnerEngine.attach(channel, call_deadline_s=20)
         finally:
-            await engine.close()
+            await channel.close()
 
 
 def key(name: str) -> RequestKey:
@@ -390,20 +390,21 @@ async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path)
     ]
     process = await asyncio.create_subprocess_exec(*argv)
     try:
-        engine = await ChildEngine.attach(await RpcClient.connect(tmp_path / "s", deadline_s=60))
+        channel = await RpcClient.connect(tmp_path / "s", deadline_s=60)
+        engine = await LearnerEngine.attach(channel)
         params = SamplingParams(max_tokens=4000)
         waiters = [
             asyncio.ensure_future(engine.generate(np.arange(9, dtype=np.int32), params, key(f"k{i}")))
             for i in range(5)
         ]
-        await engine.refresh()
+        await engine.recognise()
         process.kill()
         for result in await asyncio.gather(*waiters, return_exceptions=True):
             assert isinstance(result, EngineError)
             assert str(result) == "learner is gone: the connection ended"
         with pytest.raises(EngineError, match="learner is gone"):
             await engine.pause()
-        await engine.close()
+        await channel.close()
     finally:
         if process.returncode is None:
             process.kill()
@@ -412,6 +413,6 @@ async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_controllers_side_never_imports_torch() -> None:
-    modules = "insitu.engines.remote, insitu_train.rpc_server"
+    modules = "insitu_train.learner.engine, insitu_train.rpc_server"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,15 +10,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from insitu.engines.base import EngineInfo, Receipt
+from insitu.engines.remote import read_request
+from insitu.engines.rpc import Array, Frame, Meta
 from insitu.errors import EngineError, TrainError
-from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu.types import Generation
+from insitu.types.codec import VALUES
+from insitu_train.learner.engine import LearnerEngine
 from insitu_train.options import StepResult
 from insitu_train.plan.step import StepPlan
 
@@ -26,7 +31,7 @@ _START = "start"
 
 
 class FakeLearner:
-    """Implements train.lifeline.Mortal, engines.base.Engine and training.weights.Publisher."""
+    """Implements what a supervisor uses of `Learner`, a `Publisher`, and the channel of its engine."""
 
     def __init__(self, dies_at: Collection[tuple[str, int]] = ()) -> None:
         self.alive, self.version, self.weights = True, 0, _START
@@ -35,19 +40,20 @@ class FakeLearner:
         self._dies_at = frozenset(dies_at)
         self._disk: dict[Path, tuple[int, str]] = {}
         self._calls: Counter[str] = Counter()
+        info = EngineInfo(name="fake", max_context_tokens=128)
+        self.engine = LearnerEngine(cast(Any, self), self._explained, info, self.published, 60.0)
 
-    @property
-    def info(self) -> EngineInfo:
-        return EngineInfo(name="fake", max_context_tokens=128)
-
-    @property
-    def receipt(self) -> Receipt:
-        return self.published
+    def working(self) -> AbstractAsyncContextManager[None]:
+        return self.engine.working()
 
     async def death(self) -> EngineError:
         return EngineError("the learner died (killed by signal 9)")
 
+    async def _explained(self, error: EngineError) -> EngineError:
+        return error if self.alive else await self.death()
+
     async def restart(self) -> None:
+        self.engine.fed = False
         await asyncio.sleep(0)
         self.alive, self.version, self.weights = True, 0, _START
         self.published = Receipt(version=0, checksum=_START)
@@ -78,28 +84,32 @@ class FakeLearner:
         if version != self.version:
             raise TrainError(f"version {version} is not the trainer's, which is {self.version}")
         self.published = Receipt(version=version, checksum=self.weights)
-        return self.published
+        return await self.engine.recognise()
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         yield
 
-    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
+    async def call(
+        self, op: str, meta: Meta | None, arrays: Mapping[str, Array], *, deadline_s: float, quiet_s: float
+    ) -> Frame:
+        """Answer the engine's calls as the process does."""
+        if op == "engine.info":
+            return Frame(
+                meta={"version": self.published.version, "checksum": self.published.checksum}, arrays={}
+            )
+        assert op == "engine.generate"
         await self._asked("generate", EngineError)
+        _, params, key = read_request(arrays)
         text = f"{self.published.checksum} {key.seed} {key.rollout_id} {key.turn}"
         drawn = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)[: params.max_tokens]
-        return Generation(
+        made = Generation(
             ids=drawn.astype(np.int32),
             logprobs=np.full(len(drawn), -1.0, np.float32),
             finish="length",
             version_runs=((0, self.published.version),),
         )
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def close(self) -> None: ...
+        return Frame(meta={}, arrays=VALUES.pack(made))
 
     def _call(self, name: str) -> None:
         self._calls[name] += 1

@@ -138,7 +138,7 @@ class World:
             await supervisor.begin()
             mix = TaskMix([TaskSet(arm=c.arms[""], source=ToySource(Limits(wall_s=8.0)))])
             agents = RunAgents(
-                source=mix, names=("sim", "1"), attempts=self.attempts, engine=cast(Any, self.learner)
+                source=mix, names=("sim", "1"), attempts=self.attempts, engine=self.learner.engine
             )
             parts = RunParts(
                 agents=agents, learner=cast(Any, self.learner), supervisor=supervisor, plan_config=plan

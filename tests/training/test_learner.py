@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from train_lab import VOCAB, group, rollout, segment, small_model
 from insitu.capture.segments import version_row
 from insitu.config import load_config
 from insitu.engines.base import Engine
+from insitu.engines.replicas import EngineSet
 from insitu.errors import EngineError, RecordError, TrainError
 from insitu.storage.store import Store
 from insitu.types import Group, RequestKey, SamplingParams
@@ -28,11 +30,12 @@ from insitu_train.embedded.weights import checksum
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
 from insitu_train.learner.serialization import decode_plan, encode_plan
+from insitu_train.learner.supervisor import LearnerSupervisor
 from insitu_train.loop import REFERENCE, START_MODEL, check_start_model, keep_start_model
 from insitu_train.options import OptimConfig, TrainConfig, dump_config, parse_config
 from insitu_train.plan.step import PlanConfig, plan_digest, plan_step
 from insitu_train.scores import read_row, score_file
-from insitu_train.weights.files import ExportRequest
+from insitu_train.weights.files import ExportRequest, OwnPublisher
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +64,7 @@ async def learner(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lea
 async def test_a_learner_that_does_not_answer_writes_where_its_threads_are(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("insitu.engines.remote.QUIET_S", 0.2)
+    monkeypatch.setattr("insitu_train.learner.engine.QUIET_S", 0.2)
     file = tmp_path / "learner.log"
     async with Learner.start(spec_of(model_folder, log=file)) as learner, asyncio.timeout(60):
         await learner.engine.pause()
@@ -418,3 +421,30 @@ async def test_a_learner_without_an_engine_trains_and_publishes_nowhere(
     config = json.loads((tmp_path / "v2" / "config.json").read_text())
     assert (config["tie_word_embeddings"], config["dtype"]) == (False, "bfloat16")
     assert (tmp_path / "v2" / "tokenizer.json").exists()
+
+
+async def test_requests_at_a_killed_learner_are_made_again_and_draw_the_same(model_folder: Path) -> None:
+    prompt, said = np.arange(30, dtype=np.int32), list[str]()
+
+    async def sample(engine: EngineSet, name: str) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        key = RequestKey(seed=0, rollout_id=name, turn=0)
+        made = await engine.generate(prompt, SamplingParams(max_tokens=60), key)
+        return made.ids.tolist(), made.version_runs
+
+    async with Learner.start(spec_of(model_folder)) as learner:
+        engine = EngineSet({"learner": learner.engine}, max_wait_s=math.inf, restarts=1)
+        publisher = OwnPublisher(learner, engine)
+        supervisor = LearnerSupervisor(learner, publisher, lambda: (None, []), restarts=1, say=said.append)
+        engine.check = supervisor.check
+        async with engine, asyncio.timeout(120):
+            await supervisor.begin()
+            before = [await sample(engine, name) for name in "abc"]
+            os.kill(learner.pid, signal.SIGSTOP)
+            running = [asyncio.create_task(sample(engine, name)) for name in "abc"]
+            await asyncio.sleep(0.05)
+            os.kill(learner.pid, signal.SIGKILL)
+            assert await asyncio.gather(*running) == before
+            assert said == ["the learner died (killed by signal 9); restarting it (1 of 1)"]
+            os.kill(learner.pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match=r"^the learner died \(killed by signal 9\)"):
+                await sample(engine, "d")

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
 
 from insitu.engines.downtime import on_downtime
+from insitu.engines.replicas import EngineSet
 from insitu.errors import EngineError, TrainError
 from insitu.gateway.deadlines import CallDeadline, SessionClock
 from insitu.gateway.session import SessionStats
 from insitu.storage.files import sha256_of
 from insitu.types import Ledger, RequestKey, SamplingParams
 from insitu_train.checkpoint_files import verify
-from insitu_train.learner.supervisor import LearnerSupervisor, RetryingEngine, Trained
+from insitu_train.learner.supervisor import LearnerSupervisor, Trained
 from insitu_train.options import StepResult
 from insitu_train.plan.step import StepPlan
 from insitu_train.recovery import Committed, CommittedStep, prune, written_steps
+from insitu_train.weights.files import OwnPublisher
 from tests.fakes.learner import FakeLearner
 
 STEPS = 3
@@ -34,19 +38,38 @@ def _same(plan: StepPlan) -> StepPlan:
 
 
 class Run:
-    """Samples, trains and commits like the loop; a commit is an entry of a list."""
+    """Samples, trains and commits like the loop; a commit is an entry of a list.
+
+    An async context, which ends its engine.
+    """
 
     def __init__(
-        self, folder: Path, dies_at: Collection[tuple[str, int]], restarts: int = 2, every: int = 2
+        self,
+        folder: Path,
+        dies_at: Collection[tuple[str, int]] = (),
+        restarts: int = 2,
+        every: int = 2,
+        learner: FakeLearner | None = None,
     ) -> None:
         self.every, self.checkpoint = every, 0
-        self.learner, self.folder = FakeLearner(dies_at), folder
+        self.learner, self.folder = learner or FakeLearner(dies_at), folder
         self.steps = list[tuple[StepPlan, str]]()
         self.said = list[str]()
-        self.supervisor = LearnerSupervisor(
-            self.learner, self.learner, self.committed, restarts=restarts, say=self.said.append
+        self.engine = EngineSet(
+            {"learner": self.learner.engine}, max_wait_s=math.inf, restarts=restarts, say=self.said.append
         )
-        self.engine = RetryingEngine(self.learner, self.supervisor)
+        publisher = OwnPublisher(self.learner, self.engine)
+        self.supervisor = LearnerSupervisor(
+            self.learner, publisher, self.committed, restarts=restarts, say=self.said.append
+        )
+        self.engine.check = self.supervisor.check
+
+    async def __aenter__(self) -> Self:
+        await self.engine.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.__aexit__()
 
     def committed(self) -> Committed:
         after = [
@@ -94,9 +117,10 @@ PLACES = [
 async def test_a_death_anywhere_does_not_show(tmp_path: Path, place: tuple[str, int]) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    undisturbed = await Run(tmp_path / "a", ()).whole()
-    run = Run(tmp_path / "b", [place])
-    assert await run.whole() == undisturbed
+    async with Run(tmp_path / "a") as run:
+        undisturbed = await run.whole()
+    async with Run(tmp_path / "b", [place]) as run:
+        assert await run.whole() == undisturbed
     assert run.learner.lives == 2
     assert run.supervisor.restarts == 1
     assert run.said == ["the learner died (killed by signal 9); restarting it (1 of 2)"]
@@ -105,9 +129,10 @@ async def test_a_death_anywhere_does_not_show(tmp_path: Path, place: tuple[str, 
 async def test_one_that_dies_while_it_is_brought_back_is_brought_back_again(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    undisturbed = await Run(tmp_path / "a", ()).whole()
-    run = Run(tmp_path / "b", [("step", 3), ("load", 1)])
-    assert await run.whole() == undisturbed
+    async with Run(tmp_path / "a") as run:
+        undisturbed = await run.whole()
+    async with Run(tmp_path / "b", [("step", 3), ("load", 1)]) as run:
+        assert await run.whole() == undisturbed
     assert run.learner.lives == 3
 
 
@@ -126,7 +151,7 @@ class DiskRun(Run):
     """A run whose checkpoints are folders with checksums, one after each step."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, (), every=1)
+        super().__init__(folder, every=1)
         self.learner.load = Files(self.learner).load  # type: ignore[method-assign]
 
     def committed(self) -> Committed:
@@ -180,7 +205,7 @@ async def test_behind_a_damaged_checkpoint_the_one_before_is_loaded(
         run.at(step).mkdir(exist_ok=True)
     await run.learner.restart()
     await run.supervisor.begin()
-    assert (run.learner.receipt, run.learner.version, run.learner.weights) == end
+    assert (run.engine.receipt, run.learner.version, run.learner.weights) == end
     assert len(run.said) == len(damaged)
     for step, line in zip(damaged, run.said, strict=True):
         assert f"checkpoint {run.at(step)}" in line
@@ -222,28 +247,31 @@ async def test_a_death_before_the_commit_is_found_when_the_step_is_published(
     tmp_path: Path,
 ) -> None:
     """A request finds it dead and restarts it at the step before; the step is trained again then."""
-    run = Run(tmp_path, [])
     plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
-    trained = await run.supervisor.train(plan)
-    run.learner.alive = False
-    await run.generate(1, 0)
-    assert run.learner.weights == "start"
-    await run.commit(plan, trained)
+    async with Run(tmp_path) as run:
+        trained = await run.supervisor.train(plan)
+        run.learner.alive = False
+        await run.generate(1, 0)
+        assert run.learner.weights == "start"
+        await run.commit(plan, trained)
     assert (run.learner.weights, run.engine.receipt.checksum) == (trained.weights, trained.weights)
     assert run.engine.receipt.version == trained.result.version == 1
 
 
 async def test_deaths_without_a_step_in_between_end_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, [("step", 1), ("step", 2), ("step", 3)], restarts=2)
-    with pytest.raises(EngineError, match=r"^the learner died \(killed by signal 9\)$"):
+    died = pytest.raises(EngineError, match=r"^the learner died \(killed by signal 9\)$")
+    async with Run(tmp_path, [("step", 1), ("step", 2), ("step", 3)], restarts=2) as run:
+        with died:
+            await run.whole()
+        assert len(run.said) == 2
+        with died:  # nor does a request wait for it
+            await run.generate(1, 0)
+    async with Run(tmp_path, [("step", 1), ("step", 3), ("step", 5)], restarts=1, every=1) as run:
         await run.whole()
-    assert len(run.said) == 2
-    run = Run(tmp_path, [("step", 1), ("step", 3), ("step", 5)], restarts=1, every=1)
-    await run.whole()
-    assert run.supervisor.restarts == 3, "a committed step resets the count"
-    run = Run(tmp_path, [("generate", 1)], restarts=0)
-    with pytest.raises(EngineError, match="the learner died"):
-        await run.whole()
+        assert run.supervisor.restarts == 3, "a committed step resets the count"
+    async with Run(tmp_path, [("generate", 1)], restarts=0) as run:
+        with pytest.raises(EngineError, match="the learner died"):
+            await run.whole()
 
 
 async def test_who_waits_for_a_new_one_may_go_away(tmp_path: Path) -> None:
@@ -255,16 +283,20 @@ async def test_who_waits_for_a_new_one_may_go_away(tmp_path: Path) -> None:
             await run.commit(plan, await run.supervisor.train(plan))
         return run
 
-    wanted = await (await three_steps(Run(tmp_path, []))).generate(1, 1)
-    for moment, every in [(n, every) for n in range(14) for every in (2, 9)]:
-        run = await three_steps(Run(tmp_path, [], restarts=1, every=every))
-        run.learner.alive = False
-        waiting = asyncio.create_task(run.generate(1, 0))
-        for _ in range(moment):
-            await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert await run.generate(1, 1) == wanted
+    async with Run(tmp_path) as run:
+        wanted = await (await three_steps(run)).generate(1, 1)
+    for moment, every in [(n, every) for n in range(40) for every in (2, 9)]:
+        for who in ("request", "check"):
+            async with Run(tmp_path, restarts=1, every=every) as run:
+                await three_steps(run)
+                run.learner.alive = False
+                work = run.generate(1, 0) if who == "request" else run.supervisor.check()
+                waiting = asyncio.create_task(work)  # type: ignore[arg-type]
+                for _ in range(moment):
+                    await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.wait([waiting])
+                assert await run.generate(1, 1) == wanted
 
 
 class Slow(FakeLearner):
@@ -291,24 +323,22 @@ async def test_what_the_learner_does_beside_sampling_is_not_the_agents_time(
     tmp_path: Path, slow: str, dies_at: list[tuple[str, int]]
 ) -> None:
     """A call of a session with less wall time than a step takes, and an engine's deadline as short."""
-    run = Run(tmp_path, (), every=1)
-    run.learner = learner = Slow(slow, dies_at)
-    run.supervisor = LearnerSupervisor(learner, learner, run.committed, restarts=2)
-    run.engine = RetryingEngine(learner, run.supervisor)
+    learner = Slow(slow, dies_at)
+    async with Run(tmp_path, every=1, learner=learner) as run:
 
-    async def work() -> None:
-        plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
-        await run.commit(plan, await run.supervisor.train(plan))
+        async def work() -> None:
+            plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0, digest="x")
+            await run.commit(plan, await run.supervisor.train(plan))
 
-    working = asyncio.create_task(work())
-    await learner.began.wait()
-    stats = SessionStats()
-    clock = SessionClock(0.3, stats)
-    call = CallDeadline(clock, 0.3)
-    async with call:
-        with on_downtime(call):
-            _, runs = await run.generate(1, 0)
-    await working
+        working = asyncio.create_task(work())
+        await learner.began.wait()
+        stats = SessionStats()
+        clock = SessionClock(0.3, stats)
+        call = CallDeadline(clock, 0.3)
+        async with call:
+            with on_downtime(call):
+                _, runs = await run.generate(1, 0)
+        await working
     assert (stats.away_s >= 0.4, stats.away_since, clock.over, call.cut) == (True, None, False, False)
     assert runs == ((0, 1),)
 
@@ -318,7 +348,7 @@ async def test_what_a_living_learner_refuses_is_refused(tmp_path: Path) -> None:
         async def step(self, plan: StepPlan, scores: Path | None = None) -> StepResult:
             raise TrainError("no update")
 
-    run = Run(tmp_path, ())
+    run = Run(tmp_path)
     learner = Refusing()
     supervisor = LearnerSupervisor(learner, learner, run.committed, restarts=3)
     plan = StepPlan(rows=(), batches=(), ledger=Ledger(), groups=0)

@@ -19,13 +19,14 @@ from test_learner import collect
 from train_lab import sampled_groups, small_model
 
 from insitu.config import load_config
+from insitu.engines.replicas import EngineSet
 from insitu.errors import ConfigError, EngineError, TrainError
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu.types.codec import VALUES
 from insitu_train.embedded.model import save_model
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
-from insitu_train.learner.supervisor import LearnerSupervisor, RetryingEngine
+from insitu_train.learner.supervisor import LearnerSupervisor
 from insitu_train.options import LossConfig, OptimConfig, PolicyConfig, ServiceOptions, TrainConfig
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.scores import read_row
@@ -34,6 +35,7 @@ from insitu_train.service.reduction import Reduction, find_reduction
 from insitu_train.service.session import Service, TrainingRun
 from insitu_train.service.trainer import HalfDoneError, ServiceTrainer
 from insitu_train.trainer.trainer import Trainer
+from insitu_train.weights.files import OwnPublisher
 
 SDK = Path(__file__).parents[1] / "fakes" / "tinker_sdk"
 
@@ -205,7 +207,7 @@ def test_the_key_of_the_timeout_is_that_of_a_generation() -> None:
     assert LearnerSpec.of(config, model=Path("m")).call_deadline_s == 7.0
 
 
-async def one(learner: Learner | RetryingEngine, name: str = "a") -> tuple[list[int], int]:
+async def one(learner: Learner | EngineSet, name: str = "a") -> tuple[list[int], int]:
     engine = learner.engine if isinstance(learner, Learner) else learner
     out = await engine.generate(
         np.arange(1, 12, dtype=np.int32),
@@ -263,10 +265,20 @@ async def test_a_lost_step_is_repeated_from_the_last_checkpoint(folder: Path, fa
 
     async def steps(learner: Learner, hurt: bool) -> list[tuple[list[int], int]]:
         committed.clear()
+        engine = EngineSet({"learner": learner.engine}, max_wait_s=60.0, restarts=2)
         supervisor = LearnerSupervisor(
-            learner, learner, lambda: (committed[-1] if committed else None, []), restarts=2
+            learner,
+            OwnPublisher(learner, engine),
+            lambda: (committed[-1] if committed else None, []),
+            restarts=2,
         )
-        engine = RetryingEngine(learner.engine, supervisor, meanwhile=True)
+        engine.check = supervisor.check
+        async with engine:
+            return await some(learner, engine, supervisor, hurt)
+
+    async def some(
+        learner: Learner, engine: EngineSet, supervisor: LearnerSupervisor, hurt: bool
+    ) -> list[tuple[list[int], int]]:
         await supervisor.begin()
         made = []
         for step in (1, 2, 3):

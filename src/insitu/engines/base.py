@@ -99,27 +99,3 @@ class TracksSessions(Protocol):
 
     def release(self, session: str) -> None:
         """Forget a session (the rollout id of its requests) that has ended."""
-
-
-class EngineWrapper:
-    """`engines.base.Engine` without `generate`."""
-
-    def __init__(self, inner: Engine) -> None:
-        self._inner = inner
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._inner.info
-
-    @property
-    def receipt(self) -> Receipt:
-        return self._inner.receipt
-
-    async def pause(self) -> None:
-        await self._inner.pause()
-
-    async def resume(self) -> None:
-        await self._inner.resume()
-
-    async def close(self) -> None:
-        await self._inner.close()

@@ -1,8 +1,8 @@
-"""Open and probe the configured engine, if it is a server or an external trainer.
+"""Open the configured engine, and probe what is a server or an external trainer.
 
     async with open_engine(config, renderer) as engine: ...
 
-The embedded engine is not opened here: it lives in the learner.
+A training run takes its learner's engine from the learner that it has.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -25,7 +26,7 @@ from insitu.engines.guarded import GuardedEngine
 from insitu.engines.http import HttpOptions, checked_url
 from insitu.engines.launch import launched
 from insitu.engines.probe import probe_engine
-from insitu.engines.replicas import EngineSet
+from insitu.engines.replicas import EngineSet, may_come_back
 from insitu.engines.served_model import check_served
 from insitu.engines.server_command import SERVERS
 from insitu.errors import ConfigError, EngineError, EngineUnavailable, user_code
@@ -49,6 +50,24 @@ class ProbeRenderer(Protocol):
     def append(self, messages: Sequence[Message]) -> IntArray: ...
 
     def generation_prompt(self) -> IntArray: ...
+
+
+class LocalEngine(Protocol):
+    """An engine that a run starts in a process of its own, by its name in the registry."""
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError where it could not start."""
+
+    def open(
+        self, config: Config, log: Path | None
+    ) -> AbstractAsyncContextManager[tuple[LoadingEngine, Callable[[], Awaitable[None]]]]:
+        """Start it; the second value raises when it cannot answer any more."""
+
+
+def local_engine(config: Config) -> LocalEngine:
+    """Return the configured engine of a run with `engine.in_learner`; raise ConfigError."""
+    engine: LocalEngine = find("engines", config.engine.kind)
+    return engine
 
 
 def http_options(config: Config, launched: Sequence[str] = ()) -> list[HttpOptions]:
@@ -94,15 +113,17 @@ async def open_engine(
     *,
     probe: bool = True,
     announce: Callable[[str], None] = log.warning,
+    output: Path | None = None,
 ) -> AsyncIterator[Engine]:
     """Attach to the configured engine and probe it at `engine.temperature`.
 
     `announce` gets a line for the operator before the engine can answer: where the trainer of an external
-    engine must connect, or which server is awaited. Raises ConfigError for kinds that are not opened here,
-    EngineError when the probe fails, EngineUnavailable when the engine does not come up.
+    engine must connect, or which server is awaited; `output` is the file for what a learner prints. Raises
+    ConfigError for kinds that are not opened here, EngineError when the probe fails, EngineUnavailable when
+    the engine does not come up.
     """
-    if config.engine.kind in SERVERS:
-        async with open_server(config, renderer, announce, probe=probe) as engines:
+    if config.engine.in_learner or config.engine.kind in SERVERS:
+        async with open_server(config, renderer, announce, probe=probe, output=output) as engines:
             engines.check_same_weights()
             yield engines
         return
@@ -118,22 +139,30 @@ async def open_server(
     announce: Callable[[str], None] = log.warning,
     *,
     probe: bool = True,
+    output: Path | None = None,
 ) -> AsyncIterator[EngineSet]:
-    """Attach to the servers that take weights (vllm, sglang, an own one) and probe each.
+    """Attach to the servers that take weights (vllm, sglang, an own one) and probe each; or start a learner.
 
     Raises ConfigError for other kinds, EngineError when they are not alike.
     """
     table = config.engine
     async with AsyncExitStack() as stack:
-        servers = await _attach_servers(stack, config, announce)
-        await run_all(*(_check_server(*one, config, renderer, probe=probe) for one in servers.items()))
-        _check_alike(servers)
+        check: Callable[[], Awaitable[None]] = may_come_back
+        if table.in_learner:
+            opened = local_engine(config).open(config, output)  # probes itself
+            engine, check = await stack.enter_async_context(opened)
+            servers: Mapping[str, LoadingEngine] = {table.kind: engine}
+        else:
+            servers = await _attach_servers(stack, config, announce)
+            await run_all(*(_check_server(*one, config, renderer, probe=probe) for one in servers.items()))
+            _check_alike(servers)
         engines = EngineSet(
             servers,
             max_wait_s=table.start_timeout_s,
             restarts=config.train.restarts,
             share_gpu=table.share_gpu,
             say=announce,
+            check=check,
         )
         yield await stack.enter_async_context(engines)
 
@@ -267,8 +296,6 @@ async def _enter(stack: AsyncExitStack, kind: str, options: object, wanted: Any)
 
 
 _NOT_OPENED = {
-    "embedded": "it runs in the learner; only servers are opened separately",
-    "tinker": "the learner's process samples from the service",
     "upstream": "it takes no token ids, so nothing is sampled from it; `insitu serve` passes requests on",
 }
 

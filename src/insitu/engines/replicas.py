@@ -6,7 +6,7 @@
 
 A session stays with one server, which has its context in the prefix cache; a new one goes to the server with
 the fewest. While no server serves, requests wait with agent deadlines paused. Whoever started a server
-restarts it; here only its return is awaited.
+restarts it, the learner when `check` asks for it; here only its return is awaited.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ class _Member:
         self.sessions: set[str] = set()
 
 
+async def may_come_back() -> None:
+    """Do nothing: an unreachable server is an error of each call."""
+
+
 class EngineSet:
     """Implements `engines.base.Engine`; an async context, which ends the checks of fenced servers."""
 
@@ -67,15 +71,17 @@ class EngineSet:
         restarts: int = 3,
         share_gpu: bool = False,
         say: Callable[[str], None] = log.warning,
+        check: Callable[[], Awaitable[None]] = may_come_back,
     ) -> None:
         """Make one engine of `engines`, by address.
 
         max_wait_s: how long requests wait while none serves. restarts: of one server between two updates, and
-        of one request. share_gpu: they sleep during training. say: receives warnings.
+        of one request. share_gpu: they sleep during training. say: receives warnings. check: restarts what a
+        fenced server runs on, or raises when it will never answer again.
         """
         self._members = [_Member(name, engine) for name, engine in engines.items()]
         self._max_wait_s, self._restarts = max_wait_s, restarts
-        self._share_gpu, self._say = share_gpu, say
+        self._share_gpu, self._say, self.check = share_gpu, say, check
         self._receipt = self._members[0].engine.receipt
         self._feed: Feed = _recognise
         self._updated = False
@@ -218,24 +224,36 @@ class EngineSet:
         """Check a fenced server until it serves again."""
         said = bool(self._serving())
         while member.error is not None:
-            try:
-                await member.engine.version()
-                answers = True
-            except EngineUnavailable:
-                answers = False
-            except EngineError:
-                answers = True  # unknown weights
-            if not answers and not said:
+            answers = await self._answers(member)
+            if not (answers or said or member.hopeless):
                 said = True
                 self._say(f"{member.error}; waiting {self._max_wait_s:g} s for it")
             if answers:
                 async with self._lock:
                     if member.error is not None:
                         await self._bring_back(member)
-            self._checked.set()
-            self._checked = asyncio.Event()
+            self._tell()
             if member.error is not None:
                 await asyncio.sleep(REFUSED_S if member.hopeless else POLL_S)
+
+    async def _answers(self, member: _Member) -> bool:
+        try:
+            await self.check()
+        except InsituError as error:
+            member.error, member.hopeless = EngineError(str(error)), True
+            return False
+        try:
+            await member.engine.version()
+        except EngineUnavailable:
+            return False
+        except EngineError:
+            pass  # unknown weights
+        return True
+
+    def _tell(self) -> None:
+        """Let those that wait look at the servers."""
+        self._checked.set()
+        self._checked = asyncio.Event()
 
     async def _bring_back(self, member: _Member) -> None:
         """Restore the weights of a fenced server that answers, if it has lost them, and let it serve."""
@@ -266,6 +284,7 @@ class EngineSet:
         if member.error is not None and self._serving():
             self._say(f"{member.name} serves again, with version {self._receipt.version}")
         member.error, member.must_feed, member.hopeless = None, False, False
+        self._tell()
 
     # ----------------------------------------------------------------------- all servers
 

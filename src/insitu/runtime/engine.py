@@ -1,19 +1,18 @@
-"""Open any token engine: in a process of its own, or on a server."""
+"""Open any token engine: one that the run starts, a server, or another trainer."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config
 from insitu.engines.base import Engine
 from insitu.engines.factory import open_engine
+from insitu.engines.replicas import EngineSet, may_come_back
 from insitu.errors import ConfigError
-from insitu.registry import find
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,28 +22,6 @@ class Sampler:
     engine: Engine
     check: Callable[[], Awaitable[None]]
     """Raises when it cannot answer any more; a server may come back, so only a learner's engine raises."""
-
-
-class LocalEngine(Protocol):
-    """An engine that a run starts in a process of its own, by its name in the registry."""
-
-    def check(self, config: Config) -> None:
-        """Raise ConfigError where it could not start."""
-
-    def open(
-        self, config: Config, log: Path
-    ) -> AbstractAsyncContextManager[tuple[Engine, Callable[[], Awaitable[None]]]]:
-        """Start it; the second value raises when it cannot answer any more."""
-
-
-def local_engine(config: Config) -> LocalEngine:
-    """Return the configured engine of a run with `engine.in_learner`; raise ConfigError."""
-    engine: LocalEngine = find("engines", config.engine.kind)
-    return engine
-
-
-async def _may_come_back() -> None:
-    """Do nothing: an unreachable server is an error of each call."""
 
 
 @asynccontextmanager
@@ -57,9 +34,5 @@ async def open_sampler(
     """
     if config.policy_trouble:  # sft.run in the file of another verb
         raise ConfigError(config.policy_trouble)
-    if config.engine.in_learner:
-        async with local_engine(config).open(config, log) as (engine, check):
-            yield Sampler(engine=engine, check=check)
-    else:
-        async with open_engine(config, renderer, announce=announce) as engine:
-            yield Sampler(engine=engine, check=_may_come_back)
+    async with open_engine(config, renderer, announce=announce, output=log) as engine:
+        yield Sampler(engine=engine, check=engine.check if isinstance(engine, EngineSet) else may_come_back)

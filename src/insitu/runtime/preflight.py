@@ -19,7 +19,7 @@ from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer, check_tools
 from insitu.config import Arm, Config, model_folder
 from insitu.engines.external import split_address
-from insitu.engines.factory import http_options, secret_from_environment
+from insitu.engines.factory import http_options, local_engine, secret_from_environment
 from insitu.engines.http import checked_url
 from insitu.engines.safetensors_file import check_complete
 from insitu.engines.server_command import SERVERS, interpreter, place, present_gpus
@@ -30,7 +30,6 @@ from insitu.grading.runners.find import runner_for
 from insitu.grading.trust import below, trust_of
 from insitu.registry import Kind, find
 from insitu.runtime.agents import AgentSetup, check_listener, find_pools, limits_of, make_setups
-from insitu.runtime.engine import local_engine
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit, foreign_words
 from insitu.runtime.sandboxes import check_agents, check_programs, check_tasks

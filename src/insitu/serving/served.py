@@ -25,8 +25,8 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.text_log import spent_in
 from insitu.runtime.agents import limits_of
-from insitu.runtime.engine import local_engine
 from insitu.runtime.gateway import gateway_config
+from insitu.runtime.preflight import check_local_engine
 from insitu.runtime.prompt_sizes import PromptFit
 from insitu.runtime.public_url import open_public_url
 from insitu.runtime.run import open_backend
@@ -205,8 +205,7 @@ async def open_served(config: Config, console: Console) -> AsyncIterator[Served]
 
     Raises InsituError when the start fails.
     """
-    if config.engine.in_learner:
-        local_engine(config).check(config)
+    check_local_engine(config)
     async with AsyncExitStack() as stack:
         run, store = stack.enter_context(open_run("serve", config))
         config, folder = run.config, run.path / SESSIONS

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from insitu.capture.ledger import reassign
 from insitu.chat.renderer import ChatRenderer
@@ -26,8 +26,8 @@ from insitu.collect.collector import Collector
 from insitu.collect.options import AttemptRunner, Check, CollectOptions, Phase
 from insitu.collect.pending_group import ResumedGroup, ResumeState
 from insitu.collect.store_sink import StoreSink
-from insitu.config import Config, model_folder
-from insitu.engines.base import LoadingEngine, PauseMode, Receipt
+from insitu.config import Config
+from insitu.engines.base import PauseMode, Receipt
 from insitu.engines.factory import open_server
 from insitu.engines.replicas import EngineSet
 from insitu.engines.server_command import SERVERS
@@ -49,8 +49,6 @@ from insitu_bridges.process import RolloutBatch, weights_folder
 from insitu_train.alarms import InfraFailureRate
 from insitu_train.batch_source import Batches, open_batches
 from insitu_train.gauges import write_gauges
-from insitu_train.learner.client import Learner
-from insitu_train.learner.process import LearnerSpec
 from insitu_train.plan.step import PlanConfig, plan_step
 from insitu_train.weights.files import SupportsPublish
 
@@ -63,7 +61,7 @@ ENDLESS = 10**9
 class _FolderWeights:
     """Publishes model folders that another trainer has written."""
 
-    def __init__(self, engine: LoadingEngine | EngineSet, run_dir: Path, mode: PauseMode) -> None:
+    def __init__(self, engine: EngineSet, run_dir: Path, mode: PauseMode) -> None:
         self._engine, self._run_dir, self._mode = engine, run_dir, mode
 
     async def publish(self, version: int) -> Receipt:
@@ -82,22 +80,13 @@ class _Sampling:
     async def open(
         self, config: Config, renderer: ChatRenderer, log: Path, announce: Callable[[str], None]
     ) -> AsyncIterator[Sampler]:
-        mode = config.engine.pause_mode
-        if config.engine.kind == "embedded":
-            async with Learner.start(LearnerSpec.of(config, model=model_folder(config), log=log)) as learner:
-                self.publisher = _FolderWeights(cast(LoadingEngine, learner.engine), self._run_dir, mode)
-                yield Sampler(engine=learner.engine, check=learner.check)
-        elif config.engine.kind in SERVERS:
-            async with open_server(config, renderer, announce) as servers:
-                self.publisher = _FolderWeights(servers, self._run_dir, mode)
-                yield Sampler(engine=servers, check=_no_check)
+        if config.engine.kind in ("embedded", *SERVERS):
+            async with open_server(config, renderer, announce, output=log) as servers:
+                self.publisher = _FolderWeights(servers, self._run_dir, config.engine.pause_mode)
+                yield Sampler(engine=servers, check=servers.check)
         else:
             async with open_sampler(config, renderer, log, announce) as sampler:
                 yield sampler
-
-
-async def _no_check() -> None:
-    """Do nothing: a server may come back."""
 
 
 class _SilentObserver:

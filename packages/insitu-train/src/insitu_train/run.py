@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from insitu.config import Config, model_folder
-from insitu.engines.base import Engine
 from insitu.engines.factory import open_server
 from insitu.engines.replicas import EngineSet
 from insitu.errors import RecordError
@@ -33,7 +33,7 @@ from insitu_train.evaluations import check_evaluations
 from insitu_train.gauges import write_gauges
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
-from insitu_train.learner.supervisor import LearnerSupervisor, RetryingEngine
+from insitu_train.learner.supervisor import LearnerSupervisor
 from insitu_train.loop import (
     EXTRA,
     RunAgents,
@@ -49,6 +49,7 @@ from insitu_train.served_batches import NoEngine, fit_to_sessions
 from insitu_train.weights.files import (
     DeltaPublisher,
     DiskPublisher,
+    OwnPublisher,
     Publisher,
     PublishOptions,
 )
@@ -63,6 +64,8 @@ WEIGHTS = "weights"
 
 def _publisher(run: RunDir, learner: Learner, engines: EngineSet) -> Publisher:
     """Return what brings the learner's weights to the run's servers; nothing is published yet."""
+    if run.config.engine.in_learner:
+        return OwnPublisher(learner, engines)
     spool = run.path / WEIGHTS
     options = PublishOptions.of(run.config, spool)
     publish = run.config.engine.publish
@@ -72,6 +75,12 @@ def _publisher(run: RunDir, learner: Learner, engines: EngineSet) -> Publisher:
     if publish == "delta":
         return DeltaPublisher(learner, engines, options, spool)
     return DiskPublisher(learner, engines, options)
+
+
+def _own_engine(learner: Learner, config: Config, note: Callable[[str], None]) -> EngineSet:
+    """Return the learner's own engine as the one server; its supervisor decides when to give it up."""
+    servers = {"learner": learner.engine}
+    return EngineSet(servers, max_wait_s=math.inf, restarts=config.train.restarts, say=note)
 
 
 def _prepare_training(config: Config, say: Callable[[str], None]) -> Prepared:
@@ -111,36 +120,37 @@ async def assemble(
     """
     config, source, renderer = run.config, prepared.source, prepared.rules
     async with AsyncExitStack() as stack:
-        servers: EngineSet | None = None
+        engines: EngineSet | None = None
         if not (config.engine.in_learner or config.engine.launch):
             # a wrong server is refused before a learner has opened the model
             stage("checking the engine")
-            servers = await stack.enter_async_context(open_server(config, renderer, note))
+            engines = await stack.enter_async_context(open_server(config, renderer, note))
         stage("starting the learner")
         spec = LearnerSpec.of(config, model=model_folder(config), log=run.logs / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))
         keep_start_model(store, learner)
-        if config.engine.launch:
-            servers = await stack.enter_async_context(open_server(config, renderer, note))
-        engine: Engine = servers or learner.engine
-        publisher = _publisher(run, learner, servers) if servers else learner
+        if engines is None:
+            own, launched = config.engine.in_learner, open_server(config, renderer, note)
+            engines = await stack.enter_async_context(_own_engine(learner, config, note) if own else launched)
         plan_config = PlanConfig.of(config)
         supervisor = LearnerSupervisor(
             learner,
-            publisher,
+            _publisher(run, learner, engines),
             lambda: committed(run, store, plan_config),
             restarts=config.train.restarts,
             say=note,
         )
-        await supervisor.begin()
         if config.engine.in_learner:
-            engine = RetryingEngine(engine, supervisor, meanwhile=config.engine.kind == "tinker")
+            engines.check = supervisor.check
+        await supervisor.begin()
         stage("starting the agents")
-        backend = TokenBackend(engine, renderer)
+        backend = TokenBackend(engines, renderer)
         runtime = await stack.enter_async_context(
-            open_agents(config, backend, engine, source, prepared.setups, note)
+            open_agents(config, backend, engines, source, prepared.setups, note)
         )
-        agents = RunAgents(source=source, names=runtime.agents, attempts=runtime.attempts(run), engine=engine)
+        agents = RunAgents(
+            source=source, names=runtime.agents, attempts=runtime.attempts(run), engine=engines
+        )
         gauges = write_gauges(run.timeline(), store, runtime.open_sessions, runtime.gauges)
         await stack.enter_async_context(gauges)
         yield RunParts(agents=agents, learner=learner, supervisor=supervisor, plan_config=plan_config)

@@ -1,4 +1,4 @@
-"""Engines in the learner's process, for a run that does not train: `engines` embedded and tinker."""
+"""The learner's process as a server of a run that does not train: `engines` embedded and tinker."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from insitu.config import Config, model_folder
-from insitu.engines.base import Engine
+from insitu.engines.base import LoadingEngine
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec, require_learner
 
 
 class InLearner:
-    """Implements runtime.engine.LocalEngine."""
+    """Implements engines.factory.LocalEngine."""
 
     @staticmethod
     def check(config: Config) -> None:
@@ -22,7 +22,9 @@ class InLearner:
 
     @staticmethod
     @asynccontextmanager
-    async def open(config: Config, log: Path) -> AsyncIterator[tuple[Engine, Callable[[], Awaitable[None]]]]:
+    async def open(
+        config: Config, log: Path | None
+    ) -> AsyncIterator[tuple[LoadingEngine, Callable[[], Awaitable[None]]]]:
         """Start a learner that only samples; its output goes to `log`. Raises EngineError."""
         async with Learner.start(LearnerSpec.of(config, model=model_folder(config), log=log)) as learner:
             yield learner.engine, learner.check

@@ -1,7 +1,7 @@
 """The learner from the controller's side: a child process that trains and samples.
 
     async with Learner.start(spec) as learner:
-        learner.engine                          # engines.base.Engine; none with `samples=False`
+        learner.engine                          # a server for an EngineSet; none with `samples=False`
         result = await learner.step(plan)       # trains; the engine keeps its weights
         await learner.save(folder)              # begins a checkpoint, `written` waits for it
         await learner.publish(result.version)   # now the engine has them; weights/files.py for other engines
@@ -19,13 +19,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from insitu.engines.base import Engine, EngineWrapper, PauseMode, Receipt
+from insitu.engines.base import Receipt
 from insitu.engines.child import Child
-from insitu.engines.remote import ChildEngine
 from insitu.engines.rpc import Frame, Meta, RpcClient
 from insitu.errors import EngineError, TrainError
 from insitu.storage.temp_dirs import scratch_folder
-from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_train.learner.engine import LearnerEngine
 from insitu_train.learner.process import LearnerSpec, absolute, spawn_learner
 from insitu_train.learner.serialization import decode_result, encode_plan
 from insitu_train.options import StepResult
@@ -33,37 +32,6 @@ from insitu_train.plan.step import StepPlan
 from insitu_train.weights.files import ExportRequest, ExportResult
 
 log = logging.getLogger(__name__)
-
-
-class _LearnerEngine(EngineWrapper):
-    """The learner's engine; errors include the learner's cause of death."""
-
-    def __init__(self, child: Child, inner: ChildEngine) -> None:
-        self.use(child, inner)
-
-    def use(self, child: Child, inner: ChildEngine) -> None:
-        """Use the channel of a started or restarted learner."""
-        super().__init__(inner)
-        self._child, self._embedded = child, inner
-
-    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
-        try:
-            return await self._embedded.generate(ids, params, key)
-        except EngineError as error:
-            raise await self._child.explain(error) from error
-
-    async def load(self, folder: Path, version: int, *, mode: PauseMode = "wait") -> Receipt:
-        """Sample with weights of another trainer, under its version."""
-        try:
-            return await self._embedded.load(folder, version, mode=mode)
-        except EngineError as error:
-            raise await self._child.explain(error) from error
-
-    async def refresh(self) -> None:
-        await self._embedded.refresh()
-
-    async def close(self) -> None:
-        """No-op: the learner's context owns the channel."""
 
 
 class Learner:
@@ -74,7 +42,7 @@ class Learner:
 
     def __init__(self, spec: LearnerSpec, folder: Path) -> None:
         self._spec, self._folder = spec, folder
-        self._engine: _LearnerEngine | None = None
+        self._engine: LearnerEngine | None = None
         self._lives = 0
         self.version = 0
         """Policy version of the trainer's weights; the engine's may be older."""
@@ -86,11 +54,15 @@ class Learner:
         """Largest |trainer - sampler| log-probability of the start-up probe."""
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> LearnerEngine:
         """The sampler, with the last published weights. Raises EngineError if there is none."""
         if self._engine is None:
             raise EngineError("this learner has no engine: a server samples")
         return self._engine
+
+    def working(self) -> AbstractAsyncContextManager[None]:
+        """Return the context of other work than sampling: its own engine sleeps, if it cannot do both."""
+        return self._engine.working() if self._engine else contextlib.nullcontext()
 
     @property
     def model(self) -> Path:
@@ -119,6 +91,8 @@ class Learner:
 
     async def restart(self) -> None:
         """Replace a dead process; it and its engine hold the start model. Raises EngineError, TrainError."""
+        if self._engine is not None:
+            self._engine.fed = False
         await self._end()
         await self._begin()
 
@@ -143,12 +117,14 @@ class Learner:
                 return
 
     async def _attach(self) -> None:
-        if self._spec.samples:
-            inner = await ChildEngine.attach(self._channel, call_deadline_s=self._spec.call_deadline_s)
-            if self._engine is None:
-                self._engine = _LearnerEngine(self._child, inner)
-            else:
-                self._engine.use(self._child, inner)
+        if self._engine is not None:
+            self._engine.use(self._channel, self._child.explain)
+        elif self._spec.samples:
+            limit = self._spec.call_deadline_s
+            self._engine = await LearnerEngine.attach(
+                self._channel, self._child.explain, call_deadline_s=limit
+            )
+            self._engine.one_thread = self._spec.service is None
         info = await self._call("train.info", {}, self._spec.start_deadline_s)
         self.probe_gap, self.reference = float(info.meta["probe_gap"]), str(info.meta["reference"])
         for line in info.meta["notices"]:
@@ -201,19 +177,14 @@ class Learner:
             raise TrainError("this learner has no engine to publish to")
         frame = await self._call("train.publish", {"version": version}, self._spec.start_deadline_s)
         async with self._failing("engine.info"):
-            await engine.refresh()
+            held = await engine.recognise()
         self._note(frame)
-        held = engine.receipt
         if (held.version, held.checksum) != (version, self.weights):
             raise TrainError(
                 f"the engine's receipt is for version {held.version} with checksum {held.checksum[:12]},"
                 f" published was version {version} with {self.weights[:12]}"
             )
         return held
-
-    def training(self) -> AbstractAsyncContextManager[None]:
-        """Return a no-op context: the trainer's own engine gives up no GPU memory."""
-        return contextlib.nullcontext()
 
     async def export(self, wanted: ExportRequest) -> ExportResult:
         """Write the trainer's weights for an engine elsewhere. Raises TrainError."""

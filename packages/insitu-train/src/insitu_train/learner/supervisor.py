@@ -1,33 +1,29 @@
 """Restarts a dead learner and repeats what it was doing.
 
-    generate -> dead? -> restart -> load checkpoint, replay later steps -> publish -> the same request again
-    train    -> dead? ->   "                                                       -> the same plan again
+    train    -> dead? -> restart -> load checkpoint, replay later steps -> publish -> the same plan again
+    generate -> dead? -> `check` ->   "     (engines/replicas.py)                  -> the same request again
 
 Requests have their own random streams, so a repeated one gives the same tokens under the same weights: in a
 synchronous run a death does not change the result. `restarts` deaths without a committed step end the run.
-
-The process has one thread: it does not sample while it trains, saves or publishes. New requests wait
-meanwhile, with agent deadlines paused; running ones finish first.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from insitu.engines.base import Engine, EngineWrapper
-from insitu.engines.downtime import engine_down
 from insitu.errors import EngineError, TrainError
-from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu_train.checkpoint_files import set_aside
 from insitu_train.learner.client import Learner
 from insitu_train.options import StepResult
 from insitu_train.plan.step import StepPlan
 from insitu_train.recovery import Committed, CommittedStep
 from insitu_train.weights.files import Publisher
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +65,6 @@ class LearnerSupervisor:
         """Held from a death until the new process has the right weights."""
         self._replaying = False
         """Still true after a replay was cancelled: the process holds an unknown number of steps."""
-        self._free = asyncio.Event()
-        """Not set while the process trains, saves or publishes."""
-        self._free.set()
 
     @property
     def restarts(self) -> int:
@@ -84,14 +77,6 @@ class LearnerSupervisor:
             if not self._weights_ready:
                 await self._restart()
             return self._process
-
-    async def sampling(self) -> int:
-        """Return the number of the process once it only samples."""
-        while True:
-            await self._free.wait()
-            process = await self.ready()
-            if self._free.is_set():
-                return process
 
     async def replace_dead(self, process: int) -> bool:
         """Replace process number `process` if it is dead; return whether it has been, now or before.
@@ -126,69 +111,48 @@ class LearnerSupervisor:
         scores: see `Learner.step`.
         Raises TrainError when the trainer refused, EngineError when it died too often.
         """
-        with self._busy():
-            return await self._train(plan, scores)
 
-    async def _train(self, plan: StepPlan, scores: Path | None) -> Trained:
-        while True:
-            process = await self.ready()
-            try:
-                async with self._publisher.training():
-                    result = await self._learner.step(plan, scores)
-                weights = self._learner.weights
-                if await self.ready() != process:
-                    continue  # another request restarted it first; the new process has not trained this
-                return Trained(result=result, weights=weights, process=process)
-            except TrainError:
-                if not await self.replace_dead(process):
-                    raise
+        async def once(process: int) -> Trained:
+            async with self._publisher.training():
+                result = await self._learner.step(plan, scores)
+            weights = self._learner.weights
+            if await self.ready() != process:
+                raise TrainError("the process was replaced and has not trained this")
+            return Trained(result=result, weights=weights, process=process)
+
+        return await self._until_done(once)
 
     async def save(self, folder: Path) -> str:
         """Begin a checkpoint of the last committed step; return why the one before failed, or empty."""
-        return await self._again(lambda: self._learner.save(folder))
+        return await self._until_done(lambda _: self._learner.save(folder))
 
     async def written(self) -> str:
         """Wait for the checkpoint that is being written; return why it failed, or empty."""
-        return await self._again(self._learner.written)
-
-    async def _again(self, call: Callable[[], Awaitable[str]]) -> str:
-        """Return `call()`, repeated in a new process if the learner dies."""
-        with self._busy():
-            while True:
-                process = await self.ready()
-                try:
-                    return await call()
-                except TrainError:
-                    if not await self.replace_dead(process):
-                        raise
+        return await self._until_done(lambda _: self._learner.written())
 
     async def publish(self, trained: Trained) -> None:
         """Publish a committed step. Raises TrainError, EngineError."""
         self._deaths = 0
-        with self._busy():
-            await self._publish(trained)
 
-    async def _publish(self, trained: Trained) -> None:
-        while True:
-            process = await self.ready()
-            try:
-                if process != trained.process:
-                    async with self._restart_lock:
-                        await self._catch_up()
-                elif not trained.result.skipped:
-                    await self._publisher.publish(trained.result.version)
-                return
-            except (TrainError, EngineError):
-                if not await self.replace_dead(process):
-                    raise
+        async def once(process: int) -> None:
+            if process != trained.process:
+                async with self._restart_lock:
+                    await self._catch_up()
+            elif not trained.result.skipped:
+                await self._publisher.publish(trained.result.version)
 
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        self._free.clear()
-        try:
-            yield
-        finally:
-            self._free.set()
+        await self._until_done(once)
+
+    async def _until_done(self, work: Callable[[int], Awaitable[T]]) -> T:
+        """Return `work(number of the process)`, done again in a new process if the learner dies."""
+        async with self._learner.working():
+            while True:
+                process = await self.ready()
+                try:
+                    return await work(process)
+                except (TrainError, EngineError):
+                    if not await self.replace_dead(process):
+                        raise
 
     async def _restart(self) -> None:
         self._weights_ready = False
@@ -247,28 +211,3 @@ class LearnerSupervisor:
                 if not self._learner.alive or not (moved := await asyncio.to_thread(set_aside, folder)):
                     raise
                 self._say(moved)
-
-
-class RetryingEngine(EngineWrapper):
-    """The engine of a supervised learner (`engines.base.Engine`).
-
-    Requests interrupted by its death are retried; new ones wait while it trains or publishes, unless it
-    samples `meanwhile`.
-    """
-
-    def __init__(self, engine: Engine, supervisor: LearnerSupervisor, *, meanwhile: bool = False) -> None:
-        super().__init__(engine)
-        self._supervisor = supervisor
-        self._process = supervisor.ready if meanwhile else supervisor.sampling
-
-    async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
-        while True:
-            with engine_down():
-                process = await self._process()
-            try:
-                return await self._inner.generate(ids, params, key)
-            except EngineError:
-                with engine_down():
-                    replaced = await self._supervisor.replace_dead(process)
-                if not replaced:
-                    raise

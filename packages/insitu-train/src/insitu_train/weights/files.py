@@ -3,6 +3,7 @@
 The controller's side. A version is published only after its step is durable: otherwise tokens could be
 sampled by weights that a crash discards.
 
+    learner -----------> OwnPublisher                                 (its own engine: nothing travels)
     learner --files--> DiskPublisher  --pause, load, compare, resume--> server
     learner --delta--> DeltaPublisher --apply--> files --as above-----> server
 """
@@ -114,6 +115,19 @@ class PublishOptions:
             adapter=adapter,
             kept=kept,
         )
+
+
+class OwnPublisher:
+    """Lets the learner's own engine sample with the trainer's weights."""
+
+    def __init__(self, learner: SupportsPublish, engines: EngineSet) -> None:
+        self._learner, self._engines = learner, engines
+
+    async def publish(self, version: int) -> Receipt:
+        return await self._engines.update(lambda _: self._learner.publish(version))
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        return self._engines.training()
 
 
 class DiskPublisher:

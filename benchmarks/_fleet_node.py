@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from insitu.attempt import AttemptSpec
-from insitu.engines.rpc import NOTHING, Frame, RpcPeer, serve_peer
 from insitu.types import Ledger, Rollout, Segment, Status, Timings, Trajectory
 from insitu_fleet.values import pack, unpack
+from insitu_train.channel.rpc import NOTHING, Frame, RpcPeer, serve_peer
 
 
 def drawn(spec: AttemptSpec) -> Rollout:

@@ -33,7 +33,6 @@ from insitu.collect.options import CollectOptions
 from insitu.collect.store_sink import StoreSink
 from insitu.config import load_config
 from insitu.engines.base import EngineInfo, Receipt
-from insitu.engines.rpc import Frame, Handler, RpcPeer, encode
 from insitu.errors import EngineError
 from insitu.storage.run_dir import RunDir
 from insitu.tasks.base import UNTESTED
@@ -56,6 +55,7 @@ from insitu.types.codec import VALUES
 from insitu_fleet.controller import Fleet
 from insitu_fleet.values import pack
 from insitu_train.alarms import InfraFailureRate
+from insitu_train.channel.rpc import Frame, Handler, RpcPeer, encode
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.virtual_time import run_virtual
 

@@ -71,7 +71,6 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "pytest": "insitu.grading.runners.pytest:PytestRunner",
         "command": "insitu.grading.runners.command:CommandRunner",
     },
-    "samplers": {name: f"insitu.tasks.samplers:{name}" for name in ("epochs", "signal")},
     "sandboxes": {
         "local": "insitu.runtime.sandboxes:local_backend",
         "docker": "insitu.runtime.sandboxes:docker_backend",
@@ -100,6 +99,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "api": "replay replay_async sft sft_async train train_async",
         "engines": "embedded tinker",
         "models": "gguf hub",
+        "samplers": "epochs signal",
         "losses": "dppo ppo_clip cispo gspo decoupled nll",
         "advantages": "dr_grpo grpo rloo maxrl zero",
     },

@@ -20,10 +20,10 @@ from insitu.grading.runners.find import runner_for
 from insitu.runtime.sandboxes import make_backend
 from insitu.tasks.factory import open_source
 from insitu.tasks.mix import TaskMix, TaskSet
-from insitu.tasks.samplers import TaskDraws
 from insitu.testing import SandboxContract
 from insitu_train.loss.losses import LossInputs, token_loss
 from insitu_train.plan.advantage import advantages
+from insitu_train.samplers import TaskDraws
 from tests.grading.test_reward import make, score
 
 pytestmark = pytest.mark.slow

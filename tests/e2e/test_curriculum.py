@@ -12,7 +12,7 @@ import pytest
 from insitu.runtime.preflight import open_mix
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
-from insitu.tasks.samplers import GroupOutcome, TaskDraws
+from insitu_train.samplers import GroupOutcome, TaskDraws
 from tests.e2e.test_runs import command, finish, plans, wait_for
 
 pytestmark = pytest.mark.slow

@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from insitu.engines.rpc import Decoder, Frame, RpcClient, RpcPeer, encode
 from insitu.errors import EngineError, TrainError
 from insitu.types import RequestKey, SamplingParams
+from insitu_train.channel.rpc import Decoder, Frame, RpcClient, RpcPeer, encode
+from insitu_train.channel.server import Handler, RpcCall, RpcServer
 from insitu_train.embedded.architecture import ModelConfig
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
 from insitu_train.embedded.model import initialise, save_model
 from insitu_train.embedded.service import EngineService
 from insitu_train.learner.engine import LearnerEngine
-from insitu_train.rpc_server import Handler, RpcCall, RpcServer
 
 MODEL = ModelConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, head_dim=8, intermediate_size=48)
 OPTIONS = EngineOptions(max_rows=16, max_context=4096)
@@ -413,6 +413,6 @@ async def test_a_killed_learner_wakes_every_waiter_with_one_line(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_controllers_side_never_imports_torch() -> None:
-    modules = "insitu_train.learner.engine, insitu_train.rpc_server"
+    modules = "insitu_train.learner.engine, insitu_train.channel.server"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,11 +18,11 @@ from typing import Any, cast
 import numpy as np
 
 from insitu.engines.base import EngineInfo, Receipt
-from insitu.engines.remote import read_request
-from insitu.engines.rpc import Array, Frame, Meta
 from insitu.errors import EngineError, TrainError
 from insitu.types import Generation
 from insitu.types.codec import VALUES
+from insitu_train.channel.calls import read_request
+from insitu_train.channel.rpc import Array, Frame, Meta
 from insitu_train.learner.engine import LearnerEngine
 from insitu_train.options import StepResult
 from insitu_train.plan.step import StepPlan

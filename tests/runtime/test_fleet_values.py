@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from insitu.attempt import AttemptSpec
-from insitu.engines.rpc import Decoder, Frame, encode
 from insitu.errors import EngineError
 from insitu.tasks.toy import ToySource
 from insitu.types import Limits
 from insitu_fleet.values import pack, unpack
+from insitu_train.channel.rpc import Decoder, Frame, encode
 
 
 def carried(value: object) -> Any:

@@ -18,8 +18,8 @@ from insitu.evaluate.resume import TRAINING, resumed_config
 from insitu.runtime.preflight import check_names, open_mix, prepare
 from insitu.storage.run_dir import RunDir, name_run
 from insitu.tasks.mix import _shares, schedule
-from insitu.tasks.samplers import TaskDraws
 from insitu_train.evaluations import check_evaluations
+from insitu_train.samplers import TaskDraws
 
 ROW = {
     "entry": "m.py",

@@ -15,7 +15,9 @@ from insitu.errors import ConfigError, TaskError
 from insitu.runtime.preflight import open_mix
 from insitu.tasks.base import TaskSource
 from insitu.tasks.mix import TaskMix, TaskSet
-from insitu.tasks.samplers import (
+from insitu.tasks.toy import ToySource
+from insitu.types import Limits, Task
+from insitu_train.samplers import (
     ADMITTED,
     FLOOR,
     UNSEEN,
@@ -27,8 +29,6 @@ from insitu.tasks.samplers import (
     learning_signal,
     signal,
 )
-from insitu.tasks.toy import ToySource
-from insitu.types import Limits, Task
 
 MINE = """
 def backwards(draws, size, seed):

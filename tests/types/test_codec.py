@@ -10,7 +10,6 @@ import numpy as np
 import orjson
 import pytest
 
-from insitu.engines.rpc import Decoder, encode
 from insitu.types import (
     CallTimes,
     Case,
@@ -29,6 +28,7 @@ from insitu.types import (
     Verdict,
 )
 from insitu.types.codec import VALUES, dumps, head, pick, read
+from insitu_train.channel.rpc import Decoder, encode
 
 
 def carried(value: object) -> Any:

@@ -20,8 +20,6 @@ from types import MappingProxyType
 from typing import Any
 
 from insitu.config import Config, dump_toml, load_config
-from insitu.engines.child import Child
-from insitu.engines.rpc import Frame, Meta, RpcClient
 from insitu.errors import ConfigError, EngineError
 from insitu.runtime.preflight import open_mix
 from insitu.storage.files import write_text
@@ -29,6 +27,8 @@ from insitu.storage.run_dir import name_run, read_store
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.tasks.base import Split
 from insitu.types import Group, Rollout
+from insitu_train.channel.child import Child
+from insitu_train.channel.rpc import Frame, Meta, RpcClient
 
 END_S = 60.0
 """Most time for agents, sandboxes and the engine to end."""

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from insitu.config import Config, load_config
-from insitu.engines.parent_watch import main_of_child
-from insitu.engines.rpc import NOTHING, Frame, Handler, RpcPeer, serve_peer
 from insitu.errors import InsituError
 from insitu.storage.run_dir import name_run
 from insitu_bridges.source import RolloutSource, open_rollout_source
+from insitu_train.channel.parent_watch import main_of_child
+from insitu_train.channel.rpc import NOTHING, Frame, Handler, RpcPeer, serve_peer
 
 NO_CLIENT_S = 60.0
 """The process ends when no client connects for so long."""

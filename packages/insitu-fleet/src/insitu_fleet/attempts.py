@@ -16,7 +16,6 @@ from insitu.attempt import (
     ignore_start,
     no_wait,
 )
-from insitu.engines.rpc import Frame
 from insitu.errors import EngineError, InsituError
 from insitu.storage.artifacts import AgentArtifacts
 from insitu.storage.host_calls import HostCallLog
@@ -25,6 +24,7 @@ from insitu.storage.run_dir import RunDir
 from insitu.tasks.base import UNTESTED
 from insitu.types import Oracle, Rollout, Status, Task, Timings
 from insitu_fleet.values import pack, unpack
+from insitu_train.channel.rpc import Frame
 
 if TYPE_CHECKING:
     from insitu_fleet.controller import Fleet, FleetNode

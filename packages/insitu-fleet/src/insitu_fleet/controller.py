@@ -29,7 +29,6 @@ from insitu.collect.breaker import LOST
 from insitu.config import Config, dump_toml, model_folder
 from insitu.config.fleet import FleetTable
 from insitu.engines.base import Engine
-from insitu.engines.rpc import NOTHING, Array, Frame, Meta, RpcPeer
 from insitu.errors import EngineError, InsituError, SetupError
 from insitu.storage.run_dir import RunDir
 from insitu.storage.temp_dirs import remove_stale_scratch
@@ -37,6 +36,7 @@ from insitu.tasks.base import TaskSource
 from insitu_fleet.attempts import FleetAttempts, Gate
 from insitu_fleet.engine import EngineCalls
 from insitu_fleet.links import Link, ProcessLink, code_identity
+from insitu_train.channel.rpc import NOTHING, Array, Frame, Meta, RpcPeer
 
 START_S = 300.0
 """Timeout of a node's start: the first one on a machine unpacks agents there."""

@@ -14,10 +14,10 @@ from dataclasses import asdict
 
 from insitu.engines.base import Engine, EngineInfo, Receipt
 from insitu.engines.downtime import Waiter, current_waiter, on_downtime
-from insitu.engines.remote import read_generation, read_request
-from insitu.engines.rpc import NOTHING, Frame, Handler, Meta, RpcPeer
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu.types.codec import VALUES, pick
+from insitu_train.channel.calls import read_generation, read_request
+from insitu_train.channel.rpc import NOTHING, Frame, Handler, Meta, RpcPeer
 
 
 class EngineCalls:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Protocol
 
 from insitu._version import __version__
-from insitu.engines.child import Child
-from insitu.engines.rpc import Handler, RpcClient, RpcPeer
 from insitu.errors import EngineError
 from insitu.registry import SATELLITES
 from insitu.storage.temp_dirs import scratch_folder
+from insitu_train.channel.child import Child
+from insitu_train.channel.rpc import Handler, RpcClient, RpcPeer
 
 NODE = "insitu_fleet.node"
 

@@ -30,8 +30,6 @@ from insitu.agents.base import Clock, loop_time
 from insitu.attempt import AttemptSpec
 from insitu.chat.load import load_renderer
 from insitu.config import Config, load_config
-from insitu.engines.parent_watch import main_of_child
-from insitu.engines.rpc import NOTHING, Frame, RpcPeer, serve_peer
 from insitu.errors import InsituError, SetupError, TaskError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime.agents import find_setups
@@ -43,6 +41,8 @@ from insitu.types import Oracle, Rollout, Task
 from insitu_fleet.engine import RemoteEngine
 from insitu_fleet.links import code_identity
 from insitu_fleet.values import pack, unpack
+from insitu_train.channel.parent_watch import main_of_child
+from insitu_train.channel.rpc import NOTHING, Frame, RpcPeer, serve_peer
 
 log = logging.getLogger(__name__)
 

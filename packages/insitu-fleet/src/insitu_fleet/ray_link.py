@@ -20,10 +20,10 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from insitu.config.fleet import FleetTable
-from insitu.engines.rpc import Handler, RpcPeer
 from insitu.errors import EngineError, SetupError
 from insitu.install_hints import install_extra
 from insitu_fleet.links import END_S, NODE, Link
+from insitu_train.channel.rpc import Handler, RpcPeer
 
 try:
     import ray

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from insitu.attempt import AttemptSpec
-from insitu.engines.rpc import Array, Frame
 from insitu.errors import EngineError, boundary
 from insitu.types.codec import ValueCodec
+from insitu_train.channel.rpc import Array, Frame
 
 _CODEC = ValueCodec(AttemptSpec)
 

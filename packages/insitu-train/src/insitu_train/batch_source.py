@@ -19,9 +19,9 @@ from insitu.config import Config
 from insitu.storage.lifecycle import RolloutState
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
-from insitu.tasks.samplers import GroupOutcome, TaskDraws
 from insitu.types import Group, Task
 from insitu_train.plan.step import PlanConfig, use_of
+from insitu_train.samplers import GroupOutcome, TaskDraws
 
 
 class Batches(Protocol):

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from insitu.config import Config, model_folder
-from insitu.engines.parent_watch import main_of_child
 from insitu.engines.safetensors_file import model_assets
 from insitu.errors import RecordError, TrainError
 from insitu.storage.run_dir import read_config
+from insitu_train.channel.parent_watch import main_of_child
 from insitu_train.checkpoint_files import verify
 from insitu_train.embedded.model_files import StoredModel, model_files, write_summed
 from insitu_train.gguf.write import write_gguf

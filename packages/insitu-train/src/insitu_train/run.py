@@ -25,7 +25,6 @@ from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WALL_S, WallClock
 from insitu.tasks.mix import TaskMix
-from insitu.tasks.samplers import check_draws
 from insitu.tracking.start import check_trackers, start_trackers
 from insitu.types import Task
 from insitu_train.checks import check_learner, check_reference, check_service, check_trained
@@ -45,6 +44,7 @@ from insitu_train.loop import (
 )
 from insitu_train.plan.step import PlanConfig
 from insitu_train.recovery import check_steps, committed
+from insitu_train.samplers import check_draws
 from insitu_train.served_batches import NoEngine, fit_to_sessions
 from insitu_train.weights.files import (
     DeltaPublisher,

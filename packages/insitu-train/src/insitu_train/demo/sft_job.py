@@ -18,10 +18,10 @@ import torch
 
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
-from insitu.engines.parent_watch import follow_parent, main_of_child
 from insitu.errors import TrainError
 from insitu.tasks.toy import ToySource
 from insitu.types import IntArray, Limits
+from insitu_train.channel.parent_watch import follow_parent, main_of_child
 from insitu_train.demo.demonstrator import call
 from insitu_train.demo.sft_data import batches, edit_turn, padded, read_job, read_recorded
 from insitu_train.embedded.architecture import ModelConfig

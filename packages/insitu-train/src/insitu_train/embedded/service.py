@@ -11,13 +11,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from insitu.engines.remote import read_request
-from insitu.engines.rpc import Meta
 from insitu.errors import EngineError
 from insitu.types import Generation
 from insitu.types.codec import VALUES
+from insitu_train.channel.calls import read_request
+from insitu_train.channel.rpc import Meta
+from insitu_train.channel.server import Handler, RpcCall, RpcServer
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions, SampledFolder
-from insitu_train.rpc_server import Handler, RpcCall, RpcServer
 
 
 class EngineService:

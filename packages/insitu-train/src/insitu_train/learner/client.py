@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from insitu.engines.base import Receipt
-from insitu.engines.child import Child
-from insitu.engines.rpc import Frame, Meta, RpcClient
 from insitu.errors import EngineError, TrainError
 from insitu.storage.temp_dirs import scratch_folder
+from insitu_train.channel.child import Child
+from insitu_train.channel.rpc import Frame, Meta, RpcClient
 from insitu_train.learner.engine import LearnerEngine
 from insitu_train.learner.process import LearnerSpec, absolute, spawn_learner
 from insitu_train.learner.serialization import decode_result, encode_plan

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from insitu.engines.base import EngineInfo, PauseMode, Receipt
 from insitu.engines.http import RequestGate
-from insitu.engines.remote import read_generation
-from insitu.engines.rpc import Array, Frame, Meta, RpcPeer
 from insitu.errors import EngineError, EngineUnavailable, boundary
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu.types.codec import VALUES
+from insitu_train.channel.calls import read_generation
+from insitu_train.channel.rpc import Array, Frame, Meta, RpcPeer
 
 QUIET_S = 30.0
 """Silence of the learner after which a waiting call is looked into."""

@@ -24,9 +24,10 @@ from typing import Literal
 import torch
 
 from insitu import failpoint
-from insitu.engines.parent_watch import follow_parent, main_of_child
-from insitu.engines.rpc import Meta
 from insitu.errors import TrainError
+from insitu_train.channel.parent_watch import follow_parent, main_of_child
+from insitu_train.channel.rpc import Meta
+from insitu_train.channel.server import Handler, RpcCall, RpcServer
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
 from insitu_train.embedded.model import Qwen3
 from insitu_train.embedded.service import EngineService
@@ -39,7 +40,6 @@ from insitu_train.learner.transfer import Transfers
 from insitu_train.model.base import Policy
 from insitu_train.model.hf import HfPolicy
 from insitu_train.options import TrainConfig, parse_config
-from insitu_train.rpc_server import Handler, RpcCall, RpcServer
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.checkpoint import CheckpointWriter
 from insitu_train.trainer.distributed import RankLostError

@@ -21,10 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from insitu.config import Config, dump_toml, model_folder, model_kind
-from insitu.engines.child import Child, python_path
 from insitu.engines.server_command import VISIBLE, place, present_gpus
 from insitu.errors import ConfigError, EngineError
 from insitu.install_hints import install_extra
+from insitu_train.channel.child import Child, python_path
 from insitu_train.embedded.architecture import read_architecture
 from insitu_train.host_memory import available_memory
 from insitu_train.options import ServiceOptions, TrainConfig, dump_config

@@ -22,9 +22,9 @@ from typing import IO, Any
 
 import numpy.typing as npt
 
-from insitu.engines.parent_watch import follow_parent, main_of_child
-from insitu.engines.rpc import Decoder, Frame, Meta, encode
 from insitu.errors import TrainError, boundary
+from insitu_train.channel.parent_watch import follow_parent, main_of_child
+from insitu_train.channel.rpc import Decoder, Frame, Meta, encode
 from insitu_train.learner.serialization import decode_plan
 from insitu_train.model.base import Policy
 from insitu_train.model.load import device_of, open_policy

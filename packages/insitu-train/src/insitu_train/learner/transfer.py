@@ -17,8 +17,8 @@ import torch
 import torch.cuda.nccl
 from torch import Tensor
 
-from insitu.engines.rpc import Meta
 from insitu.errors import TrainError
+from insitu_train.channel.rpc import Meta
 from insitu_train.model.base import Policy
 from insitu_train.model.hf import HfPolicy
 

@@ -25,16 +25,16 @@ import numpy as np
 
 from insitu import failpoint
 from insitu.engines.http import stream_seed
-from insitu.engines.parent_watch import follow_parent, main_of_child
-from insitu.engines.remote import read_request
 from insitu.engines.response_checks import RawReply, checked
-from insitu.engines.rpc import Meta
 from insitu.errors import EngineError, InsituError, TrainError, boundary
 from insitu.types import FloatArray, Generation, IntArray, SamplingParams
 from insitu.types.codec import VALUES
+from insitu_train.channel.calls import read_request
+from insitu_train.channel.parent_watch import follow_parent, main_of_child
+from insitu_train.channel.rpc import Meta
+from insitu_train.channel.server import Handler, RpcCall, RpcServer
 from insitu_train.learner.serialization import decode_plan, encode_result
 from insitu_train.options import ServiceOptions, TrainConfig, parse_config
-from insitu_train.rpc_server import Handler, RpcCall, RpcServer
 from insitu_train.service.checkpoint import ServiceCheckpoint, read_checkpoint, write_checkpoint
 from insitu_train.service.reduction import find_reduction
 from insitu_train.service.session import Service, ServiceSampler

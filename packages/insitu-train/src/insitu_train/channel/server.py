@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from insitu.engines.rpc import Array, Decoder, Frame, Meta, encode, error_meta
 from insitu.errors import EngineError, InsituError, boundary
+from insitu_train.channel.rpc import Array, Decoder, Frame, Meta, encode, error_meta
 
 Handler = Callable[["RpcCall"], None]
 

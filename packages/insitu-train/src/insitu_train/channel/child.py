@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from insitu.engines.parent_watch import DUMP
-from insitu.engines.rpc import Handler, RpcClient
 from insitu.errors import EngineError, boundary
 from insitu.registry import SATELLITES
+from insitu_train.channel.parent_watch import DUMP
+from insitu_train.channel.rpc import Handler, RpcClient
 
 log = logging.getLogger(__name__)
 

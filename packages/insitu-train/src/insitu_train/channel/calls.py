@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from insitu.engines.rpc import Array
 from insitu.errors import EngineError, boundary
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
 from insitu.types.codec import VALUES
+from insitu_train.channel.rpc import Array
 
 
 def read_request(arrays: Mapping[str, Array]) -> tuple[IntArray, SamplingParams, RequestKey]:

@@ -1,0 +1,1 @@
+"""How a process and its child, or a node, call each other."""

@@ -8,21 +8,24 @@ cause itself is graded. Broken capture invariants are defects and are raised.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from insitu import failpoint
-from insitu.agents.base import AgentResult, Clock, Harness, ModelAccess, loop_time
+from insitu.agents.base import AgentResult, Clock, Harness, ModelAccess, Worker, loop_time
 from insitu.agents.pool import WorkerPool
 from insitu.capture.ledger import reassign
 from insitu.errors import CaptureError, InsituError
-from insitu.gateway.host_tools import HostCall
+from insitu.gateway.host_tools import HostCall, HostTool
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session, SessionStats
 from insitu.grading.diff import DiffPolicy, compare, unified
+from insitu.grading.reward import ToolEnvironment
 from insitu.grading.verdict import NOTHING_CHANGED, with_ending
 from insitu.types import (
     Ledger,
@@ -50,6 +53,9 @@ class PreparableJudge(Protocol):
         """Prepare for grading while the agent runs; must not raise."""
 
     async def base(self, task: Task) -> Tree: ...
+
+    def environment(self, task: Task) -> AbstractAsyncContextManager[ToolEnvironment | None]:
+        """Open the environment that the agent acts on by tools, if there is one. Raises GradeError."""
 
     async def score(self, task: Task, rollout: Rollout) -> Rollout:
         """Return the graded rollout with its reward; raise GradeError if the reward function fails."""
@@ -107,6 +113,7 @@ class _AttemptState:
     egress: int | None = None
     artifacts: Mapping[str, bytes] = field(default_factory=dict)
     calls: Sequence[HostCall] = ()
+    earned: Mapping[str, float] = field(default_factory=dict)
 
 
 class OnStart(Protocol):
@@ -204,36 +211,12 @@ class AttemptExecutor:
         on_start: OnStart,
         ready: Callable[[], Awaitable[object]],
     ) -> Rollout:
-        async with self._workers.lease(spec.task.setup, self._harness) as worker:
-            await ready()
-            state.leased = time.monotonic()
-            opened: list[Session] = []
-            on_start(lambda: opened[0].clock() if opened else loop_time())
-            session = self._gateway.open_session(
-                spec.rollout_id,
-                seed=spec.seed,
-                limits=spec.task.limits,
-                temperature=spec.temperature,
-                max_call_tokens=spec.task.limits.max_call_tokens,
-                listener=worker.gateway_socket,
-            )
-            opened.append(session)
-            max_wait_s = SEAL_S
-            try:
-                access = self._access(session, spec.task.limits)
-                async with self._preparing(spec.task):
-                    result = await worker.run(spec.task, access, lambda: session.left)
-            except asyncio.CancelledError:
-                max_wait_s = 0.0  # the replies are no longer needed
-                raise
-            finally:
-                try:
-                    await _seal(session, max_wait_s, state)
-                finally:
-                    state.calls = session.host_calls
-                    state.agent = time.monotonic() - state.leased
+        async with (
+            self._workers.lease(spec.task.setup, self._harness) as worker,
+            self._environment(spec.task, ready) as environment,
+        ):
+            result, stats = await self._work(spec, state, worker, on_start, environment)
         state.log, state.egress, state.artifacts = result.log, result.egress_attempts, result.artifacts
-        stats = session.stats
         trouble = _infra_failure(result, stats, spec.task.limits)
         if not trouble and failpoint.fails("try.lost"):
             trouble = "its sandbox was lost (failpoint)"
@@ -252,9 +235,52 @@ class AttemptExecutor:
             return await _graded_rollout(spec, state, result, verdict, stats, spec.task.files)
         base = await self._judge.base(spec.task)
         rollout = await _graded_rollout(spec, state, result, verdict, stats, base)
+        rollout = replace(rollout, reward_components=state.earned)
         rollout = await self._judge.score(spec.task, rollout)
         state.graded = time.monotonic() - graded
         return replace(rollout, timings=_timings(state, stats.engine_s))
+
+    async def _work(
+        self,
+        spec: AttemptSpec,
+        state: _AttemptState,
+        worker: Worker,
+        on_start: OnStart,
+        environment: ToolEnvironment | None,
+    ) -> tuple[AgentResult, SessionStats]:
+        """Let the agent work in a session of its own, and seal it."""
+        state.leased = time.monotonic()
+        opened: list[Session] = []
+        on_start(lambda: opened[0].clock() if opened else loop_time())
+        session = self._gateway.open_session(
+            spec.rollout_id,
+            seed=spec.seed,
+            limits=spec.task.limits,
+            temperature=spec.temperature,
+            max_call_tokens=spec.task.limits.max_call_tokens,
+            listener=worker.gateway_socket,
+            tools=self._tools(environment),
+        )
+        opened.append(session)
+        with closing(session.tools):
+            max_wait_s = SEAL_S
+            try:
+                access = self._access(session, spec.task.limits)
+                async with self._preparing(spec.task):
+                    result = await worker.run(spec.task, access, lambda: session.left)
+            except asyncio.CancelledError:
+                max_wait_s = 0.0  # the replies are no longer needed
+                raise
+            finally:
+                try:
+                    await _seal(session, max_wait_s, state)
+                finally:
+                    state.calls = session.host_calls
+                    state.agent = time.monotonic() - state.leased
+            if environment is not None:
+                await session.tools.answered()
+                state.earned = dict(environment.earned)
+        return result, session.stats
 
     @asynccontextmanager
     async def _preparing(self, task: Task) -> AsyncIterator[None]:
@@ -270,6 +296,33 @@ class AttemptExecutor:
             raise
         finally:
             await asyncio.wait([ready])
+
+    @asynccontextmanager
+    async def _environment(
+        self, task: Task, ready: Callable[[], Awaitable[object]]
+    ) -> AsyncIterator[ToolEnvironment | None]:
+        """Open the environment of an attempt, if it has one, once it may start."""
+        await ready()
+        if not isinstance(self._judge, PreparableJudge):
+            yield None
+            return
+        async with self._judge.environment(task) as environment:
+            yield environment
+
+    def _tools(self, environment: ToolEnvironment | None) -> Sequence[HostTool] | None:
+        """Return the host tools of a session: those of the configuration, and those of an environment."""
+        if environment is None:
+            return None
+        made = [
+            HostTool(
+                name=tool.name,
+                description=tool.description,
+                parameters=json.loads(tool.parameters),
+                answer=partial(environment.call, tool.name),
+            )
+            for tool in environment.tools
+        ]
+        return [*self._gateway.config.tools, *made]
 
     def _access(self, session: Session, limits: Limits) -> ModelAccess:
         return ModelAccess(

@@ -176,7 +176,14 @@ class GenericEnvClient:
     async def reset(self, **keys: Any) -> Any:
         return self.begin(**keys)
 
+    async def connect(self) -> None: ...
+
+    async def close(self) -> None: ...
+
     async def step(self, action: Any) -> Any:
+        if action.get("type") == "call_tool":
+            observation = {"tool_name": action["tool_name"], "result": {"content": [{"text": "Higher."}]}}
+            return SimpleNamespace(observation=observation, reward=-0.1, done=False)
         if not isinstance(action.get("number"), int):
             raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")
         right = action["number"] == self.wanted
@@ -194,6 +201,11 @@ class SyncClient:
 
     def reset(self, **keys: Any) -> Any:
         return self._client.begin(**keys)
+
+    def step(self, action: Any) -> Any:
+        assert action == {"type": "list_tools"}
+        tool = {"name": "guess", "description": "Guess.", "input_schema": {"type": "object"}}
+        return SimpleNamespace(observation={"tools": [tool]})
 
 
 def openenv_sdk() -> dict[str, ModuleType]:

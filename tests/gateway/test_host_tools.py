@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -14,10 +16,10 @@ from mcp.client.client import Client
 from mcp.client.streamable_http import streamable_http_client
 
 from insitu.chat.template import TemplateRenderer
-from insitu.errors import ConfigError
+from insitu.errors import ConfigError, GradeError
 from insitu.gateway.host_tools import RESERVED, HostTool, ToolBox, exposed_names
 from insitu.gateway.request import GatewayConfig
-from insitu.types import Limits, Message
+from insitu.types import Limits, Message, ModelRequest, ToolCall, ToolSpec
 
 SUBMIT = HostTool(
     name="submit",
@@ -29,6 +31,7 @@ SUBMIT = HostTool(
         "additionalProperties": False,
     },
 )
+TOOL = ToolSpec(name="mine", description="", parameters='{"type": "object"}')
 NOTE = HostTool(name="note", description="Say something.", parameters={"type": "object"})
 
 
@@ -170,6 +173,75 @@ async def test_a_tool_that_the_agent_offers_itself_is_not_injected_again(
         assert "Hand in the answer." not in prompt
         assert "Say something." in prompt
         assert not rig.session.tools.calls
+
+
+async def test_a_tool_of_an_environment_answers_in_order_once_the_agent_has_the_call(
+    renderer: TemplateRenderer,
+) -> None:
+    taken: list[str] = []
+
+    async def slow(arguments: Mapping[str, object]) -> str:
+        await asyncio.sleep(0.05)
+        taken.append(f"slow {arguments['at']}")
+        return "A long corridor."
+
+    async def quick(arguments: Mapping[str, object]) -> str:
+        if arguments["at"] == 9:
+            raise GradeError("the environment is gone")
+        taken.append(f"quick {arguments['at']}")
+        return "A door."
+
+    schema = {"type": "object", "required": ["at"], "properties": {"at": {"type": "integer"}}}
+    tools = [
+        HostTool(name="walk", description="Walk.", parameters=schema, answer=slow),
+        HostTool(name="read", description="Read a sign.", parameters=schema, answer=quick),
+    ]
+    both = Message(role="assistant", tool_calls=(call("walk", '{"at": 1}'), call("env_read", '{"at": 2}')))
+    wrong = Message(role="assistant", tool_calls=(call("walk", '{"at": "x"}'),))
+    fatal = Message(role="assistant", tool_calls=(call("env_read", '{"at": 9}'),))
+    async with Rig(renderer, [both, wrong, fatal, said("Never.")]) as rig:
+        rig.session = rig.gateway.open_session(
+            "r/tools", seed=7, limits=Limits(max_calls=32, max_context_tokens=100_000), tools=tools
+        )
+        rig.base = f"{rig.origin}/s/{rig.session.public_id}/v1"
+        rig.auth = {"Authorization": f"Bearer {rig.session.secret}"}
+        messages: list[Any] = [*ASK]
+        statuses = []
+        for _ in range(4):
+            status, body = await rig.post({"messages": messages, "tools": TOOLS})
+            statuses.append(status)
+            if status != 200:
+                break
+            messages.append(body["choices"][0]["message"])
+            for made in messages[-1].get("tool_calls", []):
+                messages.append({"role": "tool", "tool_call_id": made["id"], "content": "no such tool"})
+        assert statuses == [200, 200, 200, 500]
+        second, third = (renderer.decode(sent.ids) for sent in rig.engine.sent[1:])
+        assert taken == ["slow 1", "quick 2"]
+        assert second.index("A long corridor.") < second.index("A door.")
+        assert "no such tool" not in third
+        assert "is not of type" in third
+        assert rig.session.stats.infra_error == "the environment is gone"
+        rig.session.tools.close()
+
+
+async def test_a_step_of_a_reply_that_was_lost_is_never_taken() -> None:
+    taken: list[object] = []
+
+    async def answer(arguments: Mapping[str, object]) -> str:
+        taken.append(arguments)
+        return "seen"
+
+    tools = ToolBox([replace(NOTE, answer=answer)])
+    asked = ModelRequest(messages=(Message(role="user", text="Go."),), tools=(TOOL,))
+    asked, injected = tools.prepare(asked)
+    for name in ("lost", "read"):
+        tools.sampled([ToolCall(id=name, name="note", arguments="{}")], injected)
+    result = Message(role="tool", tool_call_id="read", text="unknown tool")
+    await tools.answered([*asked.messages, Message(role="assistant"), result])
+    assert taken == [{}]
+    again, _ = tools.prepare(replace(asked, messages=(*asked.messages, result)))
+    assert [message.text for message in again.messages] == ["Go.", "seen"]
 
 
 async def test_a_request_without_tools_gets_none(renderer: TemplateRenderer) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
-from insitu.runtime.preflight import _check_programs, open_mix, prepare
+from insitu.runtime.preflight import _check_needs, open_mix, prepare
 from insitu.runtime.sandboxes import UNSUPPORTED, check_tasks, make_backend
 
 FAKE = "sandbox.environment=tests.fakes.harbor:local_environment"
@@ -38,7 +38,7 @@ def test_a_program_that_this_machine_lacks_is_refused_before_the_run(tmp_path: P
     )
     for change in ({"image": "debian:12"}, {"setup": ["make it"]}):
         there = write_rows(tmp_path, [row | change], "sandbox.backend=docker", "sandbox.image=debian:12")
-        _check_programs(mix := open_mix(there), mix.examples())
+        _check_needs(mix := open_mix(there), mix.examples())
 
 
 CASES = {"entry": "a.py", "cases": [{"function": "f", "args": [], "expected": 2}]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from environments import check_openenv, check_verifiers, rows, taskset
 
 from insitu.errors import ConfigError, TaskError
 from insitu.grading.trust import trust_of
+from insitu_tasksets import openenv
 from tests.fakes.environments_sdk import ROUTES, openenv_sdk, serve_guess, verifiers_sdk
 
 
@@ -36,9 +38,22 @@ def test_a_server_of_openenv_is_a_source_with_its_own_reward(
         ):
             rows("openenv", url)
         monkeypatch.setitem(ROUTES, "/schema", {"action": {"title": "CallToolAction"}})
-        (tmp_path / "tools.toml").write_text(f'url = "{url}"\nresets = [{{}}]\n')
-        with pytest.raises(TaskError, match="MCP tools, which are not offered"):
-            rows("openenv", str(tmp_path / "tools.toml"))
+        (tmp_path / "tools.toml").write_text(
+            f'url = "{url}"\nprompt = "Play."\nresets = [{{split = "train", index = 2}}]\n'
+        )
+        source = rows("openenv", str(tmp_path / "tools.toml"))
+        [item] = source.every()
+        row = source.row(item.task)
+        assert item.task.prompt.startswith("Play.\n\n")
+        assert "guess" not in item.task.prompt  # its tools are offered as tools
+
+    async def act() -> tuple[list[str], str, object]:
+        async with openenv.reward.environment(row) as environment:  # type: ignore[attr-defined]
+            nothing = environment.earned
+            seen = await environment.call("guess", {"number": 3})
+            return [tool.name for tool in environment.tools], seen, (nothing, environment.earned)
+
+    assert asyncio.run(act()) == (["guess"], "Higher.", ({}, {"environment": -0.1}))
 
 
 @pytest.mark.usefixtures("sdks")

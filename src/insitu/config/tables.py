@@ -340,14 +340,18 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _gateway_can_add(self) -> Self:
-        adds, agent = self.gateway.adds, self.harness.agent
-        if adds and self.engine.kind == "upstream":
-            raise ValueError(
-                f"{adds} has no effect with engine.kind upstream: request bodies are passed on unchanged"
-            )
-        if adds and agent in ("single_turn", "terminus"):
-            raise ValueError(f"{adds} has no effect with harness.agent {agent}: it offers the model no tools")
+        if self.gateway.adds and (why := self.offers_no_tools):
+            raise ValueError(f"{self.gateway.adds} has no effect with {why}")
         return self
+
+    @property
+    def offers_no_tools(self) -> str:
+        """Why the gateway can add no tools to requests; empty if it can."""
+        if self.engine.kind == "upstream":
+            return "engine.kind upstream: request bodies are passed on unchanged"
+        agent = self.harness.agent
+        no_tools = agent in ("single_turn", "terminus")
+        return f"harness.agent {agent}: it offers the model no tools" if no_tools else ""
 
     @model_validator(mode="after")
     def _fits_a_fleet(self) -> Self:

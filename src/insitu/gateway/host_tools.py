@@ -1,7 +1,9 @@
-"""Host tools: calls by which the agent reports to the operator; they return only an acknowledgement.
+"""Host tools: calls by which the agent reports to the operator, or acts on an environment.
+
+A report returns only an acknowledgement; a tool of an environment returns its observation.
 
 A tool is registered for a session, its arguments are checked against its schema, and calls are kept in order
-for the operator. The answer is an acknowledgement or the schema's error: never a result, never a reward.
+for the operator. The answer is an acknowledgement, the tool's own or an error of the schema; never a reward.
 Agents get a tool through the MCP server below or the Pi extension. For an agent with neither it is
 injected into the model's tools, and the gateway replaces the agent's error about the unknown tool by the
 acknowledgement.
@@ -11,9 +13,12 @@ so there is no session header, event stream or resumption.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 from typing import Literal
 
 import orjson
@@ -47,6 +52,8 @@ class HostTool:
     description: str
     parameters: Mapping[str, object]
     """JSON schema (2020-12) of the arguments, an object; `$ref` only within itself."""
+    answer: Callable[[Mapping[str, object]], Awaitable[str]] | None = None
+    """Returns what the model reads; None = an acknowledgement. Its errors are infrastructure failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,7 @@ class _Offered:
 
     offered_by_agent: Sequence[ToolSpec]
     tools: tuple[ToolSpec, ...]
-    injected: frozenset[str]
+    injected: Mapping[str, HostTool]
 
 
 class ToolBox:
@@ -91,6 +98,10 @@ class ToolBox:
         self._answers: dict[str, str] = {}
         """Minted id of a call of an injected tool -> answer for the model."""
         self._offered: _Offered | None = None
+        self._waiting: dict[str, Callable[[], Awaitable[str]]] = {}
+        """Minted id of a call -> what makes its answer, once the agent has the call."""
+        self._asking: asyncio.Task[None] | None = None
+        """The newest answer that is made; answers are made one after the other."""
 
     def __bool__(self) -> bool:
         return bool(self.tools)
@@ -115,8 +126,28 @@ class ToolBox:
         self.on_call(call)
         return {"ok": False, "error": error} if error else {"ok": True}
 
-    def prepare(self, request: ModelRequest) -> tuple[ModelRequest, frozenset[str]]:
-        """Return the request with the host tools that the agent does not offer itself, and their names.
+    def delivered(self, call_ids: Iterable[str]) -> None:
+        """Begin to make the answers of calls that the agent has; a lost reply takes no step."""
+        for call_id in call_ids:
+            if answer := self._waiting.pop(call_id, None):
+                self._asking = asyncio.create_task(self._ask(call_id, answer, self._asking))
+
+    async def answered(self, messages: Sequence[Message] = ()) -> None:
+        """Return when all answers are made; raise what making one of them raised."""
+        if self._waiting:  # the agent may be faster than the note that it has its reply
+            new = takewhile(lambda message: message.role != "assistant", reversed(messages))
+            self.delivered([message.tool_call_id for message in new if message.role == "tool"][::-1])
+        if self._asking is not None:
+            await asyncio.shield(self._asking)
+
+    def close(self) -> None:
+        """Make no more answers."""
+        self._waiting.clear()
+        if self._asking is not None:
+            self._asking.cancel()
+
+    def prepare(self, request: ModelRequest) -> tuple[ModelRequest, Mapping[str, HostTool]]:
+        """Return the request with the host tools that the agent does not offer itself, by their names in it.
 
         Only a request that offers tools gets more: summaries and titles stay unchanged. Depends only on the
         request and on earlier acknowledgements, so an unchanged prefix stays unchanged.
@@ -125,35 +156,51 @@ class ToolBox:
             # Known messages have their answers already: reading them would parse the whole body again.
             request = replace(request, messages=History.of(request.messages).changed(self._answered))
         if not request.tools or not self.tools:
-            return request, frozenset()
+            return request, {}
         if self._offered is None or self._offered.offered_by_agent is not request.tools:
             self._offered = self._with_host_tools(request.tools)
         return replace(request, tools=self._offered.tools), self._offered.injected
 
     def _with_host_tools(self, offered_by_agent: Sequence[ToolSpec]) -> _Offered:
         offered = {tool.name for tool in offered_by_agent}
-        missing = [tool for tool in self.tools if not offered & exposed_names(tool.name)]
+        injected: dict[str, HostTool] = {}
+        for tool in self.tools:
+            if not offered & exposed_names(tool.name):
+                injected[tool.name] = tool
+            elif tool.answer is not None:  # the agent's own tool of this name does something else
+                injected[f"env_{tool.name}"] = tool
         specs = tuple(
-            ToolSpec(name=t.name, description=t.description, parameters=json_text(t.parameters))
-            for t in missing
+            ToolSpec(name=name, description=t.description, parameters=json_text(t.parameters))
+            for name, t in injected.items()
         )
-        names = frozenset(tool.name for tool in missing)
-        return _Offered(offered_by_agent=offered_by_agent, tools=(*offered_by_agent, *specs), injected=names)
+        tools = (*offered_by_agent, *specs)
+        return _Offered(offered_by_agent=offered_by_agent, tools=tools, injected=injected)
 
     def _answered(self, message: Message) -> Message:
         answer = self._answers.get(message.tool_call_id) if message.role == "tool" else None
         return message if answer is None else replace(message, text=answer)
 
-    def sampled(self, calls: Sequence[ToolCall], injected: frozenset[str]) -> None:
+    def sampled(self, calls: Sequence[ToolCall], injected: Mapping[str, HostTool]) -> None:
         """Process the calls of a reply; those of injected tools are answered here."""
         for call in calls:
             if call.name not in injected:
                 continue
+            tool, arguments = injected[call.name], _decoded(call.arguments)
             try:
-                answer = self.call(call.name, _decoded(call.arguments), "model")
+                answer = self.call(tool.name, arguments, "model")
             except WireError as error:
                 answer = {"ok": False, "error": str(error)}
-            self._answers[call.id] = json_text(answer)
+            if answer["ok"] and tool.answer is not None and isinstance(arguments, dict):
+                self._waiting[call.id] = partial(tool.answer, arguments)
+            else:
+                self._answers[call.id] = json_text(answer)
+
+    async def _ask(
+        self, call_id: str, answer: Callable[[], Awaitable[str]], before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await before
+        self._answers[call_id] = await answer()
 
 
 def exposed_names(name: str) -> frozenset[str]:

@@ -20,7 +20,7 @@ from insitu.capture.drift_diagnosis import Diagnosis, diagnose, first_difference
 from insitu.capture.forest import Forest
 from insitu.capture.message_history import History, Unread
 from insitu.chat.renderer import ChatRenderer
-from insitu.errors import RenderError
+from insitu.errors import InsituError, RenderError
 from insitu.gateway.dialects.base import WireError
 from insitu.types import IntArray, Message, MessageSpans, ModelRequest, ToolCall
 
@@ -173,12 +173,22 @@ async def rendered(
     return work() if effort <= session.server.config.inline_chars else await asyncio.to_thread(work)
 
 
+async def observed(session: TokenSession, request: ModelRequest) -> None:
+    """Return when the tools that the host answers have answered; raise WireError if one failed."""
+    try:
+        await session.tools.answered(request.messages)
+    except InsituError as error:
+        session.stats.infra_error = session.stats.infra_error or str(error)
+        raise WireError("engine_failed", "The environment failed.") from error
+
+
 async def counted(session: TokenSession, request: ModelRequest) -> int:
     """Return the prompt tokens of a call with this request; changes nothing.
 
     Raises RenderError and WireError.
     """
     forest = session.forest
+    await observed(session, request)
     request, _ = session.tools.prepare(request)
     check_size(request, session.max_context)
     plan = await planned(forest, request, session.renderer.fingerprint)

@@ -30,7 +30,15 @@ from insitu.gateway.deadlines import CallDeadline
 from insitu.gateway.dialects.base import SSE_HEADERS, Dialect, Envelope, ParsedBody, WireError, labels
 from insitu.gateway.dialects.client_tools import echoed
 from insitu.gateway.dialects.media import in_place_of
-from insitu.gateway.prompt_ids import check_size, explain, fresh_texts, planned, rendered, unrenderable
+from insitu.gateway.prompt_ids import (
+    check_size,
+    explain,
+    fresh_texts,
+    observed,
+    planned,
+    rendered,
+    unrenderable,
+)
 from insitu.gateway.reply_checks import cut_at_stop, minted
 from insitu.gateway.text_tool_calls import translated
 from insitu.types import (
@@ -181,6 +189,7 @@ class TokenCall:
         """Record that the terminal event of the reply was written."""
         if self._node is not None and self.session.state != "sealed":
             self.session.forest.mark_delivered(self._node)
+            self.session.tools.delivered(call.id for call in self._result().tool_calls)
         self._forget()
         self.left.set()
         self.session.server.counters.replies += 1
@@ -266,6 +275,7 @@ class TokenCall:
         """Return the model's reply, a synthetic one where a budget ran out meanwhile."""
         session, forest = self.session, self.session.forest
         session.stats.calls += 1
+        await observed(session, request)
         request, injected = session.tools.prepare(request)
         check_size(request, session.max_context)
         plan = await planned(forest, request, session.renderer.fingerprint)

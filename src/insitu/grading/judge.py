@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
 from insitu.backoff import backoff_s
 from insitu.concurrency import run_all
-from insitu.errors import GradeError, InsituError, TaskError
+from insitu.errors import GradeError, InsituError, TaskError, user_code
 from insitu.grading.grader import Grader
-from insitu.grading.reward import RewardFunction
+from insitu.grading.reward import RewardFunction, ToolEnvironment
 from insitu.grading.trust import below
 from insitu.grading.verdict import MAX_REASON_CHARS
 from insitu.tasks.base import REWARD_ONLY, TaskSource
@@ -109,6 +110,17 @@ class TaskJudge:
     async def base(self, task: Task) -> Tree:
         """Return the task's initial files; raise SandboxError."""
         return (await self._grader.bases.of(task)).files
+
+    @asynccontextmanager
+    async def environment(self, task: Task) -> AsyncIterator[ToolEnvironment | None]:
+        """Open what the agent of an attempt acts on by tools, if the reward function has it.
+
+        Raises GradeError.
+        """
+        open_ = self._reward and self._reward.opener
+        with user_code(GradeError, "the environment"):
+            async with (open_ and open_(self._source.row(task))) or nullcontext() as environment:
+                yield environment
 
     async def prepare(self, task: Task) -> None:
         """Prepare what grading needs while the agent works; grading itself reports a failure."""

@@ -3,26 +3,45 @@
 A number is the reward; a dictionary names its components, whose sum is the reward; None means not graded.
 An exception or a timeout is an infrastructure failure, never 0. Tampered and refused rollouts keep the
 verdict's reward: no function may change it.
+
+A function with an attribute `environment(row)`, which returns an async context of a ToolEnvironment or None,
+gives agents tools beside their own: one session for each attempt, whose rewards reach it as `earned`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from insitu.config import Config
 from insitu.errors import ConfigError
 from insitu.grading.diff import unified
 from insitu.registry import find
 from insitu.tasks.user_functions import BadResult, UserFunction
-from insitu.types import FinishedRollout, Outcome, Rollout, Task, Tree, Turn
+from insitu.types import FinishedRollout, Outcome, Rollout, Task, ToolSpec, Tree, Turn
 
 FINAL = (Outcome.INFRA, Outcome.TAMPERED, Outcome.REFUSED)
 """Outcomes whose reward no function may change."""
 DIFF_CHARS = 1 << 20
 Transcript = Callable[[Rollout], str]
+
+
+class ToolEnvironment(Protocol):
+    """Session of an environment that the agent of one attempt acts on by tools."""
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]:
+        """Offered to the model beside the agent's own; `env_NAME` where the agent has one of that name."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Take a step; return what the model reads. Raises InsituError when the environment fails."""
+
+    @property
+    def earned(self) -> Mapping[str, float]:
+        """Rewards so far by name, which the agent never sees; empty if none was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +51,8 @@ class RewardFunction:
     function: UserFunction
     transcript: Transcript
     group: bool = False
+    opener: Callable[[Mapping[str, Any]], AbstractAsyncContextManager[ToolEnvironment] | None] | None = None
+    """The function's `environment`."""
 
     async def score(self, finished: FinishedRollout, rollout: Rollout) -> Rollout:
         """Return `rollout` with the function's reward; raise GradeError or FunctionFailed."""
@@ -56,6 +77,7 @@ class RewardFunction:
             turns=rollout.turns,
             status=rollout.status,
             verdict=rollout.verdict,
+            earned=rollout.reward_components,
         )
 
 
@@ -73,7 +95,8 @@ def reward_function(config: Config, transcript: Transcript) -> RewardFunction | 
         max_concurrent=table.max_concurrent,
         timeout_s=table.timeout_s,
     )
-    return RewardFunction(function=function, transcript=transcript, group=table.group)
+    opener = getattr(found, "environment", None)
+    return RewardFunction(function=function, transcript=transcript, group=table.group, opener=opener)
 
 
 def main_line(turns: Sequence[Turn]) -> list[Turn]:

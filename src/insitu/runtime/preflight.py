@@ -25,7 +25,7 @@ from insitu.engines.safetensors_file import check_complete
 from insitu.engines.server_command import SERVERS, interpreter, place, present_gpus
 from insitu.errors import ConfigError, EngineError, InsituError, TaskError
 from insitu.gateway.listeners import check_port
-from insitu.grading.reward import reward_function
+from insitu.grading.reward import RewardFunction, reward_function
 from insitu.grading.runners.find import runner_for
 from insitu.grading.trust import below, trust_of
 from insitu.registry import Kind, find
@@ -116,7 +116,7 @@ def prepare(
             checks.run(_in_arm, check, arm)
     chosen = checks.run(prepare_tasks, config, say, choose)
     if chosen is not None:
-        checks.run(_check_programs, *chosen)
+        checks.run(_check_needs, *chosen)
     renderer = checks.run(check_rendering, config)
     pools = find_pools(config.arms, say, checks.run)
     checks.close()
@@ -161,7 +161,7 @@ def check_at_hand(config: Config, *, trains: bool, samples: bool = True) -> None
     ):
         chosen = checks.run(prepare_tasks, config, log.info, lambda _, mix: mix.examples())
         if chosen is not None:
-            checks.run(_check_programs, *chosen)
+            checks.run(_check_needs, *chosen)
     checks.close()
 
 
@@ -219,12 +219,21 @@ def prepare_tasks(
     return mix, tasks
 
 
-def _check_programs(mix: TaskMix, tasks: Sequence[Task]) -> None:
-    """Raise ConfigError for a task whose checks call a program that its sandboxes lack."""
+def _check_needs(mix: TaskMix, tasks: Sequence[Task]) -> None:
+    """Raise ConfigError for a task whose checks call a program that its sandboxes lack.
+
+    So too where its agent cannot act on its environment.
+    """
+    rewards: dict[str, RewardFunction | None] = {}
     for task in tasks:
         arm = mix.of(task).arm
         with _naming(arm):
             check_programs(arm.config, task, mix.oracle(task))
+            name = arm.config.reward.function
+            reward = rewards.setdefault(name, reward_function(arm.config, lambda rollout: ""))
+            why = arm.config.offers_no_tools
+            if why and reward and reward.opener and reward.opener(mix.row(task)) is not None:
+                raise ConfigError(f"task {task.id} is an environment that agents act on by tools: {why}")
 
 
 def _check_reward(config: Config) -> None:

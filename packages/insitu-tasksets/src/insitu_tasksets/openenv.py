@@ -4,29 +4,35 @@
 `resets`, the arguments of `reset` of each task. The prompt has the first observation and the schema of an
 action. The answer is one action or a list of them; the reward is the sum over the steps. The server makes it
 where the action runs, so it is weak.
+
+Of an environment of MCP tools each attempt has its own session: the tools are offered to the model beside
+the agent's, each call is a step, and the model reads the observation.
 """
 
 from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from insitu.errors import ConfigError, TaskError, boundary, user_code
+from insitu.errors import ConfigError, GradeError, TaskError, boundary, user_code
 from insitu.install_hints import install_package
 from insitu.tasks.base import UNTESTED, Item
 from insitu.tasks.dataset import LoadOptions
 from insitu.tasks.objects import location
 from insitu.tasks.row_files import RawRow, RowLocation
-from insitu.types import FinishedRollout
+from insitu.types import FinishedRollout, ToolSpec
 from insitu_tasksets.answers import answer_of, answer_task, named_or_file
 
 _TIMEOUT_S = 60.0
 _MCP = ("Action", "CallToolAction", "ListToolsAction")
+_LIST_TOOLS = {"type": "list_tools"}
+_OVER = "The episode is over: no further step is taken."
 _INVALID = "VALIDATION_ERROR"
 
 
@@ -38,23 +44,98 @@ class OpenEnv:
         url = str(keys["url"]).rstrip("/")
         resets = keys.get("resets") or _task_resets(url, keys.get("split", "train"))
         schema = _action_schema(url)
+        by_tools = schema.get("title") in _MCP
         with _client(url).sync() as client:
             for number, reset in enumerate(resets, 1):
                 with user_code(TaskError, f"{url}: reset {reset}"):
                     seen = client.reset(**reset).observation
-                row = {"url": url, "reset": reset, "observation": seen, "action_schema": schema}
+                    tools = client.step(_LIST_TOOLS).observation["tools"] if by_tools else []
+                row = {"url": url, "reset": reset, "observation": seen}
+                row |= {"tools": tools} if by_tools else {"action_schema": schema}
+                row |= {"prompt": keys["prompt"]} if "prompt" in keys else {}
                 yield location({"id": _name(reset, number), **row}, number)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         # The id sets apart tasks that look the same, as those of a game do.
-        shown = {name: row[name] for name in ("id", "observation", "action_schema")}
-        prompt = row.get("prompt") or json.dumps(shown, ensure_ascii=False)
+        shown = {name: row[name] for name in ("id", "observation", "action_schema") if name in row}
+        prompt = json.dumps(shown, ensure_ascii=False)
+        prompt = f"{row['prompt']}\n\n{prompt}" if row.get("prompt") else prompt
         return answer_task(str(row["id"]), prompt, UNTESTED, options)
 
 
+class _McpSession:
+    """Session of an environment of MCP tools; implements `insitu.grading.reward.ToolEnvironment`."""
+
+    def __init__(self, client: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._client, self._rewards = client, list[float]()
+        self._done = False
+        self.tools = [
+            ToolSpec(
+                name=tool["name"],
+                description=tool.get("description") or "",
+                parameters=json.dumps(tool.get("input_schema") or {"type": "object"}),
+            )
+            for tool in tools
+        ]
+
+    @property
+    def earned(self) -> Mapping[str, float]:
+        return {"environment": sum(self._rewards)} if self._rewards else {}
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Take a step; return its observation. Raises GradeError if the server fails."""
+        if self._done:
+            return _OVER
+        action = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
+        with user_code(GradeError, f"the environment's tool {name}"):
+            step = await self._client.step(action)
+        self._done = bool(step.done)
+        if step.reward is not None:
+            self._rewards.append(float(step.reward))
+        return _text(step.observation) + (f"\n{_OVER}" if self._done else "")
+
+
+def _text(observation: Mapping[str, Any]) -> str:
+    """Return what the model reads of a tool's observation: its text, its error, else all of it."""
+    if error := observation.get("error"):
+        return f"Error: {error.get('message', error) if isinstance(error, dict) else error}"
+    result = observation.get("result")
+    content = result.get("content") if isinstance(result, dict) else None
+    if isinstance(content, list) and content:
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if all(isinstance(part, str) for part in parts):
+            return "\n".join(map(str, parts))
+    found = result if result is not None else observation
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+
+@asynccontextmanager
+async def _session(row: Mapping[str, Any]) -> AsyncIterator[_McpSession]:
+    """Open a session of the row's environment of tools. Raises GradeError."""
+    with user_code(GradeError, f"reset {row['url']}"):
+        client = _client(row["url"])
+        await client.connect()
+        try:
+            await client.reset(**row["reset"])
+        except BaseException:
+            await client.close()
+            raise
+    try:
+        yield _McpSession(client, row["tools"])
+    finally:
+        await client.close()
+
+
+def _environment(row: Mapping[str, Any]) -> AbstractAsyncContextManager[_McpSession] | None:
+    """Return the session that an agent acts on; None where the answer is the action."""
+    return _session(row) if "tools" in row else None
+
+
 async def reward(rollout: FinishedRollout) -> float | None:
-    """Return the sum of the rewards of the answer's steps; None if the server gave none."""
+    """Return the sum of the rewards of the steps; None if the server gave none."""
     row, rewards = rollout.row, list[float | None]()
+    if "tools" in row:
+        return sum(rollout.earned.values()) if rollout.earned else None
     async with _client(row["url"]) as client:
         await client.reset(**row["reset"])
         for action in _actions(answer_of(rollout), row["action_schema"]):
@@ -69,6 +150,9 @@ async def reward(rollout: FinishedRollout) -> float | None:
                 break
     given = [one for one in rewards if one is not None]
     return None if rewards and not given else sum(given)
+
+
+reward.environment = _environment  # type: ignore[attr-defined]
 
 
 def _client(url: str) -> Any:
@@ -120,8 +204,6 @@ def _task_resets(url: str, split: str) -> list[dict[str, Any]]:
 @lru_cache(maxsize=4)
 def _action_schema(url: str) -> Mapping[str, Any]:
     schema: Mapping[str, Any] = _http(f"{url}/schema")["action"]
-    if schema.get("title") in _MCP:
-        raise TaskError(f"{url} is an environment of MCP tools, which are not offered to the agent")
     return schema
 
 

@@ -16,6 +16,7 @@ conversation  what an agent does: calls in a row, each prompt all before plus so
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import sys
@@ -34,8 +35,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._arguments import Arguments, count
+from benchmarks._engine_model import measure_model, model_sides
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
-from insitu_train.embedded.architecture import ModelConfig
+from insitu_train.embedded.architecture import ModelConfig, read_architecture
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
 from insitu_train.embedded.model import Qwen3, initialise, save_model
 
@@ -192,6 +194,20 @@ def report(rates: list[Rate]) -> dict[str, float]:
     return ratios
 
 
+def _real(args: argparse.Namespace) -> int:
+    vocab = read_architecture(args.model).vocab_size
+    rates = measure_model(model_sides(args.model, args.threads), vocab, args.tokens, args.repeats)
+    if not args.json:
+        table = Table("shape", "side", "tokens/s", "per CPU second", title=str(args.model))
+        for rate in rates:
+            table.add_row(rate.shape, rate.side, f"{rate.tokens_s:,.1f}", f"{rate.tokens_cpu_s:,.1f}")
+        Console(stderr=True).print(table)
+    settings = {**vars(args), "model": args.model.name, "cpu": torch.backends.cpu.get_cpu_capability()}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"rates": [asdict(rate) for rate in rates], "settings": settings, **versions}))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; JSON on stdout. Status 1 when conversations at batch 8 miss `--at-least`."""
     parser = Arguments(prog="benchmarks engine", description=(__doc__ or "").splitlines()[0])
@@ -201,7 +217,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=count, default=1)
     parser.add_argument("--vocab", type=count, default=1024)
     parser.add_argument("--at-least", type=float, default=0.0, help="wanted ratio, conversations at batch 8")
+    parser.add_argument("--model", type=Path, help="measure a real model's folder beside its peers instead")
+    parser.add_argument("--json", action="store_true", help="with --model: no table on standard error")
     args = parser.parse_args(argv)
+    if args.model is not None:
+        return _real(args)
     model = initialise(ModelConfig(vocab_size=args.vocab), 0)
     room = args.prompt_tokens + CALLS * (max(args.tokens, SAMPLED) + ADDED)
     sides = {

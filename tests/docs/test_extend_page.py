@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import re
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 
 import insitu
@@ -18,13 +22,16 @@ from insitu.config.training import LossConfig
 from insitu.engines.base import Engine
 from insitu.grading.runners.find import runner_for
 from insitu.runtime.sandboxes import make_backend
+from insitu.storage.run_dir import RunDir
+from insitu.storage.store import Store
 from insitu.tasks.factory import open_source
 from insitu.tasks.mix import TaskMix, TaskSet
-from insitu.testing import SandboxContract
+from insitu.testing import EngineContract, SandboxContract
 from insitu_train.loss.losses import LossInputs, token_loss
 from insitu_train.plan.advantage import advantages
 from insitu_train.samplers import TaskDraws
 from tests.grading.test_reward import make, score
+from tests.storage.helpers_record import make_rollout
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +51,7 @@ NAMED = {
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    found: dict[str, Any] = {"MyEngine": lambda tokens: tokens}
+    found: dict[str, Any] = {}
     for text in CODE:
         exec(compile(text, "extend.md", "exec"), found)
     return found
@@ -60,12 +67,17 @@ def test_each_table_names_an_object_of_the_page(names: dict[str, Any]) -> None:
         f"{table}.{key}": value.rpartition(":")[2]
         for tables in TABLES
         for table, keys in tables.items()
-        if table != "project"
+        if table not in ("project", "tool")
         for key, value in keys.items()
         if isinstance(value, str) and ":" in value
     }
     assert seen == NAMED
-    assert TABLES[0]["project"]["entry-points"]["insitu.rewards"]["house_style"] == "my_rewards:judge"
+    points = TABLES[0]["project"]["entry-points"]
+    paths = [path for point in points.values() for path in point.values()]
+    assert paths == ["my_rewards:judge", "my_engines:opened", "my_verbs:COMMANDS"]
+    assert {path.rpartition(":")[2] for path in paths} <= names.keys()
+    assert TABLES[0]["tool"]["setuptools"]["py-modules"] == [path.partition(":")[0] for path in paths]
+    assert {kind.removeprefix("insitu.") for kind in points} <= {*registry.KINDS}
 
 
 def test_the_page_names_every_kind() -> None:
@@ -98,10 +110,41 @@ def test_the_sandbox_and_its_contract(names: dict[str, Any]) -> None:
     assert issubclass(names["TestMine"], SandboxContract)
 
 
-def test_the_engine(names: dict[str, Any]) -> None:
+def test_the_engine_is_opened_by_its_name(names: dict[str, Any]) -> None:
     async def opened() -> Engine:
         resolved = insitu.load_config(None, {"engine.kind": names["opened"]})
         async with registry.find("engines", resolved.engine.kind)(resolved) as engine:
             return engine
 
-    assert asyncio.run(opened()) == insitu.Config().model.max_context_tokens
+    engine = asyncio.run(opened())
+    assert engine.info.max_context_tokens == insitu.Config().model.max_context_tokens
+    assert isinstance(engine, Engine)
+    assert issubclass(names["TestBigrams"], EngineContract)
+
+
+class TestTheEngine(EngineContract):
+    vocab_size = 454
+
+    @pytest_asyncio.fixture(loop_scope="module")
+    async def engine(self, names: dict[str, Any]) -> Engine:
+        return names["Bigrams"](2048)  # type: ignore[no-any-return]
+
+
+def test_the_verb(
+    names: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = ModuleType("my_verbs")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, "my_verbs", module)
+    (command,) = names["COMMANDS"]
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    rollout = make_rollout("train/00001/000/00")
+    resolved = insitu.load_config(None, {"run.dir": str(tmp_path / "run")})
+    with RunDir.create(resolved) as run, Store(run.path / "run.sqlite") as store:
+        store.put_rollout("train", 1, 0, 0, rollout)
+    assert command(parser.parse_args([str(tmp_path / "run")])) == 0
+    assert int(capsys.readouterr().out) == sum(len(turn.ids) for turn in rollout.trajectory.turns) > 0

@@ -202,20 +202,26 @@ class EmbeddedCore:
 
         checksum: of these weights, if the caller knows it; empty = it is computed.
         """
-        return self._take(self._model.tensors(), version, checksum)
+        self._check_idle()
+        tensors = self._model.tensors()
+        self._forward.weights.update(tensors)
+        return self._taken(tensors, version, checksum)
 
     def load(self, folder: Path, version: int) -> Receipt:
         """Sample with the weights of a folder from now on. Raises EngineError for another model's."""
         found = SampledFolder(folder)
         if found.config != self._model.config:
             raise EngineError(f"{folder} holds another model: {found.config}")
-        return self._take(found.tensors(), version, "")
+        self._check_idle()
+        tensors = found.tensors()
+        self._forward.weights = self._copied(tensors)  # not in place: the files may lack something
+        return self._taken(tensors, version, "")
 
-    def _take(self, tensors: Mapping[str, Tensor], version: int, checksum: str) -> Receipt:
+    def _check_idle(self) -> None:
         if self.running:
             raise EngineError(f"cannot load weights while {self.running} requests run: pause first")
-        with torch.inference_mode():
-            self._forward.weights = self._copied(tensors)
+
+    def _taken(self, tensors: Mapping[str, Tensor], version: int, checksum: str) -> Receipt:
         self._pool.clear()
         self._receipt = Receipt(version=version, checksum=checksum or checksum_of(tensors))
         return self._receipt

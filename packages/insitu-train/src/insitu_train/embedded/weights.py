@@ -112,12 +112,13 @@ class _Named:
         """Return weight and bias of a linear layer."""
         return self.get(f"{name}.weight", rows, columns), self.optional(f"{name}.bias", rows)
 
-    def gain(self, name: str, size: int) -> tuple[Tensor | None, Tensor]:
-        """Return the factors [size] by which RMSNorm is x / hypot(|x|, sqrt(size * eps)).
+    def factors(self, name: str, size: int) -> Tensor:
+        """Return the factors [size] by which RMSNorm is x / hypot(|x|, sqrt(size * eps)), in float32."""
+        return self.get(name, size).float() * math.sqrt(size)
 
-        First those of the norm's result, if they are not folded, then those of the next matrix.
-        """
-        found = self.get(name, size).float() * math.sqrt(size)
+    def gain(self, name: str, size: int) -> tuple[Tensor | None, Tensor]:
+        """Return a norm's factors: of its result, if they are not folded, and of the next matrix."""
+        found = self.factors(name, size)
         if self.dtype == torch.float32:
             return None, found
         return found, torch.ones((), dtype=self.dtype)
@@ -149,15 +150,25 @@ class LayerWeights:
         v, v_bias = named.linear(f"{at}self_attn.v_proj", kv * hd, d)
         self.before, gain = named.gain(f"{at}input_layernorm.weight", d)
         biases = [b if b is None else _interleaved(b, n) for b, n in ((q_bias, heads), (k_bias, kv))]
-        self.qkv = _PackedLinear(
-            torch.cat([_interleaved(q, heads), _interleaved(k, kv), v]) * gain, _joined([*biases, v_bias])
-        )
+        fused = _fused([_halves(q, heads), _halves(k, kv), v], gain)
+        self.qkv = _PackedLinear(fused, _joined([*biases, v_bias]))
         self.out = _PackedLinear(*named.linear(f"{at}self_attn.o_proj", d, heads * hd))
         self.between, gain = named.gain(f"{at}post_attention_layernorm.weight", d)
         gate, gate_bias = named.linear(f"{at}mlp.gate_proj", wide, d)
         up, up_bias = named.linear(f"{at}mlp.up_proj", wide, d)
-        self.gate_up = _PackedLinear(torch.cat([gate, up]) * gain, _joined([gate_bias, up_bias]))
+        self.gate_up = _PackedLinear(_fused([gate, up], gain), _joined([gate_bias, up_bias]))
         self.down = _PackedLinear(*named.linear(f"{at}mlp.down_proj", d, wide))
+
+
+def _fused(parts: Sequence[Tensor], gain: Tensor) -> Tensor:
+    """Return matrices [.., in] as one, times `gain`, in a single pass: a publication waits for it."""
+    sizes = [part.numel() // part.shape[-1] for part in parts]
+    out = parts[0].new_empty(sum(sizes), parts[0].shape[-1])
+    begin = 0
+    for part, size in zip(parts, sizes, strict=True):
+        torch.mul(part, gain, out=out[begin : begin + size].view(part.shape))
+        begin += size
+    return out
 
 
 def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
@@ -170,7 +181,11 @@ def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
 
 def _interleaved(x: Tensor, heads: int) -> Tensor:
     """Return matrix rows or a bias with the rotary halves of each head interleaved."""
-    return x.view(heads, 2, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
+    return _halves(x, heads).flatten(0, 2)
+
+
+def _halves(x: Tensor, heads: int) -> Tensor:
+    return x.view(heads, 2, -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _qk_norm(c: ModelConfig, named: _Named, at: str) -> Tensor | None:
@@ -188,7 +203,8 @@ def _qk_norm(c: ModelConfig, named: _Named, at: str) -> Tensor | None:
 class SamplerWeights:
     """All layers, embedding, final norm, head and rotary table of one policy version.
 
-    `turns` [positions, 1, head_dim / 2] complex; `least` and `least_head` keep a norm from being 0.
+    `turns` [positions, 1, head_dim / 2] complex; `least` and `least_head` keep a norm from being 0; `last`
+    [d] are factors of the final norm.
     """
 
     def __init__(
@@ -203,21 +219,28 @@ class SamplerWeights:
         Raises EngineError when they are not those of `config`.
         """
         c = self.config = config
-        named = _Named(tensors, dtype)
         self.dtype = dtype
+        self.layers: list[LayerWeights] = []
+        self.embed = torch.empty(0, dtype=dtype)
+        self.turns = _turns(c, length + _PADDING)
+        self.least = torch.tensor((c.hidden_size * c.rms_norm_eps) ** 0.5)
+        self.least_head = torch.tensor((c.head_dim * c.rms_norm_eps) ** 0.5)
+        self.update(tensors)
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy other weights of the same model, part by part into the memory of the old ones."""
+        c, named = self.config, _Named(tensors, self.dtype)
         with torch.inference_mode():
-            self.layers = [LayerWeights(c, named, layer) for layer in range(c.num_hidden_layers)]
+            for layer in range(c.num_hidden_layers):
+                del self.layers[layer : layer + 1]
+                self.layers.insert(layer, LayerWeights(c, named, layer))
             embed = named.get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-            self.embed = embed.clone()
+            self.embed = self.embed.copy_(embed) if len(self.embed) else embed.clone()
             own = named.optional("lm_head.weight", c.vocab_size, c.hidden_size)
             if own is None and not c.tie_word_embeddings:
                 raise EngineError("the model has no tensor lm_head.weight, and config.json does not tie it")
-            head = embed if own is None or c.tie_word_embeddings else own
-            self.last, gain = named.gain("model.norm.weight", c.hidden_size)
-            self.head = _PackedLinear(head * gain)
-            self.turns = _turns(c, length + _PADDING)
-            self.least = torch.tensor((c.hidden_size * c.rms_norm_eps) ** 0.5)
-            self.least_head = torch.tensor((c.head_dim * c.rms_norm_eps) ** 0.5)
+            self.head = _PackedLinear(embed if own is None or c.tie_word_embeddings else own)
+            self.last = named.factors("model.norm.weight", c.hidden_size)
         named.check_all_read()
 
     def shortened(self, layers: int, length: int) -> SamplerWeights:

@@ -3,8 +3,9 @@
 A test file is touched directly by its own change and by that of a module or a file that it names, and by way
 of others by that of anything these import; what starts `python -m insitu` imports all that its verbs do.
 With INSITU_FULL_BUDGET_S set, no test starts after so many seconds, or twice as many where it is touched
-directly (a change of names touches everything), and the summary names those left out. Continuous
-integration sets it for the tests marked `full` or `fuzz`; `make test-full` runs everything.
+directly (a change of names touches everything), and the summary names those left out. One that takes minutes
+(`takes`) does not start where it would end later. Continuous integration sets it for the tests marked `full`
+or `fuzz`; `make test-full` runs everything.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class TimeBudget:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         away = self._distances.get(item.path, 2)
         seconds = self._seconds if away else self._seconds * self._touched_share
-        if time.monotonic() - self._started > seconds:
+        marked = item.get_closest_marker("takes")
+        if time.monotonic() - self._started + (marked.args[0] if marked else 0) > seconds:
             self._left_out[away, item.location[0]] += 1
             pytest.skip(f"left out after {seconds:.0f} s: make test-full runs it")
 

@@ -14,8 +14,8 @@ from insitu.errors import SetupError
 from insitu_train.demo.smollm2 import fetch_file
 from sources import SOURCES
 
-pytestmark = pytest.mark.full
 LIMIT_S = 5400.0
+pytestmark = [pytest.mark.full, pytest.mark.takes(LIMIT_S)]
 
 
 def test_smollm2_learns_to_write_functions(tmp_path: Path) -> None:

@@ -142,11 +142,13 @@ def smollm2() -> Path:
         pytest.skip(f"no real model: {error}")
 
 
+@pytest.mark.takes(300)
 def test_a_real_model_has_llama_cpps_tokens(smollm2: Path) -> None:
     with served(smollm2) as server:
         compare(server, gguf_folder(str(smollm2), print))
 
 
+@pytest.mark.takes(300)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "q8_0"])
 def test_a_real_model_is_written_for_llama_cpp(tmp_path: Path, smollm2: Path, dtype: str) -> None:
     folder = gguf_folder(str(smollm2), print)

@@ -63,13 +63,16 @@ def test_touched_files_come_first_and_the_rest_in_another_order_for_each_commit(
         ("1e-9", "2", 0, "2 skipped", "left out: 2 of test_two.py, which the change touches\n"),
         ("1e-9", "1e12", 1, "2 skipped", "left out: 2 of test_two.py, which the change touches\n"),
         ("1e-9", "1e12", 0, "2 passed", ""),
-        ("60", "2", 2, "2 passed", ""),
+        ("60", "2", 2, "1 passed, 1 skipped", "left out: 1 of test_two.py\n"),
+        ("60", "2", 0, "2 passed", ""),
     ],
 )
 def test_what_is_left_out_once_the_time_is_over_is_named(
     tmp_path: Path, seconds: str, touched_share: str, away: int, summary: str, line: str
 ) -> None:
-    (tmp_path / "test_two.py").write_text("def test_first():\n    pass\ndef test_second():\n    pass\n")
+    (tmp_path / "test_two.py").write_text(
+        "import pytest\ndef test_first():\n    pass\n@pytest.mark.takes(90)\ndef test_second():\n    pass\n"
+    )
     program = (
         "import pytest, sys, time_budget;"
         "budget = time_budget.TimeBudget(float(sys.argv[1]), float(sys.argv[3]));"

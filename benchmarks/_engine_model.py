@@ -48,7 +48,7 @@ class ModelRate:
 def insitu_side(folder: Path, dtype: Literal["float32", "bfloat16"], threads: int) -> Run:
     context = max(c for _, c in DECODE) + 256
     options = EngineOptions(
-        max_rows=64, max_context=context, threads=threads, prefill_tiles=32, dtype=dtype, cache_tokens=65536
+        max_rows=64, max_context=context, threads=threads, dtype=dtype, cache_tokens=65536
     )
     core = EmbeddedCore(SampledFolder(folder), options)
 

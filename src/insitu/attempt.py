@@ -20,12 +20,12 @@ from insitu import failpoint
 from insitu.agents.base import AgentResult, Clock, Harness, ModelAccess, Worker, loop_time
 from insitu.agents.pool import WorkerPool
 from insitu.capture.ledger import reassign
-from insitu.errors import CaptureError, InsituError
-from insitu.gateway.host_tools import HostCall, HostTool
+from insitu.errors import CaptureError, ConfigError, GradeError, InsituError, user_code
+from insitu.gateway.host_tools import HostCall, HostTool, ToolBox
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session, SessionStats
 from insitu.grading.diff import DiffPolicy, compare, unified
-from insitu.grading.reward import ToolEnvironment
+from insitu.grading.reward import EARNED, ToolEnvironment
 from insitu.grading.verdict import NOTHING_CHANGED, with_ending
 from insitu.types import (
     Ledger,
@@ -213,8 +213,9 @@ class AttemptExecutor:
     ) -> Rollout:
         async with (
             self._workers.lease(spec.task.setup, self._harness) as worker,
-            self._environment(spec.task, ready) as environment,
+            self._environment(spec.task) as environment,
         ):
+            await ready()
             result, stats = await self._work(spec, state, worker, on_start, environment)
         state.log, state.egress, state.artifacts = result.log, result.egress_attempts, result.artifacts
         trouble = _infra_failure(result, stats, spec.task.limits)
@@ -279,7 +280,8 @@ class AttemptExecutor:
                     state.agent = time.monotonic() - state.leased
             if environment is not None:
                 await session.tools.answered()
-                state.earned = dict(environment.earned)
+                earned = environment.earned
+                state.earned = {} if earned is None else {EARNED: earned}
         return result, session.stats
 
     @asynccontextmanager
@@ -298,11 +300,8 @@ class AttemptExecutor:
             await asyncio.wait([ready])
 
     @asynccontextmanager
-    async def _environment(
-        self, task: Task, ready: Callable[[], Awaitable[object]]
-    ) -> AsyncIterator[ToolEnvironment | None]:
-        """Open the environment of an attempt, if it has one, once it may start."""
-        await ready()
+    async def _environment(self, task: Task) -> AsyncIterator[ToolEnvironment | None]:
+        """Open the environment of an attempt, if it has one."""
         if not isinstance(self._judge, PreparableJudge):
             yield None
             return
@@ -318,11 +317,16 @@ class AttemptExecutor:
                 name=tool.name,
                 description=tool.description,
                 parameters=json.loads(tool.parameters),
-                answer=partial(environment.call, tool.name),
+                answer=partial(_step, environment, tool.name),
             )
             for tool in environment.tools
         ]
-        return [*self._gateway.config.tools, *made]
+        tools = [*self._gateway.config.tools, *made]
+        try:
+            ToolBox(tools)
+        except ConfigError as error:
+            raise GradeError(f"the environment: {error}") from error
+        return tools
 
     def _access(self, session: Session, limits: Limits) -> ModelAccess:
         return ModelAccess(
@@ -333,6 +337,11 @@ class AttemptExecutor:
             max_context_tokens=limits.max_context_tokens,
             clock=session.clock,
         )
+
+
+async def _step(environment: ToolEnvironment, name: str, arguments: Mapping[str, object]) -> str:
+    with user_code(GradeError, f"the environment's tool {name}"):
+        return await environment.call(name, arguments)
 
 
 async def _seal(session: Session, max_wait_s: float, state: _AttemptState) -> None:

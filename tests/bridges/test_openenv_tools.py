@@ -189,14 +189,14 @@ def test_an_agent_acts_on_the_environment_by_its_tools(tmp_path: Path, tasks: st
     assert ("env_read" in last[0]) == (agent in ("script", "pi"))
 
 
-def test_an_agent_that_takes_no_step_is_not_graded_and_wrong_arguments_take_none(
+def test_an_agent_that_takes_no_step_earns_nothing_and_wrong_arguments_take_none(
     tmp_path: Path, tasks: str
 ) -> None:
     def wrong(text: str, key: RequestKey) -> Message:
         return call(key, "open_door", door="four") if key.turn == 0 else Message(role="assistant", text="So.")
 
     found, engine, renderer = run_of(tmp_path, tasks, "script", wrong)
-    assert [(status, reward) for status, reward, _ in found] == [(Status.OK, None)] * 3
+    assert [(status, reward) for status, reward, _ in found] == [(Status.OK, 0.0)] * 3
     text = renderer.decode(next(one for one in engine.sent if one.key.turn == 1).ids)
     assert "is not of type" in text
 

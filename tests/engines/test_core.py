@@ -421,6 +421,21 @@ def test_the_cache_is_bounded_and_the_least_recent_goes_first(model: Qwen3) -> N
     assert core.stats.prefilled == before + 128
 
 
+def test_a_tile_whose_page_is_given_up_for_its_copy_is_computed_again(model: Qwen3) -> None:
+    prompts = [np.random.default_rng(n).integers(0, 200, 60).astype(np.int32) for n in range(9)]
+    small = EmbeddedCore(model, replace(OPTIONS, max_rows=4, max_context=256, cache_tokens=128))
+    plain = EmbeddedCore(model, replace(OPTIONS, max_rows=4, max_context=256, cache_tokens=0))
+    for count in range(2, 10):
+        for order in ([*range(count), 0, 0], [0, *range(count), 0]):
+            for turn, n in enumerate(order):
+                jobs = [Job(prompts[n], SamplingParams(max_tokens=6), f"{count} {n}", turn) for _ in range(2)]
+                for job, core in zip(jobs, (small, plain), strict=True):
+                    job.submit(core)
+                    while core.busy:
+                        core.step()
+                assert jobs[0].bits == jobs[1].bits, (count, turn, n)
+
+
 def test_requests_in_flight_share_the_work_on_a_common_prefix(model: Qwen3) -> None:
     core = EmbeddedCore(model, OPTIONS)
     ids = np.arange(161, dtype=np.int32)

@@ -257,6 +257,21 @@ async def test_what_ended_a_step_is_told_even_when_the_server_is_gone_too(tmp_pa
 
 
 @pytest.mark.slow
+async def test_a_defect_in_the_check_of_a_server_ends_the_waits_for_it(tmp_path: Path) -> None:
+    async def broken() -> None:
+        raise OSError("no such socket")
+
+    async with servers(tmp_path, max_wait_s=30.0) as run:
+        await run.publish(1)
+        run.engine.check = broken  # type: ignore[method-assign]
+        gone = HttpOptions(url="http://127.0.0.1:9", retries=0)
+        http = run.engine._members[0].engine.http  # type: ignore[attr-defined]
+        http.options, http._base = gone, gone.url
+        async with asyncio.timeout(20.0):
+            with pytest.raises(EngineError, match="OSError: no such socket"):
+                await sample(run.engine, 0)
+
+
 async def test_all_who_wait_share_one_patience(tmp_path: Path) -> None:
     """Also who asks once it is over: it is asked once more, and answers again as soon as it is back."""
     async with servers(tmp_path, max_wait_s=1.0) as run:

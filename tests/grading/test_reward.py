@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -84,6 +85,29 @@ def judge(function: Callable[..., Any], *, group: bool = False, timeout_s: float
     user = UserFunction("mine:reward", function, max_concurrent=4, timeout_s=timeout_s)
     reward = RewardFunction(function=user, transcript=lambda rollout: "the text", group=group)
     return TaskJudge(cast(Grader, _Grader()), cast(TaskSource, _Source()), "weak", reward)
+
+
+@asynccontextmanager
+async def _world(row: dict[str, Any]) -> AsyncIterator[str]:
+    if row["rubric"] != "short":
+        raise OSError("no server")
+    yield "a world"
+
+
+async def test_an_environment_fails_by_its_own_faults_only() -> None:
+    scoring = judge(lambda rollout: 1.0)
+    async with scoring.environment(TASK) as nothing:
+        assert nothing is None
+    own = scoring._reward
+    assert own is not None
+    for opener, row, error in ((_world, "short", AssertionError), (_world, "long", GradeError)):
+        scoring._reward = dataclasses.replace(own, opener=opener)
+        scoring._source.row = lambda task, row=row: {"rubric": row}  # type: ignore[misc, method-assign]
+        with pytest.raises(error):
+            async with scoring.environment(TASK) as world:
+                assert world == "a world"
+                raise AssertionError("a defect of the attempt")
+    await scoring.close()
 
 
 async def score(function: Callable[..., Any], rollout: Rollout | None = None) -> Rollout:

@@ -53,7 +53,7 @@ def test_a_server_of_openenv_is_a_source_with_its_own_reward(
             seen = await environment.call("guess", {"number": 3})
             return [tool.name for tool in environment.tools], seen, (nothing, environment.earned)
 
-    assert asyncio.run(act()) == (["guess"], "Higher.", ({}, {"environment": -0.1}))
+    assert asyncio.run(act()) == (["guess"], "Higher.", (0, -0.1))
 
 
 @pytest.mark.usefixtures("sdks")

@@ -209,6 +209,8 @@ REFUSED = {
         lambda file, out: rewritten(file, out, without=("llama.block_count",)),
         "has no llama.block_count",
     ),
+    "no heads": (with_field("llama.attention.head_count", 0), "is damaged: 2 layers of 0/"),
+    "no end of layers": (with_field("llama.block_count", 2**32 - 1), "is damaged: 4294967295 layers"),
     "pre-tokenizer": (
         with_field("tokenizer.ggml.pre", "tekken"),
         "the pre-tokenizer 'tekken' was not compared with llama.cpp's, so it is not read; only gpt-2, smollm",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
@@ -221,13 +222,22 @@ class EngineSet:
                 self._down_since = _now()
 
     async def _restore(self, member: _Member) -> None:
-        """Check a fenced server until it serves again."""
+        """Check a fenced server until it serves again; a defect ends all waits for it with its name."""
+        try:
+            await self._restored(member)
+        except Exception as error:
+            member.error, member.hopeless = EngineError(f"{type(error).__name__}: {error}"), True
+            self._tell()
+            log.exception("check of a server failed server=%s", member.name)
+
+    async def _restored(self, member: _Member) -> None:
         said = bool(self._serving())
         while member.error is not None:
             answers = await self._answers(member)
             if not (answers or said or member.hopeless):
                 said = True
-                self._say(f"{member.error}; waiting {self._max_wait_s:g} s for it")
+                limit = "" if self._max_wait_s == math.inf else f" {self._max_wait_s:g} s"
+                self._say(f"{member.error}; waiting{limit} for it")
             if answers:
                 async with self._lock:
                     if member.error is not None:

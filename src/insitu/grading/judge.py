@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from insitu.backoff import backoff_s
@@ -21,6 +21,8 @@ from insitu.types import FinishedRollout, Outcome, Rollout, Task, Tree, Trust, V
 
 log = logging.getLogger(__name__)
 
+OPEN_S = 300.0
+"""Timeout of opening an environment."""
 GROUP_CALLS, GROUP_PAUSE_S = 3, 0.5
 """Calls of a group's reward function for one rollout, and the pause before the second."""
 
@@ -117,10 +119,20 @@ class TaskJudge:
 
         Raises GradeError.
         """
-        open_ = self._reward and self._reward.opener
-        with user_code(GradeError, "the environment"):
-            async with (open_ and open_(self._source.row(task))) or nullcontext() as environment:
-                yield environment
+        open_ = None if self._reward is None else self._reward.opener
+        if open_ is None:
+            yield None
+            return
+        async with AsyncExitStack() as stack:
+            try:
+                # of the opening alone: what the attempt raises is no error of the environment's
+                with user_code(GradeError, "the environment"):
+                    async with asyncio.timeout(OPEN_S):
+                        opened = open_(self._source.row(task))
+                        environment = await stack.enter_async_context(opened) if opened else None
+            except TimeoutError as error:
+                raise GradeError(f"the environment did not open within {OPEN_S:g} s") from error
+            yield environment
 
     async def prepare(self, task: Task) -> None:
         """Prepare what grading needs while the agent works; grading itself reports a failure."""
@@ -139,7 +151,8 @@ class TaskJudge:
 async def _member(reward: RewardFunction, finished: FinishedRollout | None, rollout: Rollout) -> Rollout:
     """Score one rollout; in a group, whose attempts are over, a failed call is repeated."""
     if finished is None:
-        return replace(rollout, reward=rollout.verdict.reward if rollout.verdict else None)
+        final = rollout.verdict.reward if rollout.verdict else None
+        return replace(rollout, reward=final, reward_components={})
     error_before = rollout.error
     for failures in range(1, GROUP_CALLS + 1):
         try:

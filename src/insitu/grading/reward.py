@@ -26,6 +26,8 @@ from insitu.types import FinishedRollout, Outcome, Rollout, Task, ToolSpec, Tree
 FINAL = (Outcome.INFRA, Outcome.TAMPERED, Outcome.REFUSED)
 """Outcomes whose reward no function may change."""
 DIFF_CHARS = 1 << 20
+EARNED = "environment"
+"""Name of an environment's part of the reward; one returned under this name survives a regrade."""
 Transcript = Callable[[Rollout], str]
 
 
@@ -40,8 +42,8 @@ class ToolEnvironment(Protocol):
         """Take a step; return what the model reads. Raises InsituError when the environment fails."""
 
     @property
-    def earned(self) -> Mapping[str, float]:
-        """Rewards so far by name, which the agent never sees; empty if none was given."""
+    def earned(self) -> float | None:
+        """Sum of the rewards so far, never shown to the agent; None if no step taken had one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ class RewardFunction:
             turns=rollout.turns,
             status=rollout.status,
             verdict=rollout.verdict,
-            earned=rollout.reward_components,
+            earned=rollout.reward_components.get(EARNED),
         )
 
 

@@ -179,8 +179,8 @@ class FinishedRollout(Value):
     """All model calls; empty with engine.kind upstream."""
     status: Status
     verdict: Verdict
-    earned: Mapping[str, float] = field(default_factory=dict)
-    """Rewards by name of the environment that the agent acted on by tools; empty without one."""
+    earned: float | None = None
+    """Sum of the rewards of the environment that the agent acted on by tools; None without any."""
     group: tuple[FinishedRollout, ...] = field(default=(), repr=False)
     """All graded rollouts of the group, this one included; only with `reward.group`."""
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from insitu.errors import ConfigError, GradeError, TaskError, boundary, user_code
+from insitu.gateway.host_tools import HostTool, ToolBox
+from insitu.grading.reward import EARNED
 from insitu.install_hints import install_package
 from insitu.tasks.base import UNTESTED, Item
 from insitu.tasks.dataset import LoadOptions
@@ -50,6 +52,7 @@ class OpenEnv:
                 with user_code(TaskError, f"{url}: reset {reset}"):
                     seen = client.reset(**reset).observation
                     tools = client.step(_LIST_TOOLS).observation["tools"] if by_tools else []
+                    _check(tools)
                 row = {"url": url, "reset": reset, "observation": seen}
                 row |= {"tools": tools} if by_tools else {"action_schema": schema}
                 row |= {"prompt": keys["prompt"]} if "prompt" in keys else {}
@@ -63,24 +66,34 @@ class OpenEnv:
         return answer_task(str(row["id"]), prompt, UNTESTED, options)
 
 
+def _named(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Return name, description and parameters of the tools that a server lists."""
+    for tool in tools:
+        schema = tool.get("input_schema") or {"type": "object"}
+        yield {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+
+
+def _check(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise TaskError for tools that cannot be offered to a model."""
+    try:
+        ToolBox([HostTool(**one) for one in _named(tools)])
+    except ConfigError as error:
+        raise TaskError(str(error)) from error
+
+
 class _McpSession:
     """Session of an environment of MCP tools; implements `insitu.grading.reward.ToolEnvironment`."""
 
     def __init__(self, client: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._client, self._rewards = client, list[float]()
+        self._client, self._rewards, self._steps = client, list[float](), 0
         self._done = False
         self.tools = [
-            ToolSpec(
-                name=tool["name"],
-                description=tool.get("description") or "",
-                parameters=json.dumps(tool.get("input_schema") or {"type": "object"}),
-            )
-            for tool in tools
+            ToolSpec(**{**one, "parameters": json.dumps(one["parameters"])}) for one in _named(tools)
         ]
 
     @property
-    def earned(self) -> Mapping[str, float]:
-        return {"environment": sum(self._rewards)} if self._rewards else {}
+    def earned(self) -> float | None:
+        return None if self._steps and not self._rewards else sum(self._rewards)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Take a step; return its observation. Raises GradeError if the server fails."""
@@ -89,6 +102,7 @@ class _McpSession:
         action = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
         with user_code(GradeError, f"the environment's tool {name}"):
             step = await self._client.step(action)
+        self._steps += 1
         self._done = bool(step.done)
         if step.reward is not None:
             self._rewards.append(float(step.reward))
@@ -131,11 +145,11 @@ def _environment(row: Mapping[str, Any]) -> AbstractAsyncContextManager[_McpSess
     return _session(row) if "tools" in row else None
 
 
-async def reward(rollout: FinishedRollout) -> float | None:
+async def reward(rollout: FinishedRollout) -> float | Mapping[str, float] | None:
     """Return the sum of the rewards of the steps; None if the server gave none."""
     row, rewards = rollout.row, list[float | None]()
     if "tools" in row:
-        return sum(rollout.earned.values()) if rollout.earned else None
+        return None if rollout.earned is None else {EARNED: rollout.earned}
     async with _client(row["url"]) as client:
         await client.reset(**row["reset"])
         for action in _actions(answer_of(rollout), row["action_schema"]):

@@ -339,8 +339,10 @@ class EmbeddedCore:
             if index % TILES == 0 and self._complete(request, last) and (found := pool.find(names[last])):
                 request.pages.append(pool.share(found))
                 request.filled += TILES
-            elif source := pool.find(names[index]):
-                self._room(request, index)
+            elif pool.find(names[index]):
+                self._room(request, index)  # which may give up the page that was found
+                if (source := pool.find(names[index])) is None:
+                    break
                 pool.copy(source, request.pages[-1], index % TILES)
                 self._filled(request, index, names[index])
             else:

@@ -129,6 +129,11 @@ class _Model:
         self.heads = int(self.own("attention.head_count"))
         self.kv_heads = int(self.own("attention.head_count_kv", self.heads))
         self.width = int(self.own("embedding_length"))
+        whole = 0 < self.layers <= len(self.tensors) and 0 < self.kv_heads <= self.heads <= self.width
+        if not whole or self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{file} is damaged: {self.layers} layers of {self.heads}/{self.kv_heads} heads"
+            )
         self.head_width = int(self.own("attention.key_length", self.width // self.heads))
         self._named = self._names()
 

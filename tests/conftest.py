@@ -53,6 +53,7 @@ KNOWN_SKIPS = (
     r"vLLM takes an update only when the request is whole: .*",
     # What one backend does not promise, with its reason (tests/contract/test_sandbox_contract.py).
     r"harbor: .*",
+    r"this CPU has no bfloat16 products",
     r"docker host: .*",
     # `scripts/setup test` installs them where it may.
     r"no Chromium here: .*",

@@ -28,8 +28,7 @@ from insitu.runtime.engine import Sampler
 from insitu.storage.run_dir import read_store
 from insitu.types import IntArray, Message, RequestKey, Status, ToolCall
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("openenv")
+pytestmark = [pytest.mark.bridge, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 DOORS = """
 import os, random, uvicorn

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_lab import renderer_of
 from render_families import HERMES, QWEN3_HEAD, QWEN3_REASONING, write_renderer
-from test_splice import EXAMPLES, TOOL, other_spelling
+from test_template_splice import EXAMPLES, TOOL, other_spelling
 
 from insitu.capture.exactness import training_faults
 from insitu.chat.model_files import read_folder

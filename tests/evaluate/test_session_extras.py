@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rollout_verb import DONE, Scripted, run
+from test_run_verb import DONE, Scripted, run
 
 from insitu.config import load_config
 from insitu.errors import ConfigError

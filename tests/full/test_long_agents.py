@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from agent_scripts import MARKERS, PROMPT, SESSIONS, replies
 from qwen_vocabulary import qwen_tokenizer_json
-from test_real_templates import real
+from test_load_real_templates import real
 from vllm_lab import train
 from written_model import table_of, written
 

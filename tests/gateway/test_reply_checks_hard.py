@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
-from test_cases import WIRES, send
+from test_server_cases import WIRES, send
 
 from insitu.chat.template import TemplateRenderer
 from insitu.types import Generation, IntArray, Message, RequestKey, SamplingParams

@@ -13,8 +13,8 @@ from gateway_rig import ASK, TOOLS, Rig, call, said
 from google.genai.types import GenerateContentResponse
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
-from test_cases import WIRES, send
-from test_hard_replies import GO_ON
+from test_reply_checks_hard import GO_ON
+from test_server_cases import WIRES, send
 
 from insitu.chat.template import TemplateRenderer
 from insitu.types import Message

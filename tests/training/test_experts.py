@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_zoo import BASE, MOE, SHARED, TWO, ZOO, saved
-from test_architectures import opened
+from test_parity_architectures import opened
 
 from insitu.engines.safetensors_file import read_folder
 from insitu.engines.weight_mapping import map_weights

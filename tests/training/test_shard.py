@@ -15,7 +15,7 @@ from model_zoo import BASE, DELTA, FEW, GEMMA4, HEAD, MLA, MOE, TWO, saved
 from model_zoo import SHARED as WITH_SHARED
 from safetensors.torch import load_file, save_file
 from shard_lab import CONFIG, LORA, Found, adapted, on_processes, opened, resumed, steps, trainer_on
-from test_dist import made_plan
+from test_distributed import made_plan
 from train_lab import small_model
 from transformers import CONFIG_MAPPING
 

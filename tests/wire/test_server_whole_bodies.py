@@ -12,7 +12,7 @@ import orjson
 import pytest
 from google.genai import types
 from pydantic import TypeAdapter
-from test_stream_cuts_by_clients import ENVELOPE, REPLIES
+from test_server_cuts_by_clients import ENVELOPE, REPLIES
 
 from insitu.gateway.server import DIALECTS
 from insitu.types import Reply

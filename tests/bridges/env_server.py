@@ -23,14 +23,21 @@ NAMES = ("insitu_env", "terminus_env", "mini_swe_env")
 
 
 def start(name: str, variables: dict[str, str] | None = None) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a server and return it with its URL when it is healthy."""
+    """Start a server of envs/ and return it with its URL when it is healthy."""
+    return start_app(ENVS / name, "server.app:app", variables)
+
+
+def start_app(
+    folder: Path, app: str, variables: dict[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Start `app` of a folder, as MODULE:NAME, and return it with its URL when it is healthy."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
     env = os.environ | {"PYTHONPATH": SOURCES, "PYTHONDONTWRITEBYTECODE": "1"} | (variables or {})
     command = [
         "uvicorn",
-        "server.app:app",
+        app,
         "--host",
         "127.0.0.1",
         "--port",
@@ -38,7 +45,7 @@ def start(name: str, variables: dict[str, str] | None = None) -> tuple[subproces
         "--log-level",
         "warning",
     ]
-    process = subprocess.Popen([sys.executable, "-m", *command], cwd=ENVS / name, env=env)
+    process = subprocess.Popen([sys.executable, "-m", *command], cwd=folder, env=env)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     while True:
         with contextlib.suppress(OSError), urllib.request.urlopen(url + "/health", timeout=5) as reply:
@@ -46,7 +53,7 @@ def start(name: str, variables: dict[str, str] | None = None) -> tuple[subproces
                 return process, url
         if process.poll() is not None or time.monotonic() > deadline:
             stop(process)
-            raise AssertionError(f"{name} did not start: exit code {process.returncode}")
+            raise AssertionError(f"{app} in {folder} did not start: exit code {process.returncode}")
         time.sleep(0.1)
 
 

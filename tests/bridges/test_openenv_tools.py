@@ -5,12 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from io import StringIO
@@ -18,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from env_server import start_app, stop
 
 from insitu.config import load_config
 from insitu.engines.scripted import ScriptedEngine
@@ -31,7 +26,7 @@ from insitu.types import IntArray, Message, RequestKey, Status, ToolCall
 pytestmark = [pytest.mark.bridge, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 DOORS = """
-import os, random, uvicorn
+import os
 from fastmcp import FastMCP
 from openenv.core.env_server import MCPEnvironment, State, create_app
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
@@ -89,35 +84,23 @@ class Doors(MCPEnvironment):
         return self._state
 
 app = create_app(Doors, CallToolAction, CallToolObservation, env_name="doors", max_concurrent_envs=16)
-uvicorn.run(app, host="127.0.0.1", port=NUMBER, log_level="error")
 """
 
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Iterator[str]:
     """A file with three tasks of a running server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (tmp_path / "doors.py").write_text(DOORS.replace("NUMBER", str(port)))
-    server = subprocess.Popen([sys.executable, str(tmp_path / "doors.py")])
+    (tmp_path / "doors.py").write_text(DOORS)
+    server, at = start_app(tmp_path, "doors:app")
     try:
-        for _ in range(900):
-            assert server.poll() is None
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.1)
         path = tmp_path / "doors.toml"
         path.write_text(
-            f'url = "http://127.0.0.1:{port}"\nprompt = "Find the right door and open it."\n'
+            f'url = "{at}"\nprompt = "Find the right door and open it."\n'
             "resets = [{ door = 4 }, { door = 5 }, { door = 6 }]\n"
         )
         yield str(path)
     finally:
-        server.terminate()
-        server.wait(30)
+        stop(server)
 
 
 def run_of(

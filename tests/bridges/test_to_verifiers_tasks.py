@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import socket
-import subprocess
 import sys
 import sysconfig
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from io import StringIO
@@ -21,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
 
+from env_server import start_app, stop
 from environments import check_openenv, check_verifiers, config, taskset
 
 from insitu.engines.scripted import ScriptedEngine
@@ -32,7 +28,6 @@ from insitu.types import Message
 
 pytestmark = pytest.mark.bridge
 GUESS = """
-import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
 class GuessAction(Action):
@@ -67,29 +62,17 @@ class Guess(Environment):
         return self._state
 
 app = create_app(Guess, GuessAction, Seen, env_name="guess", max_concurrent_envs=8)
-uvicorn.run(app, host="127.0.0.1", port=NUMBER, log_level="error")
 """
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (tmp_path / "guess.py").write_text(GUESS.replace("NUMBER", str(port)))
-    server = subprocess.Popen([sys.executable, str(tmp_path / "guess.py")])
+    (tmp_path / "guess.py").write_text(GUESS)
+    server, at = start_app(tmp_path, "guess:app")
     try:
-        for _ in range(600):
-            assert server.poll() is None
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
+        yield at
     finally:
-        server.terminate()
-        server.wait(30)
+        stop(server)
 
 
 @pytest.fixture(scope="module")

@@ -444,6 +444,22 @@ def test_requests_in_flight_share_the_work_on_a_common_prefix(model: Qwen3) -> N
     assert core.stats.prefilled == 160
 
 
+def test_an_update_that_fails_midway_leaves_nothing_to_sample_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = initialise(CONFIG, 0)
+    core = EmbeddedCore(model, OPTIONS)
+    whole = dict(model.tensors())
+    monkeypatch.setattr(model, "tensors", lambda: {k: v for k, v in whole.items() if ".2." not in k})
+    with pytest.raises(EngineError):
+        core.refresh(1)
+    job = Job(np.arange(9, dtype=np.int32), SamplingParams(max_tokens=2), "a")
+    with pytest.raises(EngineError, match="failed midway"):
+        job.submit(core)
+    monkeypatch.undo()
+    core.refresh(1)
+    run(core, [job])
+    assert core.receipt.version == 1
+
+
 def test_new_weights_void_the_cache_and_change_the_receipt() -> None:
     model = initialise(CONFIG, 0)
     core = EmbeddedCore(model, OPTIONS, version=4)

@@ -11,6 +11,8 @@ from environments import check_openenv, check_verifiers, rows, taskset
 
 from insitu.errors import ConfigError, TaskError
 from insitu.grading.trust import trust_of
+from insitu.tasks.dataset import LoadOptions
+from insitu.tasks.objects import location
 from insitu_tasksets import openenv
 from tests.fakes.environments_sdk import ROUTES, openenv_sdk, serve_guess, verifiers_sdk
 
@@ -46,6 +48,10 @@ def test_a_server_of_openenv_is_a_source_with_its_own_reward(
         row = source.row(item.task)
         assert item.task.prompt.startswith("Play.\n\n")
         assert "guess" not in item.task.prompt  # its tools are offered as tools
+
+    own = openenv.OpenEnv().build({**row, "prompt": "Mine."}, location(row, 1), LoadOptions(untested=True))
+    assert own.task.prompt.startswith("Mine.")
+    assert "observation" not in own.task.prompt  # a prompt of tasks.transform stands for itself
 
     async def act() -> tuple[list[str], str, object]:
         async with openenv.reward.environment(row) as environment:  # type: ignore[attr-defined]

@@ -55,15 +55,20 @@ class OpenEnv:
                     _check(tools)
                 row = {"url": url, "reset": reset, "observation": seen}
                 row |= {"tools": tools} if by_tools else {"action_schema": schema}
-                row |= {"prompt": keys["prompt"]} if "prompt" in keys else {}
-                yield location({"id": _name(reset, number), **row}, number)
+                row = {"id": _name(reset, number), **row}
+                if "prompt" in keys:
+                    row["prompt"] = f"{keys['prompt']}\n\n{_shown(row)}"
+                yield location(row, number)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
-        # The id sets apart tasks that look the same, as those of a game do.
-        shown = {name: row[name] for name in ("id", "observation", "action_schema") if name in row}
-        prompt = json.dumps(shown, ensure_ascii=False)
-        prompt = f"{row['prompt']}\n\n{prompt}" if row.get("prompt") else prompt
+        prompt = row.get("prompt") or _shown(row)
         return answer_task(str(row["id"]), prompt, UNTESTED, options)
+
+
+def _shown(row: RawRow) -> str:
+    # The id sets apart tasks that look the same, as those of a game do.
+    shown = {name: row[name] for name in ("id", "observation", "action_schema") if name in row}
+    return json.dumps(shown, ensure_ascii=False)
 
 
 def _named(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -96,12 +101,11 @@ class _McpSession:
         return None if self._steps and not self._rewards else sum(self._rewards)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Take a step; return its observation. Raises GradeError if the server fails."""
+        """Take a step; return its observation."""
         if self._done:
             return _OVER
         action = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
-        with user_code(GradeError, f"the environment's tool {name}"):
-            step = await self._client.step(action)
+        step = await self._client.step(action)
         self._steps += 1
         self._done = bool(step.done)
         if step.reward is not None:

@@ -204,7 +204,11 @@ class EmbeddedCore:
         """
         self._check_idle()
         tensors = self._model.tensors()
-        self._forward.weights.update(tensors)
+        try:
+            self._forward.weights.update(tensors)
+        except BaseException:
+            self._forward.weights.layers.clear()  # some are old and some new
+            raise
         return self._taken(tensors, version, checksum)
 
     def load(self, folder: Path, version: int) -> Receipt:
@@ -239,6 +243,8 @@ class EmbeddedCore:
         vocabulary, or a prompt that leaves no room in the context.
         """
         room = self.options.max_context - len(ids)
+        if not self._forward.weights.layers:
+            raise EngineError("the last publication failed midway: no weights are held")
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._model.config.vocab_size:
             raise EngineError(f"a prompt needs ids between 0 and {self._model.config.vocab_size - 1}")
         if room < 1:

@@ -232,7 +232,7 @@ class SamplerWeights:
         c, named = self.config, _Named(tensors, self.dtype)
         with torch.inference_mode():
             for layer in range(c.num_hidden_layers):
-                del self.layers[layer : layer + 1]
+                del self.layers[layer : layer + 1]  # none where an update before has failed
                 self.layers.insert(layer, LayerWeights(c, named, layer))
             embed = named.get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
             self.embed = self.embed.copy_(embed) if len(self.embed) else embed.clone()

@@ -152,6 +152,9 @@ async def test_a_server_that_is_killed_9_samples_nothing_with_the_weights_it_com
             server.kill()
             await server.wait()
             late = asyncio.create_task(sample(engine, 2))
+            async with asyncio.timeout(30.0):
+                while not said:  # the loss is noticed before the server is back
+                    await asyncio.sleep(0.01)
             server = await life(port)
             after = await asyncio.gather(*under_way, late)
         assert [made.ids.tolist() for made in after] == before

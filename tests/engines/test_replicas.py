@@ -135,13 +135,16 @@ async def test_a_server_that_is_killed_9_samples_nothing_with_the_weights_it_com
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
-    server, said = await life(port), list[str]()
+    server, said, lost = await life(port), list[str](), asyncio.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        lost.set()
+
     try:
         options = HttpOptions(url=f"http://127.0.0.1:{port}", call_deadline_s=20.0, control_deadline_s=5.0)
         async with open_vllm(options) as inner, AsyncExitStack() as stack:
-            engine = await stack.enter_async_context(
-                EngineSet({"one": inner}, max_wait_s=30.0, say=said.append)
-            )
+            engine = await stack.enter_async_context(EngineSet({"one": inner}, max_wait_s=30.0, say=say))
             publisher = DiskPublisher(FakeExporter(), engine, PublishOptions(folder=tmp_path))
             fresh = (await sample(engine, 0)).ids.tolist()
             await publisher.publish(3)
@@ -153,8 +156,7 @@ async def test_a_server_that_is_killed_9_samples_nothing_with_the_weights_it_com
             await server.wait()
             late = asyncio.create_task(sample(engine, 2))
             async with asyncio.timeout(30.0):
-                while not said:  # the loss is noticed before the server is back
-                    await asyncio.sleep(0.01)
+                await lost.wait()
             server = await life(port)
             after = await asyncio.gather(*under_way, late)
         assert [made.ids.tolist() for made in after] == before

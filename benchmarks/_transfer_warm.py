@@ -27,7 +27,6 @@ from benchmarks._transfer_runs import CONTEXT, Late
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import WARM_START, Config, demo_preset, load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import TrainError
 from insitu.progress.plain import PlainView
 from insitu.runtime.agents import limits_of
@@ -37,6 +36,7 @@ from insitu.types import IntArray, Limits, Segment
 from insitu_train.demo.demonstrator import Habits, Step
 from insitu_train.demo.make_warm_start import DemonstrationSpec, Demonstrator, record_all, write_renderer
 from insitu_train.demo.rendered_demonstrations import Demonstration
+from insitu_train.demo.scripted import ScriptedEngine
 from insitu_train.demo.sft_data import (
     DemonstrationBatch,
     Phase,

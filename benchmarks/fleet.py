@@ -35,7 +35,6 @@ from insitu.attempt import AttemptSpec
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.config import WARM_START, Config, load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.shutdown import descendants
 from insitu.storage.run_dir import RunDir, has_rollouts, read_store
 from insitu.tasks.base import UNTESTED
@@ -44,6 +43,7 @@ from insitu.types import GradingPlan, Limits, Message, Status, Task
 from insitu_fleet.controller import Fleet
 from insitu_fleet.links import Link, ProcessLink
 from insitu_fleet.ray_link import ray_links
+from insitu_train.demo.scripted import ScriptedEngine
 
 SMALL = (
     "harness.agent=script", "harness.mode=warm", "harness.workers=2", "run.steps=60", "eval.count=4",

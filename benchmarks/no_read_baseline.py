@@ -20,7 +20,6 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.groups import open_groups
 from insitu.collect.options import CollectOptions, Phase, Slot
 from insitu.config import Config, demo_preset, load_config, model_folder
-from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime.agents import limits_of
 from insitu.runtime.run import open_runtime
@@ -29,6 +28,7 @@ from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import Message, Rollout
 from insitu_train.demo.demonstrator import FINAL, Habits, Step, edit, guess
 from insitu_train.demo.make_warm_start import Demonstrator
+from insitu_train.demo.scripted import ScriptedEngine
 
 BLIND = Habits(look=0.0, recover=0.0, verify=0.0)
 

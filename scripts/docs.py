@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = ("insitu", "insitu.testing")
+PUBLIC = ("insitu", "insitu_lab.testing")
 """Modules whose `__all__` is the API reference."""
 
 

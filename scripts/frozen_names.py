@@ -37,7 +37,7 @@ def api() -> Any:
     errors = importlib.import_module("insitu.errors")
     found: dict[str, Any] = {
         module: {name: described(getattr(importlib.import_module(module), name)) for name in names}
-        for module in ("insitu", "insitu.testing")
+        for module in ("insitu", "insitu_lab.testing")
         for names in [sorted(importlib.import_module(module).__all__)]
     }
     classes = {name: item for name, item in vars(errors).items() if inspect.isclass(item)}

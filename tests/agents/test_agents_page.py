@@ -11,7 +11,7 @@ import pytest
 import insitu
 from insitu.agents.recipe import PLACEHOLDERS, SDK_ENV, parse_agent
 from insitu.config.harness import AgentCommand
-from insitu.testing import AgentContract
+from insitu_lab.testing import AgentContract
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "agents.md").read_text()

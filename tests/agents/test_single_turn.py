@@ -15,13 +15,13 @@ from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.single_turn import BuildAction, SingleTurn, code_of, code_to_file, target
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineUnavailable, GradeError, HarnessError, TaskError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
 from insitu.tasks.user_functions import UserFunction
 from insitu.types import FileEntry, GradingPlan, Limits, Message, RequestKey, Setup, Task, Trajectory
 from insitu_train.demo.make_warm_start import write_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 
 BASE = {"solution.py": FileEntry(content=b"def f():\n    pass\n"), "notes.txt": FileEntry(content=b"keep\n")}
 TASK = Task(

@@ -6,9 +6,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from insitu.chat.open_renderer import Splitter
 from insitu.chat.template import TemplateRenderer
 from insitu.types import Group, Rollout, Status, Timings, Trajectory
+from insitu_lab.open_renderer import Splitter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "wire"))
 

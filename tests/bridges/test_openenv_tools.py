@@ -15,13 +15,13 @@ import pytest
 from env_server import start_app, stop
 
 from insitu.config import load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
 from insitu.storage.run_dir import read_store
 from insitu.types import IntArray, Message, RequestKey, Status, ToolCall
+from insitu_train.demo.scripted import ScriptedEngine
 
 pytestmark = [pytest.mark.bridge, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

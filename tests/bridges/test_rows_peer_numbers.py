@@ -15,7 +15,6 @@ from peer_code import prime_types, taken
 from played import AGENTS, played_group
 from row_lab import rollout, segment
 
-from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.config.training import LossConfig
 from insitu.types import Group, Ledger, Rollout, Status
 from insitu_bridges.rows import GroupRows, rows_of
@@ -26,6 +25,7 @@ from insitu_bridges.to_skyrl import to_skyrl
 from insitu_bridges.to_tinker import datums, to_tinker
 from insitu_bridges.to_verifiers import to_verifiers
 from insitu_bridges.to_verl import to_verl
+from insitu_lab.open_renderer import Splitter, open_renderer
 from insitu_train.plan.step import PlanConfig, plan_step
 
 pytestmark = pytest.mark.bridge

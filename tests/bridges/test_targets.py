@@ -17,7 +17,6 @@ from played import AGENTS, played_group
 from row_lab import rollout
 
 import insitu
-from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.cli import main
 from insitu.errors import RecordError
 from insitu.types import Group, Trajectory, Turn
@@ -33,6 +32,7 @@ from insitu_bridges.to_skyrl import to_skyrl
 from insitu_bridges.to_tinker import to_tinker
 from insitu_bridges.to_verifiers import to_verifiers
 from insitu_bridges.to_verl import to_verl
+from insitu_lab.open_renderer import Splitter, open_renderer
 from insitu_train.plan.step import PlanConfig, PlanRow
 
 Groups = tuple[GroupRows, ...]

@@ -17,7 +17,6 @@ import pytest
 from peer_code import prime_types, taken
 from played import AGENTS, played_group
 
-from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu_bridges.rows import GroupRows, rows_of, step_tokens
 from insitu_bridges.targets import check_payload
 from insitu_bridges.to_openenv import to_openenv
@@ -26,6 +25,7 @@ from insitu_bridges.to_skyrl import to_skyrl
 from insitu_bridges.to_tinker import datums, to_tinker
 from insitu_bridges.to_verifiers import to_verifiers
 from insitu_bridges.to_verl import to_verl
+from insitu_lab.open_renderer import Splitter, open_renderer
 from insitu_train.plan.step import PlanConfig
 
 pytestmark = pytest.mark.bridge

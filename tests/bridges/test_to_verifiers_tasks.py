@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
 from env_server import start_app, stop
 from environments import check_openenv, check_verifiers, config, taskset
 
-from insitu.engines.scripted import ScriptedEngine
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
 from insitu.storage.run_dir import read_store
 from insitu.types import Message
+from insitu_train.demo.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.bridge
 GUESS = """

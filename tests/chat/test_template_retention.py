@@ -17,18 +17,18 @@ from known_lab import renderer_of
 from render_families import HERMES, QWEN3_HEAD, QWEN3_REASONING, write_renderer
 from test_template_splice import EXAMPLES, TOOL, other_spelling
 
-from insitu.capture.exactness import training_faults
 from insitu.chat.model_files import read_folder
 from insitu.chat.renderer import dropping_roles
 from insitu.chat.renderers_adapter import AdaptedRenderer, render
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.chat.validation import CodecRenderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.dialects.base import ParsedBody
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend, TokenSession
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
+from insitu_lab.exactness import training_faults
+from insitu_train.demo.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slow
 

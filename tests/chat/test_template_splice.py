@@ -24,13 +24,13 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.renderer import prepared
 from insitu.chat.template import template_renderer
 from insitu.chat.validation import CodecRenderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.dialects.base import ParsedBody
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import SessionStats
 from insitu.gateway.token_backend import TokenBackend, TokenSession
 from insitu.types import Finish, IntArray, Limits, Message, ModelRequest, Reply, ToolCall, ToolSpec
+from insitu_train.demo.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,6 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.options import CollectOptions
 from insitu.engines.downtime import engine_down
-from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
@@ -44,6 +43,7 @@ from insitu.types import (
     Verdict,
 )
 from insitu_train.demo.make_warm_start import write_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.agents import command_harness
 from tests.fakes.memory_sink import MemorySink
 from tests.fakes.sandbox import FakeBackend

@@ -20,7 +20,6 @@ from insitu.attempt import AttemptExecutor, AttemptSpec, Judge
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError, SandboxLost
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
@@ -31,6 +30,7 @@ from insitu.storage.logs import AgentLogs
 from insitu.tasks.toy import ToySource
 from insitu.types import FileEntry, Limits, Message, Outcome, Rollout, Setup, Status, Task, Tree, Verdict
 from insitu_train.demo.make_warm_start import write_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 
 TASK = ToySource(Limits()).tasks("train", 0, 1)[0]
 SPEC = AttemptSpec(rollout_id="train/00001/000/00", task=TASK, seed=1)

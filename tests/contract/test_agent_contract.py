@@ -12,7 +12,7 @@ from insitu.agents.harness import RecipeHarness
 from insitu.agents.install import find
 from insitu.agents.recipe import parse_agent
 from insitu.sandbox.local import LocalBackend
-from insitu.testing import AgentContract
+from insitu_lab.testing import AgentContract
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ import pytest
 
 from insitu.agents.base import PLAIN, AgentResult, FinishedCheck, ModelAccess, never_finished
 from insitu.agents.single_turn import SingleTurn
-from insitu.chat.open_renderer import open_renderer
 from insitu.tasks.user_functions import UserFunction
-from insitu.testing import AgentContract
 from insitu.types import FileEntry, Setup, Task
+from insitu_lab.open_renderer import open_renderer
+from insitu_lab.testing import AgentContract
 
 TESTS = [name for name in dir(AgentContract) if name.startswith("test_")]
 

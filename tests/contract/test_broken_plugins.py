@@ -16,7 +16,6 @@ from insitu.engines.base import EngineInfo, Receipt
 from insitu.errors import EngineError, TaskError
 from insitu.tasks.base import Split
 from insitu.tasks.toy import ToySource
-from insitu.testing import EngineContract, TaskSourceContract
 from insitu.types import (
     FileEntry,
     Finish,
@@ -28,6 +27,7 @@ from insitu.types import (
     SamplingParams,
     Task,
 )
+from insitu_lab.testing import EngineContract, TaskSourceContract
 
 VOCAB = 128
 

@@ -17,9 +17,9 @@ import pytest
 from insitu.errors import InsituError, PolicyUnsupported, SandboxError
 from insitu.sandbox.base import Capability, ExecResult, Sandbox, SandboxSpec
 from insitu.sandbox.local import LocalBackend
-from insitu.testing import SandboxContract
-from insitu.testing.sandbox_files import FILES
 from insitu.types import Tree
+from insitu_lab.testing import SandboxContract
+from insitu_lab.testing.sandbox_files import FILES
 
 pytestmark = pytest.mark.slow
 

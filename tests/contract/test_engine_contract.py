@@ -9,7 +9,7 @@ import pytest_asyncio
 from engine_labs import ENGINES, VOCAB, real_vllm, scripted
 
 from insitu.engines.base import Engine
-from insitu.testing import EngineContract
+from insitu_lab.testing import EngineContract
 
 pytestmark = pytest.mark.slow
 

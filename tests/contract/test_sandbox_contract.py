@@ -13,9 +13,9 @@ from insitu.sandbox.base import SandboxBackend
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.local import LocalBackend, Mode
 from insitu.sandbox.setup_hints import find_bwrap
-from insitu.testing import SandboxContract
 from insitu_fleet.docker_host import docker_environment
 from insitu_fleet.harbor import HarborBackend
+from insitu_lab.testing import SandboxContract
 from tests.fakes.harbor import FakeEnvironment
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 from insitu.config import load_config
 from insitu.tasks.base import TaskSource
 from insitu.tasks.factory import open_source
-from insitu.testing import TaskSourceContract
 from insitu.types import Limits
+from insitu_lab.testing import TaskSourceContract
 
 
 class TestToySource(TaskSourceContract):

@@ -26,7 +26,7 @@ from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.tasks.factory import open_source
 from insitu.tasks.mix import TaskMix, TaskSet
-from insitu.testing import EngineContract, SandboxContract
+from insitu_lab.testing import EngineContract, SandboxContract
 from insitu_train.loss.losses import LossInputs, token_loss
 from insitu_train.plan.advantage import advantages
 from insitu_train.samplers import TaskDraws

@@ -26,7 +26,6 @@ from insitu.collect.breaker import LOST, Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.options import AttemptRunner, CollectOptions
 from insitu.config import Config, load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import CaptureError, EngineError, SetupError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.install_hints import install_extra
@@ -43,6 +42,7 @@ from insitu_fleet.links import ProcessLink, code_identity
 from insitu_fleet.ray_relay import NodeRelay
 from insitu_train.demo.demonstrator import edit
 from insitu_train.demo.make_warm_start import write_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.memory_sink import MemorySink
 
 pytestmark = pytest.mark.slow

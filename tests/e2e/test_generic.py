@@ -14,7 +14,6 @@ import pytest
 
 import insitu
 from insitu.config import load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import TaskError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.grading.grader import GradeConfig, Grader
@@ -25,6 +24,7 @@ from insitu.sandbox.local import LocalBackend
 from insitu.storage.run_dir import read_store
 from insitu.tasks.factory import open_rows
 from insitu.types import FileEntry, IntArray, Limits, Message, Outcome, RequestKey, Rollout, task_hash
+from insitu_train.demo.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

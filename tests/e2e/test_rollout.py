@@ -14,7 +14,6 @@ from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import Config, load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime.agents import AgentSetup, limits_of
@@ -24,6 +23,7 @@ from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Message, Outcome, RequestKey, Rollout, Status, Task, Tree, Verdict
 from insitu_train.demo.demonstrator import call, edit
 from insitu_train.demo.make_warm_start import write_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.agents import command_harness
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,6 @@ from insitu.agents.install import find
 from insitu.agents.pi import RECIPE as PI
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, SetupError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.progress.plain import PlainView
@@ -25,6 +24,7 @@ from insitu.runtime.engine import Sampler
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Limits, Message, RequestKey
 from insitu_train.demo.demonstrator import call, edit
+from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.harbor import FakeEnvironment
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,6 @@ import pytest
 from insitu.chat.renderer import ChatRenderer
 from insitu.cli import main
 from insitu.config import Config, load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.grading.grader import Grader
 from insitu.install_hints import install_extra
@@ -26,6 +25,7 @@ from insitu.runtime.engine import Sampler
 from insitu.types import WORKDIR, HiddenTests, IntArray, Message, RequestKey
 from insitu_fleet.harbor import HarborBackend
 from insitu_lab.attacks.target import target_for, text
+from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.harbor import local_environment
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,6 @@ import pytest
 
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import (
     ConfigError,
     EngineError,
@@ -32,6 +31,7 @@ from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Limits, Message, RequestKey, Rollout
 from insitu_train.demo.demonstrator import call, edit
+from insitu_train.demo.scripted import ScriptedEngine
 from insitu_train.loop import TrainOptions
 from insitu_train.run import run_training
 

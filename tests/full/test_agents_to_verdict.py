@@ -15,9 +15,7 @@ from insitu.agents.install import Installed, cache_folder, find
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.agents.recipe import named_recipe, shipped_recipes
 from insitu.attempt import AttemptExecutor, AttemptSpec
-from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.chat.template import TemplateRenderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import HarnessError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
@@ -42,6 +40,8 @@ from insitu.types import (
 from insitu_lab.conformance.agent_tools import AGENT_TOOLS, AgentTools
 from insitu_lab.conformance.run import make_harness
 from insitu_lab.conformance.scripted_policy import FILES, PROMPT, RIGHT, ScriptedPolicy
+from insitu_lab.open_renderer import Splitter, open_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.agents import command_harness
 
 pytestmark = pytest.mark.full

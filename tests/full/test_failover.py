@@ -15,7 +15,6 @@ import pytest
 
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import SetupError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.progress.plain import PlainView
@@ -24,6 +23,7 @@ from insitu.storage.run_dir import read_store
 from insitu.tasks.toy import ToySource
 from insitu.types import IntArray, Limits, Message, RequestKey
 from insitu_train.demo.demonstrator import call, edit
+from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.docker_daemon import docker_daemon
 
 pytestmark = pytest.mark.full

@@ -17,8 +17,6 @@ from insitu.agents.base import ModelAccess
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.agents.recipe import named_recipe
 from insitu.attempt import AttemptExecutor, AttemptSpec
-from insitu.chat.open_renderer import Splitter, open_renderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.provider_backend import open_provider
 from insitu.gateway.provider_limits import ProviderOptions
 from insitu.gateway.server import Gateway
@@ -30,6 +28,8 @@ from insitu.types import Case, GradingPlan, Limits, Oracle, Status, Task, Tree, 
 from insitu_lab.conformance.agent_tools import AGENT_TOOLS
 from insitu_lab.conformance.run import make_harness
 from insitu_lab.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
+from insitu_lab.open_renderer import Splitter, open_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.full
 

@@ -10,14 +10,14 @@ from typing import Any, Self
 
 import aiohttp
 
-from insitu.capture.exactness import training_faults
 from insitu.chat.template import TemplateRenderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.backend import CallReport
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend, TokenSession
 from insitu.types import IntArray, Limits, Message, RequestKey, ToolCall, Trajectory
+from insitu_lab.exactness import training_faults
+from insitu_train.demo.scripted import ScriptedEngine
 
 ASK = [{"role": "system", "content": "You fix code."}, {"role": "user", "content": "Fix f."}]
 TOOLS = [

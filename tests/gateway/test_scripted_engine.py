@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
 
-from insitu.capture.exactness import training_faults
 from insitu.chat.template import TemplateRenderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
 from insitu.types import Message, RequestKey, SamplingParams
+from insitu_lab.exactness import training_faults
+from insitu_train.demo.scripted import ScriptedEngine
 
 KEY = RequestKey(seed=0, rollout_id="r", turn=0)
 PROMPT = np.array([1, 2], dtype=np.int32)

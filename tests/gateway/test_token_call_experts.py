@@ -14,7 +14,6 @@ from test_server_engines import lab
 
 from insitu.chat.template import TemplateRenderer
 from insitu.engines.http import HttpOptions
-from insitu.engines.scripted import ScriptedEngine
 from insitu.engines.vllm import open_vllm
 from insitu.errors import CaptureError, EngineError
 from insitu.gateway.request import GatewayConfig
@@ -31,6 +30,7 @@ from insitu.types import (
 )
 from insitu.types.codec import VALUES
 from insitu_train.channel.calls import read_request
+from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.vllm import chosen_experts, npy, serve_vllm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))

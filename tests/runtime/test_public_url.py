@@ -12,13 +12,13 @@ import aiohttp
 import pytest
 
 from insitu.config import load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import ConfigError, SetupError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
 from insitu.runtime import public_url
 from insitu.runtime.preflight import renderer_of
 from insitu.runtime.public_url import check_public_url, configured_url, open_public_url
+from insitu_train.demo.scripted import ScriptedEngine
 
 TUNNEL = """
 import http.client, ssl, sys

@@ -31,7 +31,7 @@ def broken(config):
 """
 ENGINES = """
 from contextlib import asynccontextmanager
-from insitu.engines.scripted import ScriptedEngine
+from insitu_train.demo.scripted import ScriptedEngine
 @asynccontextmanager
 async def opened(config):
     yield ScriptedEngine(None, None)
@@ -80,7 +80,7 @@ def test_what_a_backend_function_raises_is_one_line(mine: str) -> None:
 
 FAULTY = """
 from contextlib import asynccontextmanager
-from insitu.engines.scripted import ScriptedEngine
+from insitu_train.demo.scripted import ScriptedEngine
 from json import loads
 from insitu.types import Generation
 import numpy as np

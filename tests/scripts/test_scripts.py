@@ -186,6 +186,7 @@ OF_ONE = (
     "-bridges[hub]",
     "-fleet[harbor]",
     "-fleet[ray]",
+    "-lab[testing]",
 )
 """Extras that are those of one package."""
 

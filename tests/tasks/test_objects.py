@@ -20,8 +20,8 @@ from insitu.runtime.preflight import open_mix
 from insitu.tasks.base import UNTESTED, TaskSource
 from insitu.tasks.factory import open_rows, open_source
 from insitu.tasks.toy import ToySource
-from insitu.testing import TaskSourceContract
 from insitu.types import Case, FileEntry, GradingPlan, Limits, Oracle, Task
+from insitu_lab.testing import TaskSourceContract
 from insitu_train.evaluations import check_evaluations
 
 LIMITS = Limits(wall_s=33)

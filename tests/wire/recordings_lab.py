@@ -21,15 +21,15 @@ import aiohttp
 import numpy as np
 import orjson
 
-from insitu.chat.open_renderer import Splitter
 from insitu.chat.template import TemplateRenderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.dialects.base import ParsedBody
 from insitu.gateway.routes import parse_path
 from insitu.gateway.server import DIALECTS, Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.token_backend import TokenBackend
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
+from insitu_lab.open_renderer import Splitter
+from insitu_train.demo.scripted import ScriptedEngine
 
 FOLDER = Path(__file__).parent / "recordings"
 POINTER = re.compile(r"insitu[0-9a-f]{42}|aW5zaXR1[0-9A-Za-z+/]{56}")

@@ -10,9 +10,9 @@ import pytest
 from recordings_lab import FOLDER, Replay, paths, read, replay, said
 
 from insitu.agents.recipe import shipped_recipes
-from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.chat.template import TemplateRenderer
 from insitu_lab.conformance.agent_tools import AGENT_TOOLS
+from insitu_lab.open_renderer import Splitter, open_renderer
 
 FILES = sorted(FOLDER.glob("*.jsonl.xz"))
 LARGEST_BYTES = 150_000

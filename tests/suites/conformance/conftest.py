@@ -9,8 +9,8 @@ import pytest
 
 from insitu.agents.install import find
 from insitu.agents.pi import RECIPE
-from insitu.chat.open_renderer import Splitter, open_renderer
 from insitu.chat.template import TemplateRenderer
+from insitu_lab.open_renderer import Splitter, open_renderer
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,7 @@ import pytest
 
 from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.recipe import named_recipe
-from insitu.chat.open_renderer import Splitter
 from insitu.chat.template import TemplateRenderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import EngineError
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import SessionStats
@@ -24,6 +22,8 @@ from insitu.types import Limits, Task
 from insitu_lab.conformance.agent_tools import AGENT_TOOLS
 from insitu_lab.conformance.run import make_harness
 from insitu_lab.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
+from insitu_lab.open_renderer import Splitter
+from insitu_train.demo.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from insitu.agents.recipe import shipped_recipes
-from insitu.chat.open_renderer import Splitter
 from insitu.chat.renderer import ParsedReply
 from insitu.chat.template import TemplateRenderer
 from insitu.types import IntArray, Message, RequestKey, ToolSpec
@@ -22,6 +21,7 @@ from insitu_lab.conformance.scripted_policy import (
     ScriptedPolicy,
     read_prompt,
 )
+from insitu_lab.open_renderer import Splitter
 
 TEXTS = ("def area(w, h):\n    return w + h\n", "café 日本 🙂", "<|im_end|> <tool_call>", "")
 

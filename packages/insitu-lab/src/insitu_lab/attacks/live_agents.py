@@ -18,14 +18,14 @@ from pathlib import Path
 from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.recipe import Recipe
-from insitu.chat.open_renderer import open_renderer
 from insitu.chat.template import TemplateRenderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session, SessionStats
 from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.base import SandboxBackend
 from insitu.types import Limits, Message, Task, Trajectory
+from insitu_lab.open_renderer import open_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 
 SEAL_S = 5.0
 LIMITS = Limits(wall_s=60.0, max_calls=8, max_call_tokens=64, max_context_tokens=4096)

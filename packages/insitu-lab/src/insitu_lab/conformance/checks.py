@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from insitu.agents.base import AgentResult
-from insitu.capture.exactness import training_faults
-from insitu.engines.scripted import ScriptedEngine, SentRequest
 from insitu.gateway.request import GatewayCounters
 from insitu.gateway.session import Session
 from insitu.types import EXCLUSIONS, IntArray, Ledger, Trajectory, Tree, Turn
 from insitu_lab.conformance.agent_tools import AgentTools
 from insitu_lab.conformance.scripted_policy import PARTS, RIGHT, ScriptedPolicy
+from insitu_lab.exactness import training_faults
+from insitu_train.demo.scripted import ScriptedEngine, SentRequest
 
 LEAST_SPLIT = 0.2
 LEAST_TRAINED = 0.99

@@ -19,8 +19,6 @@ from pathlib import Path
 from insitu.agents.base import AgentResult, Harness, ModelAccess
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.recipe import Recipe
-from insitu.chat.open_renderer import Splitter, open_renderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import InsituError
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
@@ -33,6 +31,8 @@ from insitu_lab.conformance.agent_tools import AGENT_TOOLS, OWN_AGENT, AgentTool
 from insitu_lab.conformance.checks import ConformanceResult, judge, traffic_failures
 from insitu_lab.conformance.recorder import WireRecorder
 from insitu_lab.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy
+from insitu_lab.open_renderer import Splitter, open_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 
 SEED = 1
 MAX_CALL_TOKENS = 2048

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 
 from insitu.chat.codec import Codec
-from insitu.chat.open_renderer import Splitter
 from insitu.chat.template import TemplateRenderer
 from insitu.types import FileEntry, IntArray, RequestKey, Tree
 from insitu_lab.conformance.agent_tools import OWN_AGENT, AgentTools, Call, tools_from_schemas
+from insitu_lab.open_renderer import Splitter
 
 MAIN = "[[main task]]"
 PROMPT = f"{MAIN} The function area in app.py is wrong: check.py says how. Mend it, then run check.py."
@@ -110,7 +110,7 @@ class SampledReply:
 
 
 class ScriptedPolicy:
-    """Implements `insitu.engines.scripted.Policy`."""
+    """Implements `insitu_train.demo.scripted.Policy`."""
 
     def __init__(self, renderer: TemplateRenderer, splitter: Splitter, tools: AgentTools) -> None:
         self.replies: dict[int, SampledReply] = {}

@@ -28,7 +28,6 @@ from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.concurrency import run_all
 from insitu.config import WARM_START, Config, demo_preset, load_config
-from insitu.engines.scripted import ScriptedEngine
 from insitu.errors import TrainError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.progress.base import View
@@ -47,6 +46,7 @@ from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Message, RequestKey, Segment, Task
 from insitu_train.demo.demonstrator import Habits, Step, plan_turns
 from insitu_train.demo.rendered_demonstrations import Demonstration
+from insitu_train.demo.scripted import ScriptedEngine
 from insitu_train.demo.sft_data import Recorded, SftJob, write_job, write_recorded
 from insitu_train.demo.vocabulary import CONTROL, build_tokenizer
 from insitu_train.learner.process import computing

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from insitu.agents.base import AgentResult, Harness, ModelAccess
-from insitu.capture.exactness import training_faults
-from insitu.chat.open_renderer import open_renderer
 from insitu.chat.renderer import ChatRenderer
-from insitu.engines.scripted import ScriptedEngine
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.types import FileEntry, IntArray, Limits, Message, RequestKey, Task, Trajectory
+from insitu_lab.exactness import training_faults
+from insitu_lab.open_renderer import open_renderer
+from insitu_train.demo.scripted import ScriptedEngine
 
 SEAL_S = 10.0
 FILES = {"app.py": FileEntry(content=b"def f(a, b):\n    return a + b\n")}

@@ -10,7 +10,7 @@ import pytest
 
 from insitu.errors import SandboxError, SandboxLost
 from insitu.sandbox.base import Sandbox
-from insitu.testing.shell import count_processes, run, shell, wait_for_processes
+from insitu_lab.testing.shell import count_processes, run, shell, wait_for_processes
 
 
 class CommandContract:

@@ -7,8 +7,8 @@ import pytest
 from insitu.errors import SandboxError
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
 from insitu.sandbox.tree import TreeTooLarge
-from insitu.testing.shell import run, shell
 from insitu.types import FileEntry
+from insitu_lab.testing.shell import run, shell
 
 FILES = {
     "a.py": FileEntry(content=b"print(1)\n"),

@@ -1,4 +1,4 @@
-"""A renderer for any text: a byte-level BPE vocabulary trained on insitu's source, and a plain chat template.
+"""A renderer for any text: a byte-level BPE trained on the core's source, and a plain chat template.
 
 The demo's vocabulary has no merges, so no text has two tokenizations in it; in this one `Splitter` encodes a
 text with tokens that no tokenizer would choose, as a sampler may. Every block of a prompt is
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import insitu
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.types import IntArray
@@ -47,7 +48,7 @@ TEMPLATE = r"""
 """
 VOCABULARY = 2000
 SOURCES = 24
-"""Source files that the vocabulary is trained on."""
+"""Source files of the core that the vocabulary is trained on."""
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def tokenizer_json() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    sources = sorted(Path(__file__).parent.parent.rglob("*.py"))[:SOURCES]
+    sources = sorted(Path(insitu.__file__).parent.rglob("*.py"))[:SOURCES]
     tokenizer.train_from_iterator((path.read_text(encoding="utf-8") for path in sources), trainer)
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in CONTROL])
     return tokenizer.to_str()

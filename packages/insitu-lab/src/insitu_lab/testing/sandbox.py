@@ -10,10 +10,10 @@ import pytest_asyncio
 
 from insitu.errors import SandboxLost
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
-from insitu.testing.sandbox_commands import CommandContract
-from insitu.testing.sandbox_files import FILES, FileContract
-from insitu.testing.sandbox_isolation import IsolationContract
-from insitu.testing.shell import run, shell
+from insitu_lab.testing.sandbox_commands import CommandContract
+from insitu_lab.testing.sandbox_files import FILES, FileContract
+from insitu_lab.testing.sandbox_isolation import IsolationContract
+from insitu_lab.testing.shell import run, shell
 
 
 @pytest.mark.asyncio

@@ -10,8 +10,8 @@ import pytest
 
 from insitu.errors import PolicyUnsupported
 from insitu.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec, memory_kills
-from insitu.testing.sandbox_files import FILES
-from insitu.testing.shell import count_processes, run, shell
+from insitu_lab.testing.sandbox_files import FILES
+from insitu_lab.testing.shell import count_processes, run, shell
 
 CHILDREN = """
 import os, sys, time

@@ -6,31 +6,45 @@ without stop ids; they take turns, medians over the repeats. The shapes:
 decode B x C   tokens per second of B rows whose contexts begin with C tokens, without the prompts' time.
 prefill N      prompt tokens per second of one prompt of N tokens.
 
-Sides: insitu in float32 and, where the CPU multiplies it, in bfloat16, and `generate` of transformers in
-float32 as it comes. The time of prompts is that of a call for one token; insitu holds them by then.
+Sides: insitu in float32 and, where the CPU multiplies it, in bfloat16; `generate` and `generate_batch` of
+transformers, and llama.cpp's server (where `xllamacpp` is installed; scripts/setup-extras does), all in
+float32. The time of prompts is that of a call for one token; insitu holds them by then. Where a side took
+longer than `TURN_S` for a shape, it is measured there once, and not again.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from insitu.types import IntArray, RequestKey, SamplingParams
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions, SampledFolder
 from insitu_train.embedded.weights import BFLOAT16
+from insitu_train.gguf.write import write_gguf
 
 Run = Callable[[IntArray, int], None]
 """(prompts [B, n], tokens): sample for each prompt."""
 
 DECODE = ((1, 128), (8, 128), (32, 128), (64, 128), (32, 1024))
 PREFILL = 512
+ROOM = 256
+"""Tokens of a context beyond its prompt."""
+TURN_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +57,12 @@ class ModelRate:
     """Per wall second."""
     tokens_cpu_s: float
     """Per CPU second: on a busy machine the fairer number."""
+    turns: int
+    """Measured; one that took longer than `TURN_S` is not repeated."""
 
 
 def insitu_side(folder: Path, dtype: Literal["float32", "bfloat16"], threads: int) -> Run:
-    context = max(c for _, c in DECODE) + 256
+    context = max(c for _, c in DECODE) + ROOM
     options = EngineOptions(
         max_rows=64, max_context=context, threads=threads, dtype=dtype, cache_tokens=65536
     )
@@ -89,6 +105,71 @@ def transformers_side(folder: Path, threads: int) -> Run:
     return run
 
 
+def batching_side(folder: Path, threads: int) -> Run:
+    """`generate_batch` of transformers, its continuous batching, with pages for the largest shape."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    made: Any = transformers.GenerationConfig
+    neutral = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": -1}
+    pages = max(rows * -(-(context + ROOM) // 128) for rows, context in DECODE)
+    batching: Any = transformers.ContinuousBatchingConfig
+    batches = batching(page_size=128, num_blocks=pages, max_batch_tokens=2048)
+
+    def run(prompts: IntArray, tokens: int) -> None:
+        torch.set_num_threads(threads)
+        settings = made(max_new_tokens=tokens, pad_token_id=0, **neutral)
+        replies = model.generate_batch(
+            prompts.tolist(),
+            generation_config=settings,
+            continuous_batching_config=batches,
+            warmup=False,
+            persistent_manager=True,
+        )
+        if (found := [len(one.generated_tokens) for one in replies.values()]) != [tokens] * len(prompts):
+            raise RuntimeError(f"asked for {tokens} tokens each, got {found}")
+
+    return run
+
+
+@contextmanager
+def llama_cpp_side(folder: Path, threads: int) -> Iterator[Run]:
+    """llama.cpp's server in this process, with the same weights in float32, 64 slots and no prompt cache."""
+    llama = import_module("xllamacpp")
+    with tempfile.TemporaryDirectory() as temporary:
+        file, tensors = Path(temporary) / "model.gguf", load_file(folder / "model.safetensors")
+        described = json.loads((folder / "config.json").read_text())
+        write_gguf(
+            file, folder, described, tensors, lambda name: tensors[name].float().numpy(), dtype="float32"
+        )
+        params = llama.CommonParams()
+        params.model.path, params.n_parallel, params.warmup = str(file), 64, False
+        params.verbosity = -1
+        params.n_ctx, params.kv_unified = max(rows * (context + ROOM) for rows, context in DECODE), True
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        server: Any = llama.Server(params)
+        url = f"{server.listening_address}/completion"
+
+        def one(prompt: list[int], tokens: int) -> int:
+            body = {
+                "prompt": prompt, "n_predict": tokens, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
+                "min_p": 0.0, "ignore_eos": True, "cache_prompt": False, "return_tokens": True,
+            }  # fmt: skip
+            request = urllib.request.Request(
+                url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=3600) as answer:
+                return len(json.load(answer)["tokens"])
+
+        with ThreadPoolExecutor(64) as pool:
+
+            def run(prompts: IntArray, tokens: int) -> None:
+                found = list(pool.map(one, prompts.tolist(), [tokens] * len(prompts)))
+                if found != [tokens] * len(prompts):
+                    raise RuntimeError(f"asked for {tokens} tokens each, got {found}")
+
+            yield run
+        del server
+
+
 def _spent(run: Run, prompts: IntArray, tokens: int) -> Any:
     start = np.array([time.perf_counter(), time.process_time()])
     run(prompts, tokens)
@@ -98,35 +179,49 @@ def _spent(run: Run, prompts: IntArray, tokens: int) -> Any:
 def measure_model(
     sides: dict[str, Run], vocab: int, tokens: int, repeats: int, shapes: tuple[tuple[int, int], ...] = DECODE
 ) -> list[ModelRate]:
-    """Measure every side in turns; return the medians."""
+    """Measure every side in turns, after one that warms up; return the medians."""
     rng = np.random.default_rng(0)
     seen: dict[tuple[str, str], list[Any]] = {}
+    slow: set[tuple[str, str]] = set()
+
+    def decode(run: Run, rows: int, context: int, *, held: bool) -> Any:
+        prompts = rng.integers(0, vocab, (rows, context), dtype=np.int32)
+        for _ in range(1 + held):
+            once = _spent(run, prompts, 1)
+        return rows * (tokens - 1) / np.maximum(_spent(run, prompts, tokens) - once, 1e-9)
+
+    def prefill(run: Run) -> Any:
+        return PREFILL / _spent(run, rng.integers(0, vocab, (1, PREFILL), dtype=np.int32), 1)
+
     for turn in range(repeats + 1):
         for name, run in sides.items():
-            for rows, context in shapes:
-                prompts = rng.integers(0, vocab, (rows, context), dtype=np.int32)
-                once = _spent(run, prompts, 1)
-                if name.startswith("insitu"):
-                    once = _spent(run, prompts, 1)  # its prompts are held by then
-                rest = np.maximum(_spent(run, prompts, tokens) - once, 1e-9)
-                if turn:
-                    seen.setdefault((f"decode {rows} x {context}", name), []).append(
-                        rows * (tokens - 1) / rest
-                    )
-            spent = _spent(run, rng.integers(0, vocab, (1, PREFILL), dtype=np.int32), 1)
-            if turn:
-                seen.setdefault((f"prefill {PREFILL}", name), []).append(PREFILL / spent)
+            for rows, context in (*shapes, (0, PREFILL)):
+                case = (f"decode {rows} x {context}" if rows else f"prefill {context}", name)
+                if case in slow:
+                    continue
+                began = time.perf_counter()
+                # insitu holds a prompt after its first call
+                rate = decode(run, rows, context, held="insitu" in name) if rows else prefill(run)
+                if time.perf_counter() - began > TURN_S:
+                    slow.add(case)
+                if turn or case in slow:
+                    seen.setdefault(case, []).append(rate)
     medians = {case: np.median(values, 0).round(1).tolist() for case, values in seen.items()}
     return [
-        ModelRate(shape=shape, side=side, tokens_s=wall, tokens_cpu_s=cpu)
+        ModelRate(shape=shape, side=side, tokens_s=wall, tokens_cpu_s=cpu, turns=len(seen[shape, side]))
         for (shape, side), (wall, cpu) in medians.items()
     ]
 
 
-def model_sides(folder: Path, threads: int) -> dict[str, Run]:
-    """Return the sides that this machine has."""
+@contextmanager
+def model_sides(folder: Path, threads: int) -> Iterator[dict[str, Run]]:
+    """Yield the sides that this machine has."""
     sides = {"insitu float32": insitu_side(folder, "float32", threads)}
     if BFLOAT16:
         sides["insitu bfloat16"] = insitu_side(folder, "bfloat16", threads)
     sides["transformers generate"] = transformers_side(folder, threads)
-    return sides
+    sides["transformers generate_batch"] = batching_side(folder, threads)
+    with ExitStack() as stack:
+        if find_spec("xllamacpp") is not None:
+            sides["llama.cpp"] = stack.enter_context(llama_cpp_side(folder, threads))
+        yield sides

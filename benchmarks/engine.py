@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -196,13 +197,16 @@ def report(rates: list[Rate]) -> dict[str, float]:
 
 def _real(args: argparse.Namespace) -> int:
     vocab = read_architecture(args.model).vocab_size
-    rates = measure_model(model_sides(args.model, args.threads), vocab, args.tokens, args.repeats)
+    began = os.getloadavg()[0]
+    with model_sides(args.model, args.threads) as sides:
+        rates = measure_model(sides, vocab, args.tokens, args.repeats)
     if not args.json:
         table = Table("shape", "side", "tokens/s", "per CPU second", title=str(args.model))
         for rate in rates:
             table.add_row(rate.shape, rate.side, f"{rate.tokens_s:,.1f}", f"{rate.tokens_cpu_s:,.1f}")
         Console(stderr=True).print(table)
     settings = {**vars(args), "model": args.model.name, "cpu": torch.backends.cpu.get_cpu_capability()}
+    settings["load"] = [round(began, 1), round(os.getloadavg()[0], 1)]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"rates": [asdict(rate) for rate in rates], "settings": settings, **versions}))
     return 0

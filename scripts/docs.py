@@ -51,7 +51,7 @@ def _rows(table: Any, prefix: str = "") -> list[str]:
 
 def metrics() -> str:
     """Return the page that lists every metric of a run."""
-    names = importlib.import_module("insitu.tracking.names")
+    names = importlib.import_module("insitu_view.tracking.names")
     page = ["# Metrics", (inspect.getdoc(names) or "").partition("\n\n")[2]]
     cells = [(sent, name, text.replace("|", "\\|")) for sent, name, text in names.table()]
     rows = [f"| `{sent}` | `{name}` | {text} |" for sent, name, text in cells]

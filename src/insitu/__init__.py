@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         list_tasks,
         recover,
         show_task,
-        track,
         validate,
         validate_async,
     )
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from insitu_bridges.api import export_model, export_run, import_run, push
     from insitu_lab.api import attack, attack_async, conformance, conformance_async
     from insitu_train.api import replay, replay_async, sft, sft_async, train, train_async
+    from insitu_view.tracking.start import track
 
 from insitu._version import __version__ as __version__
 
@@ -131,12 +131,12 @@ _NAMES = {
     "insitu.storage.store": "StepRecord",
     "insitu.tools": (
         "check_machine export_tasks grade grade_async install install_async list_tasks recover show_task"
-        " track validate validate_async"
+        " validate validate_async"
     ),
 }
 _OF_SATELLITES = frozenset(
     "attack attack_async conformance conformance_async export_model export_run import_run push"
-    " replay replay_async sft sft_async train train_async".split()
+    " replay replay_async sft sft_async track train train_async".split()
 )
 """What packages beside the core declare as entry points of `insitu.api`."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

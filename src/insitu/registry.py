@@ -39,7 +39,7 @@ Kind = Literal[
     "trackers",
     "runners",
     "fleets",
-    "views",
+    "parts",
     "commands",
     "api",
 ]
@@ -84,11 +84,6 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "commands": {
         "core": "insitu.cli.commands:COMMANDS",
     },
-    "trackers": {
-        "wandb": "insitu.tracking.wandb:Wandb",
-        "trackio": "insitu.tracking.trackio:Trackio",
-        "tensorboard": "insitu.tracking.tensorboard:TensorBoard",
-    },
 }
 """Dotted paths of the core's extensions, by kind and name; imported at first use."""
 
@@ -104,9 +99,11 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "advantages": "dr_grpo grpo rloo maxrl zero",
     },
     "view": {
-        "verbs": "view runs top show compare query",
+        "verbs": "view runs top show compare query track",
         "commands": "view",
-        "views": "facts transcript diff",
+        "api": "track",
+        "parts": "facts transcript diff check_trackers start_trackers",
+        "trackers": "wandb trackio tensorboard",
     },
     "bridges": {
         "verbs": "export import push",
@@ -122,7 +119,13 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "runners": "swebench_log harbor",
         "rewards": "verifiers openenv",
     },
-    "fleet": {"verbs": "deploy", "commands": "fleet", "fleets": "processes ray", "sandboxes": "harbor"},
+    "fleet": {
+        "verbs": "deploy",
+        "commands": "fleet",
+        "fleets": "processes ray",
+        "sandboxes": "harbor",
+        "parts": "check_public_url open_public_url",
+    },
     "lab": {
         "verbs": "attack conformance gpu-check",
         "commands": "lab",

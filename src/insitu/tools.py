@@ -1,4 +1,4 @@
-"""The public API beside runs: grade, track, agents, tasks, the machine, recover sessions.
+"""The public API beside runs: grade, agents, tasks, the machine, recover sessions.
 
 The blocking forms also work inside a running event loop, as those of `insitu.api`; nothing is printed.
 """
@@ -25,7 +25,6 @@ from insitu.progress.base import View
 from insitu.registry import find
 from insitu.sandbox.local import LocalBackend
 from insitu.serving.served import recover_run
-from insitu.tracking.start import track_run
 
 recover = recover_run
 
@@ -37,15 +36,6 @@ async def grade_async(run: Path | str, *, write: bool = False, progress: Progres
     """
     with viewing(progress) as view:
         return await regrade_run(Path(run), view, write=write)
-
-
-def track(run: Path | str, *, to: Sequence[str] = ()) -> Mapping[str, int]:
-    """Send a run's metrics to trackers, and return the number of lines sent to each.
-
-    `to`: names or paths of trackers (default: the run's `track.to`). What was sent earlier is not sent again;
-    a run under way is followed to its end. Raises InsituError.
-    """
-    return track_run(Path(run), to)
 
 
 async def validate_async(

@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from insitu.config import RENAMED, dotted_keys, table_classes
-from insitu.tracking.names import table as metrics
+from insitu_view.tracking.names import table as metrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

@@ -15,7 +15,7 @@ from insitu.chat.load import load_renderer
 from insitu.config import WARM_START
 from insitu.storage.metrics import read_metrics
 from insitu.storage.run_dir import read_store
-from insitu.tracking.names import numbers
+from insitu_view.tracking.names import numbers
 from tests.e2e.test_runs import command, finish, plans, wait_for
 
 pytestmark = pytest.mark.slow

@@ -19,10 +19,10 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError, SetupError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.progress.plain import PlainView
-from insitu.runtime import public_url
 from insitu.runtime.engine import Sampler
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Limits, Message, RequestKey
+from insitu_fleet import public_url
 from insitu_train.demo.demonstrator import call, edit
 from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.harbor import FakeEnvironment

@@ -18,7 +18,7 @@ import pytest
 from insitu.config import load_config
 from insitu.storage.metrics import read_metrics
 from insitu.storage.run_dir import RunDir
-from insitu.tracking.names import numbers
+from insitu_view.tracking.names import numbers
 from sources import SOURCES
 
 pytestmark = pytest.mark.full

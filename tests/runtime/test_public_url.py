@@ -15,9 +15,9 @@ from insitu.config import load_config
 from insitu.errors import ConfigError, SetupError
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
-from insitu.runtime import public_url
 from insitu.runtime.preflight import renderer_of
-from insitu.runtime.public_url import check_public_url, configured_url, open_public_url
+from insitu_fleet import public_url
+from insitu_fleet.public_url import check_public_url, configured_url, open_public_url
 from insitu_train.demo.scripted import ScriptedEngine
 
 TUNNEL = """

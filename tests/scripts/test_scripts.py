@@ -187,6 +187,9 @@ OF_ONE = (
     "-fleet[harbor]",
     "-fleet[ray]",
     "-lab[testing]",
+    "-view[wandb]",
+    "-view[trackio]",
+    "-view[tensorboard]",
 )
 """Extras that are those of one package."""
 

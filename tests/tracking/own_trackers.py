@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from insitu.tracking.base import TrackedRun, Tracker
+from insitu_view.tracking.base import TrackedRun, Tracker
 
 
 class Recorder(Tracker):

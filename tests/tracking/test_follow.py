@@ -18,11 +18,12 @@ from own_trackers import got
 import insitu
 from insitu.config import demo_preset, dump_toml, load_config
 from insitu.errors import ConfigError, SetupError
+from insitu.runtime.trackers import check_trackers
 from insitu.storage.files import write_text
-from insitu.storage.metrics import read_metrics
+from insitu.storage.metrics import GROUPS, read_metrics
 from insitu.storage.run_dir import RunDir
-from insitu.tracking import start
-from insitu.tracking.names import STEP, numbers, sent_name, table
+from insitu_view.tracking import start
+from insitu_view.tracking.names import HELDOUT, STEP, numbers, sent_name, table
 
 HERE = Path(__file__).parent
 OWN = f"{HERE / 'own_trackers.py'}:"
@@ -90,7 +91,7 @@ def test_a_follower_sends_while_the_run_goes_on_and_ends_with_it(run: RunDir) ->
 
 
 _STUCK = """
-import sys, insitu.tracking.follow as follow
+import sys, insitu_view.tracking.follow as follow
 from pathlib import Path
 follow.STUCK_S, follow.POLL_S = 0.5, 0.1
 sys.exit(follow.main(Path(sys.argv[1]), sys.argv[2]))
@@ -127,7 +128,7 @@ def test_secrets_reach_neither_tracker_nor_log(run: RunDir, monkeypatch: pytest.
 def test_wrong_trackers_are_one_line_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*names: object) -> str:
         with pytest.raises(ConfigError) as raised:
-            start.check_trackers(load_config(None, (), {"track": {"to": names}}))
+            check_trackers(load_config(None, (), {"track": {"to": names}}))
         return str(raised.value)
 
     assert "unknown name 'wandbb' of kind trackers; did you mean wandb?" in check("wandbb")
@@ -238,5 +239,6 @@ def test_names_are_unique_and_grouped() -> None:
     assert len({name for name, _, _ in rows}) == len(rows)
     assert sent_name("effective_reward_mean") == "effective/reward_mean"
     assert sent_name("something_new") == "other/something_new"
+    assert {*STEP, HELDOUT, "other"} == GROUPS, "names that task sets may not have"
     shared = {name.removeprefix("effective_") for name in STEP["effective"]}
     assert shared - {"groups"} <= STEP["all"].keys()

@@ -20,13 +20,6 @@ COMMANDS = (
         run="insitu.cli.verbs:rollout",
     ),
     Command(
-        name="track",
-        group="look",
-        text="send a run to wandb, trackio, tensorboard or your own",
-        example="runs/DIR --to tensorboard",
-        run="insitu.cli.verbs:track",
-    ),
-    Command(
         name="grade",
         group="look",
         text="grade a run's stored rollouts again and report differences",

@@ -133,17 +133,6 @@ def recover(run: Annotated[Path, Arg(positional=True, metavar="RUN", help="its r
     return 0
 
 
-def track(
-    run: RunPath,
-    to: Annotated[Sequence[str], Arg(metavar="NAME", help="tracker; repeatable (default: track.to)")] = (),
-) -> int:
-    from insitu.tracking.start import track_run
-
-    for name, lines in track_run(run, to).items():
-        print(f"{name}: {lines} lines sent")
-    return 0
-
-
 def grade(
     run: RunPath,
     write: Annotated[bool, Arg(help="store new verdicts of rollouts that were not trained on")] = False,

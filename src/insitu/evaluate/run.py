@@ -26,6 +26,7 @@ from insitu.progress.base import View
 from insitu.runtime.engine import open_sampler
 from insitu.runtime.preflight import Prepared, check_local_engine, prepare, prepare_tasks
 from insitu.runtime.run import OpenSampler, open_agents, open_backend
+from insitu.runtime.trackers import start_trackers
 from insitu.storage.files import write_text
 from insitu.storage.open_run import open_run
 from insitu.storage.run_dir import REPORT, SESSIONS, RunDir
@@ -34,7 +35,6 @@ from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WALL_S, WallClock
 from insitu.tasks.base import REWARD_ONLY, Split, TaskSource
 from insitu.tasks.mix import TaskMix
-from insitu.tracking.start import start_trackers
 from insitu.types import Rollout, Task
 
 AGENT, AGENT_VERSION = "agent", "agent_version"

@@ -29,7 +29,7 @@ class Run:
         return f"Run({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        return html_table(("", ""), list(find("views", "facts")(self.path).items()))
+        return html_table(("", ""), list(find("parts", "facts")(self.path).items()))
 
     @property
     def summary(self) -> Mapping[str, Any] | None:
@@ -96,11 +96,11 @@ class Run:
 
         Raises RecordError when there is none with this id.
         """
-        return Text("\n".join(find("views", "transcript")(self.path, rollout_id)))
+        return Text("\n".join(find("parts", "transcript")(self.path, rollout_id)))
 
     def diff(self, rollout_id: str) -> Text:
         """Return the judged changes of a rollout. Raises RecordError when there is none with this id."""
-        return Text("\n".join(find("views", "diff")(self.path, rollout_id)))
+        return Text("\n".join(find("parts", "diff")(self.path, rollout_id)))
 
 
 @contextlib.contextmanager

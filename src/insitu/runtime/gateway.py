@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 import orjson
 from pydantic import ValidationError
 
+from insitu import registry
 from insitu.config import Config
 from insitu.errors import ConfigError, boundary, describe_invalid
 from insitu.gateway.admin import ToolBody
 from insitu.gateway.host_tools import HostTool, ToolBox
 from insitu.gateway.request import GatewayConfig
+from insitu.gateway.server import Gateway
 from insitu.gateway.text_tool_calls import TextShim
 
 
@@ -28,6 +32,22 @@ def gateway_config(config: Config, log_dir: Path | None = None) -> GatewayConfig
         shim=shim if table.shim_tool else None,
         log_dir=log_dir,
     )
+
+
+def public_url(
+    config: Config, gateway: Gateway, origin: str, say: Callable[[str], None], *, needed: bool = False
+) -> AbstractAsyncContextManager[str]:
+    """Return a context with the public URL of a gateway at `origin`, once it was probed; "" without one.
+
+    `needed`: agents run where only a URL reaches the gateway; that of a Space is used for them only. Raises
+    SetupError if the URL does not lead to this gateway.
+    """
+    if not (needed or config.gateway.public_url):
+        return nullcontext("")
+    found: AbstractAsyncContextManager[str] = registry.find("parts", "open_public_url")(
+        config, gateway, origin, say
+    )
+    return found
 
 
 def read_tools(path: Path) -> tuple[HostTool, ...]:

@@ -33,14 +33,14 @@ from insitu.runtime.agents import AgentSetup, check_listener, find_pools, limits
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit, foreign_words
 from insitu.runtime.sandboxes import check_agents, check_programs, check_tasks
+from insitu.runtime.trackers import check_trackers
 from insitu.runtime.transcripts import transcript_reader
 from insitu.runtime.upstream import upstream_options
+from insitu.storage.metrics import GROUPS
 from insitu.tasks.base import TaskSource
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import action_of, open_source
 from insitu.tasks.mix import TaskMix, TaskSet
-from insitu.tracking.names import GROUPS
-from insitu.tracking.start import check_trackers
 from insitu.types import Oracle, Task
 
 log = logging.getLogger(__name__)

@@ -42,8 +42,7 @@ from insitu.grading.reward import reward_function
 from insitu.registry import find
 from insitu.runtime.agents import AgentSetup, agents_of, find_setups
 from insitu.runtime.engine import Sampler, open_sampler
-from insitu.runtime.gateway import gateway_config
-from insitu.runtime.public_url import open_public_url
+from insitu.runtime.gateway import gateway_config, public_url
 from insitu.runtime.running import RunningAgents
 from insitu.runtime.sandboxes import agents_call_by_url
 from insitu.runtime.transcripts import transcript_reader
@@ -223,7 +222,7 @@ async def open_runtime(
                 gateway.listen_tcp(config.gateway.host, config.gateway.port)
             )
             needed = any(agents_call_by_url(arm.config) for arm in config.arms.values())
-            public = open_public_url(config, gateway, tcp.origin, say, needed=needed)
+            public = public_url(config, gateway, tcp.origin, say, needed=needed)
             url = await stack.enter_async_context(public)
         strict = config.harness.mode == "fresh"
         workers = await stack.enter_async_context(

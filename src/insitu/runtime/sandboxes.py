@@ -18,7 +18,6 @@ from insitu import registry
 from insitu.config import Config
 from insitu.errors import ConfigError, SetupError, user_code
 from insitu.grading.runners.find import runner_named
-from insitu.runtime.public_url import check_public_url
 from insitu.sandbox.base import Capability, SandboxBackend
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.docker_image import PULL_S
@@ -121,7 +120,9 @@ def agents_call_by_url(config: Config) -> bool:
 
 def check_agents(config: Config) -> None:
     """Raise ConfigError for an agent without a way to the gateway in the sandboxes of every backend."""
-    check_public_url(config, needed=agents_call_by_url(config))
+    needed = agents_call_by_url(config)
+    if needed or config.gateway.public_url:
+        registry.find("parts", "check_public_url")(config, needed=needed)
 
 
 def check_network(config: Config, backend: SandboxBackend, say: Callable[[str], None]) -> None:

@@ -25,10 +25,9 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.text_log import spent_in
 from insitu.runtime.agents import limits_of
-from insitu.runtime.gateway import gateway_config
+from insitu.runtime.gateway import gateway_config, public_url
 from insitu.runtime.preflight import check_local_engine
 from insitu.runtime.prompt_sizes import PromptFit
-from insitu.runtime.public_url import open_public_url
 from insitu.runtime.run import open_backend
 from insitu.serving.console import Console
 from insitu.serving.host_calls import HostCallReporter
@@ -225,7 +224,7 @@ async def open_served(config: Config, console: Console) -> AsyncIterator[Served]
         listener = await stack.enter_async_context(
             gateway.listen_tcp(config.gateway.host, config.gateway.port)
         )
-        url = await stack.enter_async_context(open_public_url(config, gateway, listener.origin, console.note))
+        url = await stack.enter_async_context(public_url(config, gateway, listener.origin, console.note))
         served = Served(run, store, gateway, url or listener.origin, fit, console)
         try:
             yield served

@@ -21,6 +21,8 @@ import orjson
 from insitu.errors import RecordError, boundary
 
 SCHEMA_VERSION = 1
+GROUPS = frozenset("all effective loss mismatch tokens time health async sft heldout other".split())
+"""Groups by which trackers get metrics; a task set may not have the name of one."""
 Metrics = Mapping[str, float | int | str | bool | None]
 
 

@@ -23,7 +23,6 @@ from insitu.storage.metrics import MetricsFile
 from insitu.storage.run_dir import RunDir, read_store
 from insitu.storage.store import Store
 from insitu.storage.wall_clock import WallClock
-from insitu.tracking.names import EVALUATION
 from insitu.types import Group, Ledger, Outcome, Rollout, Task, Turn, Verdict
 from insitu_train.alarms import SpikeDetector, lost_share, why_untrained
 from insitu_train.evaluations import counts, heldout_summary, result_of
@@ -33,6 +32,7 @@ from insitu_train.options import StepResult, gaps
 from insitu_train.plan.step import PlanConfig, StepPlan
 from insitu_train.run import run_training
 from insitu_train.step_metrics import step_metrics
+from insitu_view.tracking.names import EVALUATION
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.learner import FakeLearner
 from tests.fakes.simulated_attempts import with_tokens

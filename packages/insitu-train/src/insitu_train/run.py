@@ -19,13 +19,13 @@ from insitu.gateway.token_backend import TokenBackend
 from insitu.progress.base import View
 from insitu.runtime.preflight import Checks, Prepared, check_names, prepare
 from insitu.runtime.run import open_agents
+from insitu.runtime.trackers import check_trackers, start_trackers
 from insitu.storage.open_run import open_run
 from insitu.storage.run_dir import RunDir, read_config, restore_steps
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WALL_S, WallClock
 from insitu.tasks.mix import TaskMix
-from insitu.tracking.start import check_trackers, start_trackers
 from insitu.types import Task
 from insitu_train.checks import check_learner, check_reference, check_service, check_trained
 from insitu_train.evaluations import check_evaluations

@@ -47,4 +47,11 @@ COMMANDS = (
         example='runs/DIR "SELECT task, AVG(reward) FROM v_rollouts GROUP BY task"',
         run="insitu_view.verbs:query",
     ),
+    Command(
+        name="track",
+        group="look",
+        text="send a run to wandb, trackio, tensorboard or your own",
+        example="runs/DIR --to tensorboard",
+        run="insitu_view.verbs:track",
+    ),
 )

@@ -251,3 +251,14 @@ def view(
     with contextlib.suppress(KeyboardInterrupt):
         run_interruptible(serve_view(chosen, sys.stdout))
     return 0
+
+
+def track(
+    run: RunPath,
+    to: Annotated[Sequence[str], Arg(metavar="NAME", help="tracker; repeatable (default: track.to)")] = (),
+) -> int:
+    from insitu_view.tracking.start import track as track_run
+
+    for name, lines in track_run(run, to=to).items():
+        print(f"{name}: {lines} lines sent")
+    return 0

@@ -24,6 +24,7 @@ from insitu.config import Config, model_folder
 from insitu.config.training import LossConfig, RowRules
 from insitu.errors import RecordError, TrainError
 from insitu.progress.base import View
+from insitu.runtime.trackers import check_trackers, start_trackers
 from insitu.storage.files import write_text
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.open_run import open_run
@@ -31,7 +32,6 @@ from insitu.storage.run_dir import REPORT, SESSIONS, RunDir, read_config, read_s
 from insitu.storage.store import Store
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WallClock
-from insitu.tracking.start import check_trackers, start_trackers
 from insitu.types import Ledger
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec, require_learner

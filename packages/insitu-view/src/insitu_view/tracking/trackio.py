@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from insitu.tracking.base import TrackedRun, Tracker
+from insitu_view.tracking.base import TrackedRun, Tracker
 
 
 class Trackio(Tracker):

@@ -19,7 +19,8 @@ from insitu.config import Config
 from insitu.errors import ConfigError, SetupError
 from insitu.install_hints import install_extra
 from insitu.storage.run_dir import check_store, read_config
-from insitu.tracking.follow import log_path
+from insitu_train.channel.child import python_path
+from insitu_view.tracking.follow import log_path
 
 PACKAGES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "tensorboardX"}
 """Built-in tracker -> package that it needs; its extra is called as the tracker."""
@@ -27,9 +28,8 @@ _WORDS = 300
 
 
 def check_trackers(config: Config) -> None:
-    """Raise ConfigError when a tracker cannot be opened in another process; import none."""
+    """Raise ConfigError when a known tracker cannot be opened in another process; import none."""
     for name in config.track.to:
-        registry.check("trackers", name)
         if name.startswith(registry.OBJECT):
             raise ConfigError(
                 f"track.to: {name.removeprefix(registry.OBJECT)} is a Python object that another process"
@@ -67,11 +67,13 @@ def start_trackers(path: Path, config: Config, say: Callable[[str], None]) -> No
         threading.Thread(target=wait, args=(process, name), daemon=True).start()
 
 
-def track_run(path: Path, to: Sequence[str] = ()) -> Mapping[str, int]:
-    """Send a run to trackers and return the number of lines sent to each; what was sent before is not.
+def track(run: Path | str, *, to: Sequence[str] = ()) -> Mapping[str, int]:
+    """Send a run's metrics to trackers, and return the number of lines sent to each.
 
-    `to`: names or paths (default: `track.to`). A run under way is followed to its end. Raises InsituError.
+    `to`: names or paths of trackers (default: the run's `track.to`). What was sent earlier is not sent again;
+    a run under way is followed to its end. Raises InsituError.
     """
+    path = Path(run)
     config = read_config(path)
     check_store(path)
     names = [registry.reference("trackers", name) for name in to] or list(config.track.to)
@@ -96,12 +98,10 @@ def track_run(path: Path, to: Sequence[str] = ()) -> Mapping[str, int]:
 
 
 def _spawn(path: Path, name: str, **more: object) -> subprocess.Popen[bytes]:
-    own = str(Path(__file__).parents[2])
-    search = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
     # -P: a module of the working directory must not shadow an installed one
-    command = [sys.executable, "-P", "-m", "insitu.tracking.follow", str(path), name]
+    command = [sys.executable, "-P", "-m", "insitu_view.tracking.follow", str(path), name]
     streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **more}
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": search}, **streams)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()}, **streams)  # type: ignore[call-overload,no-any-return]
 
 
 def _failure(path: Path, name: str, code: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from insitu.tracking.base import TrackedRun, Tracker
+from insitu_view.tracking.base import TrackedRun, Tracker
 
 STOPPED = 130
 """Exit code of a run that did not finish."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from insitu.tracking.base import TrackedRun, Tracker
+from insitu_view.tracking.base import TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):

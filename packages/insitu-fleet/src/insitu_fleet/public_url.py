@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -29,8 +28,8 @@ from insitu.config import Config
 from insitu.engines.http import checked_url
 from insitu.errors import ConfigError, SetupError, boundary
 from insitu.gateway.server import Gateway
+from insitu_train.channel.child import python_path
 
-SOURCE = Path(__file__).parents[2]
 POLL_S, CALL_S, END_S = 0.5, 10.0, 10.0
 PUBLIC_S = 60.0
 """Until the public URL answers, start of a tunnel included: new names take up to half a minute."""
@@ -68,16 +67,12 @@ def check_public_url(config: Config, *, needed: bool) -> None:
 
 @asynccontextmanager
 async def open_public_url(
-    config: Config, gateway: Gateway, origin: str, say: Callable[[str], None], *, needed: bool = False
+    config: Config, gateway: Gateway, origin: str, say: Callable[[str], None]
 ) -> AsyncIterator[str]:
     """Yield the public URL of a gateway at `origin`, once it was probed; "" if none is configured.
 
-    That of a Space is only used where it is `needed`. A tunnel runs inside the context. Raises SetupError if
-    the URL does not lead to this gateway.
+    A tunnel runs inside the context. Raises SetupError if the URL does not lead to this gateway.
     """
-    if not (needed or config.gateway.public_url):
-        yield ""
-        return
     ends = time.monotonic() + PUBLIC_S
     url = configured_url(config, os.environ)
     if url:
@@ -131,11 +126,10 @@ async def _ask(http: aiohttp.ClientSession, url: str, nonce: str, proof: str) ->
 async def _tunnel(command: str, origin: str, ends: float) -> AsyncIterator[str]:
     """Run the command; yield the first https URL that it prints."""
     words = [word.replace("{origin}", origin) for word in shlex.split(command)]
-    path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
     with boundary(SetupError, "start the tunnel of gateway.public_url"):
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "insitu.engines.keeper", *words),
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

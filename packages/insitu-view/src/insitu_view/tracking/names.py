@@ -138,8 +138,6 @@ evaluation in the group `heldout.NAME`."""
 TEXTS = frozenset({"schema_version", "time_s", "event", "step", "skipped", "alarm", "weights"})
 """Keys of a line that are not metrics."""
 _OTHER = "other"
-GROUPS = frozenset({*STEP, HELDOUT, _OTHER})
-"""Groups of metrics; a task set may not have the name of one."""
 _GROUP_OF = {name: group for group, names in STEP.items() for name in names}
 
 

@@ -33,7 +33,7 @@ class Tracker:
     """Base class of trackers; every method may raise, which ends the follower and nothing else."""
 
     def log(self, step: int, metrics: Mapping[str, float], time_s: float) -> None:
-        """Send the metrics of a step or an evaluation; names are those of `tracking.names`."""
+        """Send the metrics of a step or an evaluation; names are those of `insitu_view.tracking.names`."""
 
     def rollouts(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a table of rollouts of an evaluation: facts without prompts and changes."""

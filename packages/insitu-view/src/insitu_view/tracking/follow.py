@@ -1,6 +1,6 @@
 """The follower of a run: a process that sends metrics.jsonl to one tracker and ends with the run.
 
-    python -m insitu.tracking.follow RUN NAME
+    python -m insitu_view.tracking.follow RUN NAME
 
 It reads the run directory and writes `trackers/` and its own log there, nothing else, so that a tracker that
 hangs, fails or is slow cannot touch the run. What was sent is stored by event and step: a resumed run, or a
@@ -31,8 +31,8 @@ from insitu.storage.queries import RunReader
 from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import read_config, read_summary, run_state
 from insitu.storage.ulid import new_ulid
-from insitu.tracking.base import TrackedRun, Tracker
-from insitu.tracking.names import numbers
+from insitu_view.tracking.base import TrackedRun, Tracker
+from insitu_view.tracking.names import numbers
 
 POLL_S = 1.0
 STUCK_S = 60.0

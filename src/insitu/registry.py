@@ -62,13 +62,9 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "toy": "insitu.tasks.toy:ToySource",
         "jsonl": "insitu.tasks.own_formats:PlainJsonl",
         "folder": "insitu.tasks.own_formats:PlainFolder",
-        "humaneval": "insitu.tasks.unit_tests:HumanEval",
-        "unit_tests": "insitu.tasks.unit_tests:UnitTests",
     },
     "runners": {
         "json_io": "insitu.grading.runners.json_io:JsonIoRunner",
-        "stdio": "insitu.grading.runners.stdio:StdioRunner",
-        "pytest": "insitu.grading.runners.pytest:PytestRunner",
         "command": "insitu.grading.runners.command:CommandRunner",
     },
     "sandboxes": {
@@ -113,10 +109,10 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
     "tasksets": {
         "tasks": (
             "swe_bench swe_bench_folders swe_bench_live swe_gym swe_rebench swe_pro swe_smith r2e_gym slime"
-            " terminus apps taco code_contests live_code_bench mbpp evalplus bigcodebench polyglot harbor"
-            " terminal_bench verifiers openenv"
+            " terminus apps taco code_contests live_code_bench humaneval mbpp evalplus bigcodebench"
+            " unit_tests polyglot harbor terminal_bench verifiers openenv"
         ),
-        "runners": "swebench_log harbor",
+        "runners": "stdio pytest swebench_log harbor",
         "rewards": "verifiers openenv",
     },
     "fleet": {

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from insitu.chat.renderer import ChatRenderer
-from insitu.cli import main
 from insitu.config import Config, load_config
 from insitu.errors import (
     ConfigError,
@@ -122,21 +120,6 @@ def test_each_task_set_gives_equally_many_tasks_and_has_a_line(tmp_path: Path) -
     report = (tmp_path / "run" / "report.txt").read_text().splitlines()
     assert "  tools: script, 2 of 4 rollouts on 2 tasks resolved, pass@1 0.500, pass@2 1.000" in report
     assert "  single: single_turn, 0 of 4 rollouts on 2 tasks resolved, pass@1 0.000, pass@2 0.000" in report
-
-
-@pytest.mark.parametrize(("failing", "status"), [(1, 0), (2, 1)])
-def test_a_run_in_which_at_most_half_was_graded_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, status: int
-) -> None:
-    def fail(key: RequestKey) -> EngineError | None:
-        return EngineError("engine on fire") if int(key.rollout_id.split("/")[2]) < failing else None
-
-    scripted = Scripted(fail)
-    monkeypatch.setattr(
-        "insitu.evaluate.run.RolloutOptions", partial(RolloutOptions, sampler=scripted.sampler)
-    )
-    settings = [*SETTINGS, f"run.dir={tmp_path / 'run'}", "collect.attempts=1"]
-    assert main(["rollout", "--plain", *settings]) == status
 
 
 def test_what_the_infrastructure_failed_is_tried_again_and_never_a_zero(tmp_path: Path) -> None:

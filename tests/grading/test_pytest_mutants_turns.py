@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 
-from insitu.grading.mutation.assertions import mutable_tests
-from insitu.grading.runners.pytest_mutants import RUNS, MutantResults, MutantRound, draw
+from insitu_tasksets.mutation.assertions import mutable_tests
+from insitu_tasksets.runners.pytest_mutants import RUNS, MutantResults, MutantRound, draw
 
 PATH = "t.py"
 Forger = Callable[[int, Mapping[str, str], list[Mapping[str, str]]], Mapping[str, bool]]

@@ -90,7 +90,9 @@ TASK, ORACLE = make(
 def _same_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw the same runs and forms in each try: who guesses is right now and then."""
     monkeypatch.setattr(random, "SystemRandom", lambda: random.Random(1))
-    monkeypatch.setattr("insitu.grading.runners.pytest.forms_key", lambda folder: b"the same on each machine")
+    monkeypatch.setattr(
+        "insitu_tasksets.runners.pytest_session.forms_key", lambda folder: b"the same on each machine"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 from insitu.errors import TaskError
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.runners.find import opened_runners, runner_for
-from insitu.grading.runners.stdio import same_output
 from insitu.sandbox.local import LocalBackend
 from insitu.tasks.user_functions import FAILURES, FunctionFailed
 from insitu.types import (
@@ -26,6 +25,7 @@ from insitu.types import (
     Verdict,
     task_hash,
 )
+from insitu_tasksets.runners.stdio import same_output
 
 FILES = {"solution.py": FileEntry(content=b"\n")}
 GOOD = "a, b = map(int, input().split())\nprint(a + b)\n"
@@ -353,7 +353,7 @@ async def test_no_program_finds_the_files_of_an_earlier_run(grader: Grader) -> N
 async def test_a_checker_that_fails_on_what_is_expected_is_a_failure_of_the_infrastructure(
     grader: Grader, checkers: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.grading.runners.checker.CHECK_S", 0.5)
+    monkeypatch.setattr("insitu_tasksets.runners.checker.CHECK_S", 0.5)
     made = make(checker=f"{checkers}:{name}")
     for _ in range(FAILURES - 1):
         verdict = await judge(grader, made, GOOD)
@@ -382,7 +382,7 @@ WRONG = {
 async def test_an_output_on_which_a_working_checker_fails_is_wrong_and_named(
     grader: Grader, checkers: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.grading.runners.checker.CHECK_S", 1.0)
+    monkeypatch.setattr("insitu_tasksets.runners.checker.CHECK_S", 1.0)
     program, said = WRONG[name]
     made = make(checker=f"{checkers}:{name}")
     assert (await judge(grader, made, GOOD)).outcome is Outcome.RESOLVED
@@ -398,7 +398,7 @@ async def test_an_output_on_which_a_working_checker_fails_is_wrong_and_named(
 async def test_many_outputs_that_hang_a_checker_leave_it_working(
     grader: Grader, checkers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.grading.runners.checker.CHECK_S", 0.5)
+    monkeypatch.setattr("insitu_tasksets.runners.checker.CHECK_S", 0.5)
     made = make(checker=f"{checkers}:holds_the_interpreter")
     wrong = await asyncio.gather(*(judge(grader, made, "print(0)\n") for _ in range(6)))
     assert [verdict.reward for verdict in wrong] == [0.0] * 6, wrong
@@ -439,7 +439,7 @@ async def test_a_checker_that_cannot_read_an_output_calls_it_wrong(grader: Grade
 async def test_a_checker_that_hangs_does_not_stop_the_event_loop(
     grader: Grader, checkers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("insitu.grading.runners.checker.CHECK_S", 1.0)
+    monkeypatch.setattr("insitu_tasksets.runners.checker.CHECK_S", 1.0)
     made = make(checker=f"{checkers}:holds_the_interpreter")
     judging = asyncio.ensure_future(judge(grader, made, "print(0)\n"))
     turns = 0

@@ -75,6 +75,26 @@ def test_a_name_and_a_function_of_another_package_name_it(environment: Path, tmp
     done = said(environment, "tasks", "list", "tasks.source=swe_bench", f"tasks.path={rows}")
     assert done.returncode == 2
     assert "swe_bench is in the package insitu-tasksets, which is not installed" in done.stderr
+    rows.write_text(
+        json.dumps(
+            {
+                "id": "one",
+                "prompt": "Fix it.",
+                "files": {"a.py": "x = 1\n"},
+                "tests": {"tests/test_a.py": "from a import x\n\n\ndef test_x():\n    assert x == 2\n"},
+                "fail_to_pass": ["tests/test_a.py::test_x"],
+            }
+        )
+    )
+    engine = (
+        "engine.kind=upstream",
+        "engine.model=m",
+        "engine.urls=http://127.0.0.1:9",
+        "engine.key_env=FAKE_KEY",
+    )
+    done = said(environment, "rollout", "tasks.source=jsonl", f"tasks.path={rows}", *engine)
+    assert done.returncode == 1
+    assert "runner pytest is in the package insitu-tasksets, which is not installed" in done.stderr
     argv, path = command(environment)
     code = "import insitu\ntry: insitu.train\nexcept ImportError as error: print(error)"
     done = subprocess.run([*argv[:3], "-c", code], env=path, capture_output=True, text=True, check=False)

@@ -187,6 +187,7 @@ OF_ONE = (
     "-fleet[harbor]",
     "-fleet[ray]",
     "-lab[testing]",
+    "-tasksets[pytest]",
     "-view[wandb]",
     "-view[trackio]",
     "-view[tensorboard]",

@@ -33,7 +33,7 @@ TESTS = sorted(ROOT.glob("tests/full/test_*.py"))
         ("tests/tasks/test_swe.py", "tests/tasks/swe_rows.py", 0),
         # A program that is started, and what its verbs import when they run.
         ("tests/cli/test_cli.py", "src/insitu/__main__.py", 0),
-        ("tests/cli/test_cli.py", "src/insitu/grading/runners/stdio.py", 1),
+        ("tests/cli/test_cli.py", "packages/insitu-tasksets/src/insitu_tasksets/runners/stdio.py", 1),
         ("tests/full/test_chaos.py", "benchmarks/chaos.py", 0),
     ],
 )

@@ -10,10 +10,10 @@ import pytest
 
 from insitu.errors import TaskError
 from insitu.grading.runners.find import runner_for
-from insitu.tasks.asserts import cases_of, plain_tests
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import Format, RowSource
-from insitu.tasks.unit_tests import HumanEval, UnitTests
+from insitu_tasksets.asserts import cases_of, plain_tests
+from insitu_tasksets.unit_tests import HumanEval, UnitTests
 
 
 def load(tmp_path: Path, form: Format, *rows: dict[str, Any]) -> list[Item]:

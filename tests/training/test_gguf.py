@@ -209,12 +209,6 @@ REFUSED = {
         lambda file, out: rewritten(file, out, without=("llama.block_count",)),
         "has no llama.block_count",
     ),
-    "a matrix that is none": (
-        lambda file, out: rewritten(
-            file, out, {"token_embd.weight": (np.zeros(64, np.float32), gguf.GGMLQuantizationType.F32)}
-        ),
-        "is damaged: token_embd.weight has 1 dimensions",
-    ),
     "no heads": (with_field("llama.attention.head_count", 0), "is damaged: 2 layers of 0/"),
     "no end of layers": (with_field("llama.block_count", 2**32 - 1), "is damaged: 4294967295 layers"),
     "pre-tokenizer": (

@@ -52,7 +52,7 @@ def rollout(
         lambda config, view: collect_rollouts(config, view, options),
         plain=plain,
         json=json,
-        failed=lambda summary: 2 * summary["graded"] <= summary["rollouts"],
+        failed=lambda summary: not summary["graded"],
     )
 
 

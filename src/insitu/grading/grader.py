@@ -30,9 +30,6 @@ from insitu.grading.pressure import pressure_s
 from insitu.grading.protected_files import policy_of
 from insitu.grading.runners.base import CpuMeter, GradingRunner, RunLimits, RunReport
 from insitu.grading.runners.find import opened_runners, runner_for, runner_named
-from insitu.grading.runners.json_io import JsonForms, without_forms
-from insitu.grading.runners.pytest import PytestRunner
-from insitu.grading.runners.pytest_collect import PytestCollect, whole_files
 from insitu.grading.verdict import NOTHING_CHANGED, make_verdict
 from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
@@ -42,8 +39,6 @@ from insitu.types import Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
 
-AS_IT_IS = PytestRunner(as_it_is=True)
-"""Judges a file whose tests disturb each other."""
 NEEDED: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
 WALL_PER_CPU = 3.0
 """Wall time limit of a first run, in CPU limits: a process that computes hits the CPU limit first."""
@@ -181,7 +176,7 @@ class Grader:
             fixed = Candidate.of(task, base, apply(base, gold))
             solved = await self._judge(runner, task, oracle, fixed)
             if solved.disturbed:
-                solved = await self._judge(AS_IT_IS, task, oracle, fixed)
+                solved = await self._judge(runner.as_it_is(), task, oracle, fixed)
             _raise_infra(task, solved)
             if solved.outcome is not Outcome.RESOLVED:
                 raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}")
@@ -194,28 +189,16 @@ class Grader:
         These are test ids in place of whole test files, and the form of values that a set may have wrapped.
         Raises TaskError where the solution fails a test, GradeError, SandboxError.
         """
-        collect: PytestCollect | JsonForms
-        if task.grading.runner == "pytest" and whole_files(oracle.tests):
-            collect = PytestCollect()
-        else:
-            oracle = replace(oracle, cases=without_forms(oracle.cases))
-            if not any(case.wrapped for case in oracle.cases) or not (oracle.gold or oracle.gold_patch):
-                return oracle
-            collect = JsonForms()
+        oracle, asks = runner_for(task, oracle).asking(oracle)
+        if asks is None:
+            return oracle
         key = (task.content_hash, oracle_digest(oracle))
         async with self._collecting.setdefault(key, asyncio.Lock()):
             if key not in self._named:
                 base = (await self.bases.of(task)).files
                 solved = Candidate.of(task, base, solution(task, oracle, base))
-                report, _ = await self._try_sandboxes(collect, task, oracle, solved)
-                if isinstance(collect, PytestCollect):
-                    if report.outcome is not Outcome.RESOLVED:
-                        raise GradeError(f"task {task.id}: its tests were not collected: {report.reason}")
-                    self._named[key] = collect.named(oracle)
-                elif report.outcome is Outcome.INFRA:
-                    raise GradeError(f"task {task.id}: its solution was not run: {report.reason}")
-                else:
-                    self._named[key] = replace(oracle, cases=collect.cases or oracle.cases)
+                report, _ = await self._try_sandboxes(asks, task, oracle, solved)
+                self._named[key] = asks.completed(task, oracle, report)
         return self._named[key]
 
     async def _disturbs(self, task: Task, oracle: Oracle, base: Tree) -> bool:
@@ -252,7 +235,7 @@ class Grader:
             return cached
         report = await self._judge(runner, task, oracle, Candidate.of(task, base, tree))
         if report.disturbed and await self._disturbs(task, oracle, base):
-            report = await self._judge(AS_IT_IS, task, oracle, Candidate.of(task, base, tree))
+            report = await self._judge(runner.as_it_is(), task, oracle, Candidate.of(task, base, tree))
         if report.complete and self._config.remember:
             self._reports[key] = report
             if len(self._reports) > self._config.remember:

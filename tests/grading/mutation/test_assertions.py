@@ -16,8 +16,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from insitu.grading.mutation.assertions import mutable_tests
-from insitu.grading.mutation.literals import wrong_literal
+from insitu_tasksets.mutation.assertions import mutable_tests
+from insitu_tasksets.mutation.literals import wrong_literal
 
 TESTS = Path(__file__).parents[2]
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from insitu.errors import TaskError
-from insitu.tasks.asserts import parse_python
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowFormat
 from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text
 from insitu.tasks.shared import make_item, text_tree
 from insitu.types import Case, Exchange, GradingPlan, Oracle
+from insitu_tasksets.asserts import parse_python
 
 ENTRY = "solution.py"
 PROGRAM = (

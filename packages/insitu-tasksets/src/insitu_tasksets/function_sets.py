@@ -14,12 +14,12 @@ from typing import Annotated
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from insitu.errors import TaskError
-from insitu.tasks.asserts import NotPlain, assert_case, literal_value, parse_python
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowFormat
 from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text
 from insitu.tasks.shared import make_item, text_tree
 from insitu.types import Case, GradingPlan, HiddenTests, Oracle, Setup
+from insitu_tasksets.asserts import NotPlain, assert_case, literal_value, parse_python
 
 ENTRY, TEST_FILE = "solution.py", "test_solution.py"
 FLOAT_TOLERANCE = 1e-6

@@ -104,6 +104,15 @@ class GradingRunner(Protocol):
     def precheck_failure(self, task: Task, tree: Tree) -> str:
         """Return why `tree` fails without a run (a missing file), or ""."""
 
+    def trust_of(self, task: Task, oracle: Oracle) -> tuple[Trust, str]:
+        """Return the trust of a task's verdicts, as known before grading, and its reason."""
+
+    def asking(self, oracle: Oracle) -> tuple[Oracle, OracleRun | None]:
+        """Return the oracle, and a run of the solution that tells what it lacks; None = it lacks nothing."""
+
+    def as_it_is(self) -> GradingRunner:
+        """Return the runner for tests that disturb each other (`RunReport.disturbed`)."""
+
     def control(self) -> tuple[Task, Oracle]:
         """Return a solved task: if it fails in a sandbox, the host is at fault."""
 
@@ -120,3 +129,10 @@ class GradingRunner(Protocol):
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
         """Write the candidate into `sandbox` and judge it. Raises SandboxError, GradeError."""
+
+
+class OracleRun(GradingRunner, Protocol):
+    """A run of the solution of a task, for what only it can tell. For one use."""
+
+    def completed(self, task: Task, oracle: Oracle, report: RunReport) -> Oracle:
+        """Return the oracle with what the run found; it ended with `report`. Raises GradeError."""

@@ -7,12 +7,13 @@ import math
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
+from typing import Self
 
 from insitu.errors import SandboxError, SandboxLost, boundary
-from insitu.grading.runners.base import RunLimits
+from insitu.grading.runners.base import OracleRun, RunLimits
 from insitu.sandbox.base import Bind, ExecResult, Sandbox, cpu_s
 from insitu.sandbox.host_faults import host_fault
-from insitu.types import FailingCheck, GradingPlan, HiddenTests, Oracle, Task, Tree, task_hash
+from insitu.types import FailingCheck, GradingPlan, HiddenTests, Oracle, Task, Tree, Trust, task_hash
 
 MAX_CHECKS = 20
 MAX_CHECK_CHARS = 2048
@@ -20,13 +21,23 @@ MAX_CHECK_CHARS = 2048
 
 
 class RunnerBase:
-    """Defaults of a runner: one process, no binds."""
+    """Defaults of a runner: one process, no binds, oracles that lack nothing."""
 
     name: str
+    trust: Trust
     places: tuple[str, ...] = ()
 
     def precheck_failure(self, task: Task, tree: Tree) -> str:
         return ""
+
+    def trust_of(self, task: Task, oracle: Oracle) -> tuple[Trust, str]:
+        return self.trust, f"runner {self.name}"
+
+    def asking(self, oracle: Oracle) -> tuple[Oracle, OracleRun | None]:
+        return oracle, None
+
+    def as_it_is(self) -> Self:
+        return self
 
     def needs(self) -> tuple[Bind, ...]:
         return ()

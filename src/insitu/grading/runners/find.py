@@ -35,6 +35,8 @@ def opened_runners() -> Sequence[GradingRunner]:
 def runner_for(task: Task, oracle: Oracle) -> GradingRunner:
     """Return the runner of a task. Raises TaskError for a task that it cannot judge."""
     runner = runner_named(task.grading.runner)
+    if runner is None and (package := registry.satellite_of("runners", task.grading.runner)):
+        raise TaskError(f"task {task.id}: runner {task.grading.runner} {registry.not_installed(package)}")
     if runner is None:
         known = ", ".join(sorted(registry.names("runners")))
         raise TaskError(f"task {task.id}: no runner {task.grading.runner!r} (known: {known})")

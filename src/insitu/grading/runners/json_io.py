@@ -81,6 +81,17 @@ class JsonIoRunner(RunnerBase):
     def precheck_failure(self, task: Task, tree: Tree) -> str:
         return "" if task.grading.entry in tree else f"{task.grading.entry} was deleted"
 
+    def trust_of(self, task: Task, oracle: Oracle) -> tuple[Trust, str]:
+        solved = oracle.gold or oracle.gold_patch
+        if not solved and any(case.wrapped for case in _without_forms(oracle.cases)):
+            return "standard", "whether its values are wrapped in lists only a solution could tell"
+        return super().trust_of(task, oracle)
+
+    def asking(self, oracle: Oracle) -> tuple[Oracle, JsonForms | None]:
+        oracle = replace(oracle, cases=_without_forms(oracle.cases))
+        asks = any(case.wrapped for case in oracle.cases) and (oracle.gold or oracle.gold_patch)
+        return oracle, JsonForms() if asks else None
+
     def control(self) -> tuple[Task, Oracle]:
         files = {"control.py": FileEntry(content=b"def one():\n    return 1\n")}
         task = control_task(files, GradingPlan(entry="control.py"))
@@ -110,20 +121,26 @@ class JsonIoRunner(RunnerBase):
 
 
 class JsonForms(JsonIoRunner):
-    """A run of the solution of a task whose expected values may be wrapped; fills `cases`. For one use."""
+    """A run of the solution of a task whose expected values may be wrapped. For one use."""
 
-    cases: tuple[Case, ...] = ()
+    _cases: tuple[Case, ...] = ()
 
     async def run(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
         ids, result = await self._answers(sandbox, task, oracle, candidate, limits)
         report = await asyncio.to_thread(judge, oracle.cases, ids, result, limits.cpu_s)
-        self.cases = oracle.cases
+        self._cases = oracle.cases
         if report.outcome is Outcome.RESOLVED:
             claims = read_claims(result.stdout.split(b"\n", 1)[1], ids)
-            self.cases = tuple(map(_form_of, oracle.cases, claims))
+            self._cases = tuple(map(_form_of, oracle.cases, claims))
         return report
+
+    def completed(self, task: Task, oracle: Oracle, report: RunReport) -> Oracle:
+        """Return the oracle with cases that take the form of a right answer only. Raises GradeError."""
+        if report.outcome is Outcome.INFRA:
+            raise GradeError(f"task {task.id}: its solution was not run: {report.reason}")
+        return replace(oracle, cases=self._cases or oracle.cases)
 
 
 def _form_of(case: Case, claim: _Claim) -> Case:
@@ -134,7 +151,7 @@ def _form_of(case: Case, claim: _Claim) -> Case:
     return replace(whole, expected=case.expected[0])
 
 
-def without_forms(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+def _without_forms(cases: tuple[Case, ...]) -> tuple[Case, ...]:
     """Return cases that take whole values only where one of them cannot be wrapped: sets wrap all or none."""
     wrapped = [case.expected for case in cases if case.wrapped]
     if all(isinstance(value, list) and len(value) == 1 for value in wrapped):

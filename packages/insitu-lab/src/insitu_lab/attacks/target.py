@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from insitu.grading.runners.pytest_files import pytest_folder
 from insitu.storage.temp_dirs import cache_folder
 from insitu.types import (
     WORKDIR,
@@ -24,6 +23,7 @@ from insitu.types import (
     Tree,
     task_hash,
 )
+from insitu_tasksets.runners.pytest_files import pytest_folder
 
 RUNNERS = ("json_io", "stdio", "pytest", "command", "swebench_log", "harbor")
 TARGET = "app.py"

@@ -169,9 +169,6 @@ class _Model:
                     f"{self.file}: {name} is of type {tensor.tensor_type.name}, which is not read; only"
                     f" {', '.join(READ)}"
                 )
-            vector = name == ROPE_DIVISORS or name.endswith(("norm.weight", ".bias"))
-            if len(tensor.shape) != (1 if vector else 2):
-                raise ConfigError(f"{self.file} is damaged: {name} has {len(tensor.shape)} dimensions")
         return {own: name for own, name in known.items() if own in self.tensors}
 
     def config(self) -> Mapping[str, Any]:

@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from insitu.grading.mutation.assertions import MutableTest, Mutation, mutable_tests
-from insitu.grading.mutation.source_edits import Source
+from insitu_tasksets.mutation.assertions import MutableTest, Mutation, mutable_tests
+from insitu_tasksets.mutation.source_edits import Source
 
 RUNS: Mapping[int, int] = {0: 1, 1: 6, 2: 4}
 """Mutable tests of a file (2: or more) -> its runs, which is also the most forms of each test."""

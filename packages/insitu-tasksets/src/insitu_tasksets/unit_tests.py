@@ -13,13 +13,13 @@ from typing import Annotated, Literal, Self
 from pydantic import AliasChoices, Field, model_validator
 
 from insitu.errors import TaskError
-from insitu.tasks.asserts import cases_of, parse_python, plain_tests
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowFormat
 from insitu.tasks.own_formats import CaseRow
 from insitu.tasks.row_files import OwnIds, RawRow, RowLocation, TaskRow, Text
 from insitu.tasks.shared import LimitsRow, make_item, text_tree
 from insitu.types import Case, Check, FileEntry, GradingPlan, HiddenTests, Oracle, Tree
+from insitu_tasksets.asserts import cases_of, parse_python, plain_tests
 
 ENTRY = {"python": "solution.py", "julia": "solution.jl"}
 TEST_FILE = {"python": "test_solution.py", "julia": "hidden_tests.jl"}

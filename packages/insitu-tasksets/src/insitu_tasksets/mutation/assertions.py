@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from insitu.grading.mutation.expectations import Expectation, Function, Module, is_literal, runs_to_end
-from insitu.grading.mutation.source_edits import Edit, Source, end_of, in_place
+from insitu_tasksets.mutation.expectations import Expectation, Function, Module, is_literal, runs_to_end
+from insitu_tasksets.mutation.source_edits import Edit, Source, end_of, in_place
 
 QUESTIONS = {
     "assertTrue": "assertFalse", "assertFalse": "assertTrue", "assertIs": "assertIsNot",

@@ -29,7 +29,7 @@ CHECK_S = 10.0
 """Timeout of one call."""
 IMPORT_S = 300.0
 """Timeout of the import of the checker's module."""
-_CODE = "from insitu.grading.runners.checker import serve; serve()"
+_CODE = "from insitu_tasksets.runners.checker import serve; serve()"
 
 
 class CheckerFailed(Exception):

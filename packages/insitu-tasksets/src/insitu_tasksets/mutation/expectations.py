@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from insitu.grading.mutation.source_edits import Source, words
+from insitu_tasksets.mutation.source_edits import Source, words
 
 EQUALITIES = frozenset(
     {"assertEqual", "assertListEqual", "assertTupleEqual", "assertDictEqual", "assertSetEqual",

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from insitu.grading.mutation.literals import wrong_literal
+from insitu_tasksets.mutation.literals import wrong_literal
 
 Place = tuple[int, int]
 """Line from 1 and column in bytes, as in ast."""

@@ -18,7 +18,6 @@ from insitu.grading.candidate import Candidate
 from insitu.grading.diff import DEFAULT_POLICY, bad_path
 from insitu.grading.oracles import oracle_digest, solution
 from insitu.grading.runners.base import CpuMeter, RunLimits, RunReport
-from insitu.grading.runners.checker import Checker, CheckerFailed
 from insitu.grading.runners.common import (
     LIMIT_CPU,
     RunnerBase,
@@ -33,6 +32,7 @@ from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.sandbox.base_tree import is_plain
 from insitu.tasks.user_functions import CHECKER_FAILED, load_function
 from insitu.types import Exchange, FailingCheck, FileEntry, GradingPlan, Oracle, Outcome, Task, Tree, Trust
+from insitu_tasksets.runners.checker import Checker, CheckerFailed
 
 LIMITED = f'{LIMIT_CPU} && ulimit -v "$2" && exec "$3" -s -B "$4"'
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONINTMAXSTRDIGITS": "0"}

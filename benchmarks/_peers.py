@@ -5,7 +5,7 @@
 Each peer lives in an environment of its own under the cache, installed from PyPI on first use; one that
 cannot be installed is left out with the reason. Replies are not streamed, since not all of them stream.
 CPU time is the gateway's whole process: ours includes its tokenizer and its HTTP client here, as does that of
-verifiers, while the other two neither tokenize nor parse a reply. Caller: bench/gateway.
+verifiers, while the other two neither tokenize nor parse a reply. Callers: gateway, grpo.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import re
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +45,8 @@ class Peer:
     requirement: str
     driver: str = ""
     """Script of ours that serves it; empty = its own command line."""
+    over: bool = False
+    """Its environment adds to this one, which has the large packages, torch above all."""
 
 
 PEERS = (
@@ -54,23 +58,32 @@ PEERS = (
 
 def installed(peer: Peer) -> Path:
     """Its Python; installs it on first use. Raises SetupError with what pip said."""
-    folder = cache_folder() / "peers" / peer.requirement.replace("==", "-")
+    below = sysconfig.get_path("purelib") if peer.over else ""
+    name = peer.requirement.replace("==", "-") + (f"-{zlib.crc32(below.encode()):x}" if below else "")
+    folder = cache_folder() / "peers" / name
     python, done = folder / "bin" / "python", folder / "installed"
     if done.exists():
         return python
-    for command in (
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", peer.requirement],
-    ):
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SetupError(f"{peer.requirement} cannot be installed: {error}") from error
-        if ran.returncode:
-            said = ran.stderr.strip().splitlines()[-1:] or ["no message"]
-            raise SetupError(f"{peer.requirement} cannot be installed: {said[0]}")
+    _run(peer, [sys.executable, "-m", "venv", str(folder)])
+    pins = []
+    if below:
+        # what is not installed here is found in the other environment
+        Path(sysconfig.get_path("purelib", vars={"base": str(folder)}), "zz_base.pth").write_text(below)
+        pins = ["-c", str(HERE.parent / "requirements" / "bridges.txt")]
+    install = ["install", "-q", "--disable-pip-version-check", *pins, peer.requirement]
+    _run(peer, [str(python), "-m", "pip", *install])
     done.touch()
     return python
+
+
+def _run(peer: Peer, command: Sequence[str]) -> None:
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SetupError(f"{peer.requirement} cannot be installed: {error}") from error
+    if ran.returncode:
+        said = ran.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise SetupError(f"{peer.requirement} cannot be installed: {said[0]}")
 
 
 class Served:

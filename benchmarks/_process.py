@@ -1,4 +1,4 @@
-"""Child processes of a benchmark that speak JSON lines. Callers: gateway, soak."""
+"""Child processes of a benchmark that speak JSON lines. Callers: gateway, grpo, soak."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class SWERolloutResult(BaseModel):
     agent_exit_code: int | None = None
     wall_s: float = 0.0
     setup_results: list[SWECommandResult] = Field(default_factory=list)
-    """Empty: a failed setup is an `error`."""
+    """Of a task of the caller's own commands, without output; a setup that failed is an `error`."""
     verify_results: list[SWECommandResult] = Field(default_factory=list)
-    """Empty: what the hidden checks print stays on the server."""
+    """Of a task of the caller's own commands, with the end of a failed one's output in `stderr`."""
     files: dict[str, str] = Field(default_factory=dict)
     """Changed files by path, shortened."""
     files_extra: list[str] = Field(default_factory=list)

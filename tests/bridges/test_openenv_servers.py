@@ -107,12 +107,52 @@ async def test_the_solution_earns_1_and_nothing_else_does(url: str) -> None:
         assert (solved.done, solved.reward, said[-1]) == (True, 1.0, "Answer submitted.")
         assert "return cost + step" in said[0]
         state = await env.state()
-        assert (state.last_reward, state.outcome, state.step_count, state.commands) == (1.0, "resolved", 3, 2)
+        assert (state.last_reward, state.outcome, state.step_count) == (1.0, "resolved", 3)
+        assert [one["command"] for one in state.commands] == ["cat yard.py", SOLVE]
+        assert (state.verify_commands, state.verify_results) == ([], []), "the server's checks are hidden"
         for work in ((), (forge,), ("echo 'def quota(step, cost): return 1.0' > yard.py",)):
             last, said = await episode(env, *work)
             assert (last.done, last.reward, said[-1]) == (True, 0.0, "Answer submitted.")
         after = await env.step(call(command="ls"))
         assert text_of(after) == "Error: no episode is running; reset first."
+
+
+async def test_upstreams_options_and_state() -> None:
+    """The options of `reset` and the state of OpenEnv's own terminus_env."""
+    setup, verify = ["echo 41 > question", "echo ready"], ["grep -qx 42 answer.txt", "echo no; exit 3"]
+    upstream = {
+        "setup_scripts": setup, "verify_scripts": verify, "sandbox_timeout": 60, "forward_hf_token": False,
+    }  # fmt: skip
+    with serving("terminus_env", INSITU_ENV_TRUST_CALLERS="1") as url:
+        async with client(url) as env:
+            assert not (await env.reset(**upstream, sandbox_backend="local")).done
+            await env.step(call(command="echo 42 > answer.txt"))
+            await env.step(call(command="ls; exit 7"))
+            assert (await env.step(call(final_answer="done"))).reward == 0.5
+            state = await env.state()
+            assert state.sandbox_id
+            assert [one["output"] for one in state.setup_results] == ["", "ready\n"]
+            assert [one["error"] for one in state.commands] == [None, "exit code 7"]
+            assert state.verify_commands == verify
+            found = [(one["success"], one["error"], one["output"].strip()) for one in state.verify_results]
+            assert found == [(True, None, ""), (False, "exit code 3", "no")]
+            failed = await env.reset(setup=["true", "echo why >&2; false"], verify=["true"])
+            assert failed.done
+            state = await env.state()
+            assert [one["success"] for one in state.setup_results] == [True, False]
+            assert "setup command 2 ended with 1: why" in state.last_error
+            for option, said in (
+                ({"sandbox_backend": "docker"}, "sandbox.backend of INSITU_ENV_CONFIG decides, local"),
+                ({"sandbox_timeout": "soon"}, "is no number of seconds"),
+                ({"forward_hf_token": True}, "gets no secret"),
+            ):
+                await env.reset(**{**upstream, **option})
+                assert said in (await env.state()).last_error
+
+
+def test_a_page_is_at_web(url: str) -> None:
+    with urllib.request.urlopen(f"{url}/web", timeout=60) as page:
+        assert page.status == 200
 
 
 async def test_eight_episodes_at_once_over_websockets(url: str) -> None:
@@ -299,12 +339,16 @@ async def test_a_rollout_of_an_agent_is_graded(tmp_path: Path) -> None:
         access = {"base_url": f"{provider.url}/v1", "api_key": KEY, "model": "big-model", "agent": ""}
         with serving("mini_swe_env", INSITU_ENV_CONFIG=str(config)) as url:
             async with MiniSWEEnv(base_url=url) as env:
+                (tool,) = await env.list_tools()
+                assert not tool.input_schema["properties"].keys() & {"api_key", "base_url", "verify"}
                 refused = await env.run_swe_rollout(task_id="toy-1", **access)
                 assert (refused.reward, "TRUST_CALLERS" in str(refused.error)) == (None, True)
         with serving("mini_swe_env", INSITU_ENV_CONFIG=str(config), INSITU_ENV_TRUST_CALLERS="1") as url:
             async with MiniSWEEnv(base_url=url) as env:
                 await env.reset()
-                assert [tool.name for tool in await env.list_tools()] == ["run_swe_rollout"]
+                (tool,) = await env.list_tools()
+                assert (tool.name, "api_key" in tool.input_schema["properties"]) == ("run_swe_rollout", True)
+                assert "sandbox_image" not in tool.input_schema["properties"]
                 solved = await env.run_swe_rollout(task_id="toy-1", **access)
                 assert (solved.reward, solved.resolved, solved.error) == (1.0, True, None)
                 assert "cost // step" in solved.files["yard.py"]
@@ -319,6 +363,9 @@ async def test_a_rollout_of_an_agent_is_graded(tmp_path: Path) -> None:
                     **access,
                 )
                 assert (own.reward, own.resolved, own.error) == (0.5, False, None)
+                assert [one.exit_code for one in (*own.setup_results, *own.verify_results)] == [0, 0, 1]
+                late = await env.run_swe_rollout(task_id="toy-1", timeout_s=0.01, **access)
+                assert (late.reward, late.wall_s > 0) == (None, True)
                 lost = await env.run_swe_rollout(task_id="toy-1", **access | {"api_key": "wrong"})
                 assert lost.reward is None
                 assert lost.error

@@ -101,23 +101,33 @@ class BaseTrees:
             return await sandbox.get_tree(max_bytes=MAX_BYTES, max_files=MAX_FILES)
 
 
-async def set_up(sandbox: Sandbox, setup: Setup) -> None:
-    """Run a task's setup commands in its work folder, those of root first. Raises SandboxError."""
+async def set_up(
+    sandbox: Sandbox, setup: Setup, note: Callable[[ExecResult], None] = lambda done: None
+) -> None:
+    """Run a task's setup commands in its work folder, those of root first; `note` gets each result.
+
+    Raises SandboxError when one fails.
+    """
     deadline = time.monotonic() + setup.timeout_s
     if setup.root_commands:
         if not isinstance(sandbox, SupportsRootSetup):
             raise PolicyUnsupported("this sandbox has no root to set it up")
-        await _run(sandbox.exec_as_root, "root setup", setup.root_commands, deadline)
+        await _run(sandbox.exec_as_root, "root setup", setup.root_commands, deadline, note)
         await sandbox.end_root()
-    await _run(sandbox.exec, "setup", setup.commands, deadline)
+    await _run(sandbox.exec, "setup", setup.commands, deadline, note)
 
 
 async def _run(
-    execute: Callable[..., Awaitable[ExecResult]], what: str, commands: Sequence[str], deadline: float
+    execute: Callable[..., Awaitable[ExecResult]],
+    what: str,
+    commands: Sequence[str],
+    deadline: float,
+    note: Callable[[ExecResult], None],
 ) -> None:
     for number, command in enumerate(commands, 1):
         with boundary(SandboxStartError, f"{what} command {number}"):
             done = await execute(["/bin/sh", "-c", command], timeout_s=max(0.1, deadline - time.monotonic()))
+        note(done)
         if done.exit_code != 0:
             how = "took too long" if done.timed_out else f"ended with {done.exit_code}"
             lines = (done.stderr or done.stdout).decode("utf-8", "replace").split("\n")

@@ -18,6 +18,7 @@ from typing import Any, Self
 from uuid import uuid4
 
 from fastmcp import FastMCP
+from fastmcp.tools import Tool
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.attempt import AttemptExecutor, AttemptSpec
@@ -28,13 +29,18 @@ from insitu.runtime.agents import find_setups
 from insitu.runtime.run import open_runtime
 from insitu.runtime.upstream import upstream_options
 from insitu.storage.temp_dirs import scratch_folder
-from insitu.types import Rollout, Status, Task
+from insitu.types import FailingCheck, Rollout, Status, Task
 from insitu_bridges.openenv.environment import TaskEnvironment, commands
 from insitu_bridges.openenv.episodes import Graded
-from insitu_bridges.openenv.settings import CALLERS
+from insitu_bridges.openenv.settings import CALLERS, CONFIG
+from insitu_bridges.openenv.tasks import verified
 
 MAX_FILES, FILE_CHARS = 100, 20_000
 """Limits of the changed files that a result shows."""
+SERVERS = ("sandbox_backend", "sandbox_image")
+"""Arguments of upstream's client that a server's configuration decides."""
+CALLERS_ONLY = ("repo", "base_commit", "instruction", "setup", "verify", "base_url", "api_key", "model")
+"""Arguments that only trusted callers may give."""
 
 
 class SweRolloutCall(BaseModel):
@@ -111,7 +117,10 @@ class AgentEnvironment(TaskEnvironment):
             result = await asyncio.wrap_future(self.episodes.submit(self._rollout(call)))
             return json.dumps(result)
 
-        server.tool(run_swe_rollout)
+        tool = Tool.from_function(run_swe_rollout)
+        for name in (*SERVERS, *(() if self.trusts_callers else CALLERS_ONLY)):
+            tool.parameters["properties"].pop(name)  # a call that has one all the same gets a line
+        server.add_tool(tool)
 
     async def enter(self, task: Task) -> None:
         self._task = task
@@ -124,20 +133,20 @@ class AgentEnvironment(TaskEnvironment):
     async def _rollout(self, call: SweRolloutCall) -> dict[str, Any]:
         """Return the fields of a `SWERolloutResult`; `error` says why a rollout is not graded."""
         began = time.monotonic()
-        named = {"task_id": call.task_id, "instance_id": call.instance_id}
+        result: dict[str, Any] = {"task_id": call.task_id, "instance_id": call.instance_id}
         try:
             call = call.complete()
             async with asyncio.timeout(call.timeout_s):
                 rollout = await self._run(call)
-        except TimeoutError:
-            error = f"the rollout was not over within timeout_s = {call.timeout_s:g}"
-        except InsituError as failed:
-            error = str(failed)
+        except (TimeoutError, InsituError) as failed:
+            late = f"the rollout was not over within timeout_s = {call.timeout_s:g}"
+            error = late if isinstance(failed, TimeoutError) else str(failed)
+            self.set_result(Graded(reward=None, reason=error))
+            result |= {"reward": None, "resolved": None, "error": error}
         else:
             self.set_result(_graded(rollout))
-            return named | result_of(rollout) | {"wall_s": round(time.monotonic() - began, 3)}
-        self.set_result(Graded(reward=None, reason=error))
-        return named | {"reward": None, "resolved": None, "error": error}
+            result |= result_of(rollout) | command_results(call, _graded(rollout))
+        return result | {"wall_s": round(time.monotonic() - began, 3)}
 
     async def _run(self, call: SweRolloutCall) -> Rollout:
         task = self._chosen(call)
@@ -169,7 +178,8 @@ class AgentEnvironment(TaskEnvironment):
         """Return the server's configuration with the agent and model of a call. Raises ConfigError."""
         config = self.episodes.config
         if call.sandbox_backend not in ("", config.sandbox.backend):
-            raise ConfigError(f"sandbox_backend: the server's sandboxes are {config.sandbox.backend}")
+            own = config.sandbox.backend
+            raise ConfigError(f"sandbox_backend: sandbox.backend of {CONFIG} decides, {own}")
         origin = call.base_url.rstrip("/").removesuffix("/v1")
         changes: dict[str, Any] = {"harness.workers": 1, "harness.mode": "fresh"}
         if call.agent:
@@ -211,7 +221,31 @@ def _graded(rollout: Rollout) -> Graded:
         reason=verdict.reason,
         passed=verdict.passed,
         total=verdict.total,
+        failing=verdict.evidence or (),
     )
+
+
+def command_results(call: SweRolloutCall, graded: Graded) -> dict[str, list[dict[str, Any]]]:
+    """Return what each command of a graded task of the caller's gave; of those that passed, no output."""
+    if not call.defines_task or graded.reward is None:
+        return {}
+    setup, verify = commands(call.setup), commands(call.verify)
+    failed = zip(verify, verified(len(verify), graded.passed, graded.failing), strict=True)
+    return {
+        "setup_results": [{"cmd": command, "exit_code": 0} for command in setup],
+        "verify_results": [{"cmd": command} | _how_it_ended(check) for command, check in failed],
+    }
+
+
+def _how_it_ended(check: FailingCheck | None) -> dict[str, Any]:
+    if check is None:
+        return {"exit_code": 0}
+    code = check.outcome.removeprefix("exit code ")
+    # Upstream's result has numbers only; 124 is that of `timeout`.
+    return {
+        "exit_code": int(code) if code.lstrip("-").isdigit() else 124,
+        "stderr": check.tail or check.outcome,
+    }
 
 
 def result_of(rollout: Rollout) -> dict[str, Any]:

@@ -10,6 +10,8 @@ episode with reward 0.0 and `metadata.infra`: OpenEnv has no "not graded".
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 from uuid import uuid4
@@ -25,14 +27,15 @@ from openenv.core.env_server.types import (
     Observation,
     State,
 )
+from pydantic import BaseModel, Field
 
 from insitu._version import __version__
 from insitu.errors import ConfigError, InsituError
 from insitu.tasks.base import Split
 from insitu.types import Task
 from insitu_bridges.openenv.episodes import Episode, Episodes, Graded
-from insitu_bridges.openenv.settings import CALLERS, ServerSettings
-from insitu_bridges.openenv.tasks import described
+from insitu_bridges.openenv.settings import CALLERS, CONFIG, ServerSettings
+from insitu_bridges.openenv.tasks import described, verified
 
 COMMAND_S = 300.0
 """Longest command of an episode; the task's wall limit may be lower."""
@@ -40,18 +43,37 @@ STEP_S = 3600.0
 """OpenEnv's own limit of a tool call, 30 s by default, would cut a grading."""
 IDLE_S = 7200.0
 """Sessions without a call for so long are closed: an MCP client may go without a word."""
+SHOWN_CHARS = 4000
 SPLITS: tuple[Split, ...] = ("train", "eval")
+UPSTREAM = {"setup": "setup_scripts", "verify": "verify_scripts", "image": "sandbox_image"}
+"""Options of `reset` that OpenEnv's terminus_env names otherwise."""
 PREVIEW = 100
 """Most tasks that are listed at once."""
 
 
+class CommandResult(BaseModel):
+    """One command of an episode, with at most `SHOWN_CHARS` of its output."""
+
+    command: str
+    output: str = ""
+    error: str | None = None
+    success: bool = True
+
+
 class TaskState(State):  # type: ignore[misc]
-    """State of an episode."""
+    """State of an episode, for the trainer."""
 
     task_id: str = ""
-    commands: int = 0
+    sandbox_id: str | None = None
+    """The episode's own id: sandboxes have no names outside the server."""
+    setup_results: list[CommandResult] = Field(default_factory=list)
+    commands: list[CommandResult] = Field(default_factory=list)
+    verify_commands: list[str] = Field(default_factory=list)
+    """Of a task that the caller of `reset` defined; those of the server's tasks are hidden."""
+    verify_results: list[CommandResult] = Field(default_factory=list)
     submitted_answer: str | None = None
     last_reward: float | None = None
+    last_error: str | None = None
     outcome: str = ""
     passed: int = 0
     total: int = 0
@@ -66,7 +88,7 @@ class TaskEnvironment(MCPEnvironment):  # type: ignore[misc]
 
     def __init__(self, name: str, episodes: Episodes, settings: ServerSettings) -> None:
         """Serve `episodes`, which all environments of a server share."""
-        self._name, self.episodes, self._settings = name, episodes, settings
+        self._name, self.episodes, self.trusts_callers = name, episodes, settings.trust_callers
         self._state = TaskState(episode_id=str(uuid4()), step_count=0)
         server = FastMCP(name)
         self.add_tools(server)
@@ -131,9 +153,30 @@ class TaskEnvironment(MCPEnvironment):  # type: ignore[misc]
 
     def choose(self, seed: int | None, options: Mapping[str, Any]) -> Task:
         """Return the task that `reset` names; raise InsituError."""
-        known = {"task", "split", "index", "instruction", "setup", "verify", "image"}
+        known = {"task", "split", "index", "instruction", "setup", "verify", "image", *UPSTREAM.values()}
+        known |= {"sandbox_backend", "sandbox_timeout", "forward_hf_token"}
         if unknown := sorted(options.keys() - known):
             raise ConfigError(f"reset has no option {unknown[0]!a} (known: {', '.join(sorted(known))})")
+        tasks, config = self.episodes.tasks, self.episodes.config
+        options = {
+            **options,
+            **{own: options[theirs] for own, theirs in UPSTREAM.items() if options.get(theirs)},
+        }
+        if options.get("sandbox_backend") not in (None, "", config.sandbox.backend):
+            raise ConfigError(
+                f"sandbox_backend: sandbox.backend of {CONFIG} decides, {config.sandbox.backend}"
+            )
+        if options.get("forward_hf_token"):
+            raise ConfigError("forward_hf_token: a sandbox has no network and gets no secret")
+        try:
+            limit = float(options.get("sandbox_timeout") or math.inf)
+        except (TypeError, ValueError):
+            limit = 0.0
+        if not limit > 0:
+            raise ConfigError(f"sandbox_timeout = {options['sandbox_timeout']!a} is no number of seconds")
+        return tasks.limited(self._asked(seed, options), limit)
+
+    def _asked(self, seed: int | None, options: Mapping[str, Any]) -> Task:
         tasks = self.episodes.tasks
         if options.get("verify") or options.get("setup"):
             self.require_trust("reset with setup and verify commands")
@@ -148,7 +191,7 @@ class TaskEnvironment(MCPEnvironment):  # type: ignore[misc]
 
     def require_trust(self, what: str) -> None:
         """Raise ConfigError unless the operator trusts callers."""
-        if not self._settings.trust_callers:
+        if not self.trusts_callers:
             raise ConfigError(f"{what} needs {CALLERS}=1 at the server")
 
     async def _reset(
@@ -161,7 +204,7 @@ class TaskEnvironment(MCPEnvironment):  # type: ignore[misc]
             self._state.task_id = task.id
             await self.enter(task)
         except InsituError as error:
-            self._state.infra = error.infra
+            self._state.infra, self._state.last_error = error.infra, str(error)
             failed = {"status": "error", "error": str(error), "infra": error.infra}
             return Observation(done=True, reward=0.0, metadata=failed)
         ready = {
@@ -184,6 +227,7 @@ class TaskEnvironment(MCPEnvironment):  # type: ignore[misc]
         state = self._state
         state.last_reward, state.outcome = graded.reward, graded.outcome
         state.passed, state.total, state.infra = graded.passed, graded.total, graded.reward is None
+        state.last_error = graded.reason if state.infra else None
 
     def _finish(self, observation: Observation) -> Observation:
         """Give an observation its reward: that of the episode at its end, else 0."""
@@ -224,7 +268,22 @@ class TerminalEnvironment(TaskEnvironment):
         server.tool(terminal)
 
     async def enter(self, task: Task) -> None:
-        self._episode = await self.episodes.open(task)
+        episode, state = self.episodes.episode(task), self._state
+        state.sandbox_id, state.verify_commands = state.episode_id, list(self.episodes.tasks.checks(task))
+        try:
+            await episode.start()
+        finally:
+            if state.verify_commands:  # what another task's image does is its server's
+                state.setup_results = [
+                    CommandResult(
+                        command=command,
+                        output=(done.stdout + done.stderr).decode("utf-8", "replace")[-SHOWN_CHARS:],
+                        error=None if done.exit_code == 0 else f"exit code {done.exit_code}",
+                        success=done.exit_code == 0,
+                    )
+                    for command, done in zip(task.setup.commands, episode.set_up, strict=False)
+                ]
+        self._episode = episode
 
     async def leave(self) -> None:
         episode, self._episode = self._episode, None
@@ -237,7 +296,6 @@ class TerminalEnvironment(TaskEnvironment):
             return "Error: no episode is running; reset first."
         if not command.strip():
             return "Error: command or final_answer is required."
-        self._state.commands += 1
         limit = min(COMMAND_S, self._episode.task.limits.wall_s)
         try:
             done = await self._episode.run(command, limit)
@@ -245,14 +303,29 @@ class TerminalEnvironment(TaskEnvironment):
             self.set_result(Graded(reward=None, reason=str(error)))
             await self.leave()
             return "Error: the sandbox failed."
-        code = "" if done.exit_code == 0 else f"\n(exit code {done.exit_code})"
-        return (done.text + code) or "(no output)"
+        error = None if done.exit_code == 0 else f"exit code {done.exit_code}"
+        shown = CommandResult(
+            command=command, output=done.text[-SHOWN_CHARS:], error=error, success=error is None
+        )
+        self._state.commands.append(shown)
+        return (done.text + (f"\n({error})" if error else "")) or "(no output)"
 
     async def _submit(self, answer: str) -> str:
         if self._episode is None:
             return "Error: no episode is running; reset first."
         self._state.submitted_answer = answer
-        self.set_result(await self._episode.grade())
+        graded = await self._episode.grade()
+        self.set_result(graded)
+        commands = self._state.verify_commands
+        self._state.verify_results = [
+            CommandResult(command=command)
+            if failed is None
+            else CommandResult(command=command, output=failed.tail, error=failed.outcome, success=False)
+            for command, failed in zip(
+                commands, verified(len(commands), graded.passed, graded.failing), strict=True
+            )
+            if graded.reward is not None
+        ]
         await self.leave()
         return "Answer submitted."
 
@@ -276,6 +349,7 @@ def make_app(name: str, kind: type[TaskEnvironment] = TerminalEnvironment) -> An
     Raises InsituError.
     """
     settings = ServerSettings.read()
+    os.environ.setdefault("ENABLE_WEB_INTERFACE", "true")  # OpenEnv's page at /web
     episodes = Episodes(settings.config)
     app = create_app(
         lambda: kind(name, episodes, settings),

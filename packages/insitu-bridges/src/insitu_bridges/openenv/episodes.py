@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ from insitu.errors import InsituError, SandboxLost, SandboxStartError
 from insitu.grading.judge import TaskJudge
 from insitu.runtime.run import make_judge
 from insitu.runtime.sandboxes import check_tasks, make_pool
-from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
+from insitu.sandbox.base import ExecResult, Sandbox, SandboxBackend, SandboxSpec
 from insitu.sandbox.base_tree import is_plain, set_up
 from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.mix import TaskSet
-from insitu.types import Outcome, Task, Tree
+from insitu.types import FailingCheck, Outcome, Task, Tree
 from insitu_bridges.openenv.tasks import EpisodeTasks
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ class Graded:
     """For the operator; the agent never gets it."""
     passed: int = 0
     total: int = 0
+    failing: Sequence[FailingCheck] = ()
+    """The first checks that failed."""
 
 
 class Episode:
@@ -71,6 +73,8 @@ class Episode:
         self._sandbox: Sandbox | None = None
         self._lost: str | None = None
         """Why the sandbox was lost by the agent's doing."""
+        self.set_up: list[ExecResult] = []
+        """Results of the task's setup commands, those of root first, to the first that failed."""
         self._spec = SandboxSpec(
             image=task.setup.image,
             workdir=task.setup.workdir,
@@ -87,7 +91,7 @@ class Episode:
         self._sandbox = await self._backend.create(self._spec)
         try:
             async with asyncio.timeout(self.task.setup.timeout_s + self.task.limits.wall_s):
-                await set_up(self._sandbox, self.task.setup)
+                await set_up(self._sandbox, self.task.setup, self.set_up.append)
                 await write_task_files(self._sandbox, self.task)
         except TimeoutError as error:
             await self.close()
@@ -136,6 +140,7 @@ class Episode:
             reason=reason,
             passed=verdict.passed,
             total=verdict.total,
+            failing=verdict.evidence or (),
         )
 
     async def close(self) -> None:
@@ -170,9 +175,13 @@ class Episodes:
         """Run a coroutine to its end and return its result."""
         return self.submit(work).result()
 
+    def episode(self, task: Task) -> Episode:
+        """Return an episode that is still to be started."""
+        return Episode(task, self._pool, self._judge)
+
     async def open(self, task: Task) -> Episode:
         """Start an episode. Raises SandboxError."""
-        episode = Episode(task, self._pool, self._judge)
+        episode = self.episode(task)
         await episode.start()
         return episode
 

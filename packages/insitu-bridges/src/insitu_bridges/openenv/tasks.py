@@ -13,7 +13,7 @@ from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks
 from insitu.tasks.base import ENDLESS_TASKS, Split, TasksById, TaskSource
 from insitu.tasks.factory import open_source
-from insitu.types import Check, GradingPlan, HiddenTests, Oracle, Setup, Task, task_hash
+from insitu.types import Check, FailingCheck, GradingPlan, HiddenTests, Oracle, Setup, Task, task_hash
 
 
 class EpisodeTasks:
@@ -73,6 +73,11 @@ class EpisodeTasks:
         self._defined[name] = oracle
         return task
 
+    def checks(self, task: Task) -> Sequence[str]:
+        """Return the verify commands of a task of `define`; none for others, whose checks are hidden."""
+        defined = self._defined.get(task.id)
+        return [check.command for check in defined.tests.checks] if defined else []
+
     def limited(self, task: Task, wall_s: float) -> Task:
         """Return the task with a lower limit of wall time."""
         return replace(task, limits=task.limits.changed(wall_s=min(wall_s, task.limits.wall_s)))
@@ -86,6 +91,18 @@ class EpisodeTasks:
 
     def row(self, task: Task) -> Mapping[str, Any]:
         return {} if task.id in self._defined else self.source.row(task)
+
+
+def verified(count: int, passed: int, failing: Sequence[FailingCheck]) -> Sequence[FailingCheck | None]:
+    """Return for each of a caller's verify commands why it failed, None where it passed.
+
+    After one that ran out of time the others are not run, and only the first failures are recorded.
+    """
+    names = [f"verify {at}" for at in range(1, count + 1)]
+    by_name = {check.name: check for check in failing}
+    known = max((at for at, name in enumerate(names) if name in by_name), default=-1)
+    rest = None if passed + len(by_name) == count else FailingCheck(name="", outcome="not known")
+    return [by_name.get(name, rest if at > known else None) for at, name in enumerate(names)]
 
 
 def described(split: Split, index: int, task: Task) -> Mapping[str, Any]:

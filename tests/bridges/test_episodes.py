@@ -116,9 +116,16 @@ def test_a_package_has_what_openenv_asks_for(name: str) -> None:
     assert not [path for path in folder.rglob("*") if path.is_symlink()]
     for file in ("__init__.py", "client.py", "openenv.yaml", "server/app.py", "server/__init__.py"):
         assert (folder / file).is_file()
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    described_by = tomllib.loads((folder / "pyproject.toml").read_text())
+    project, sources = described_by["project"], described_by["tool"]["uv"]["sources"]
     assert project["name"] == f"openenv-{name.replace('_', '-')}"
     assert project["scripts"] == {"server": f"{name}.server.app:main"}
+    # uv takes a package from a path only where the project itself names it.
+    named = {re.split("[<>=]", one)[0] for one in project["dependencies"]}
+    own = {one for one in named if one.startswith("insitu")}
+    assert own >= {"insitu", "insitu-train", "insitu-bridges"}
+    assert own == sources.keys()
+    assert all((folder / source["path"] / "pyproject.toml").is_file() for source in sources.values())
     docker = (folder / "Dockerfile").read_text()
     assert re.search(r"^USER 1000$", docker, re.MULTILINE)
     assert re.search(r"^HEALTHCHECK ", docker, re.MULTILINE)

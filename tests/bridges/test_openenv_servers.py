@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,9 +151,30 @@ async def test_upstreams_options_and_state() -> None:
                 assert said in (await env.state()).last_error
 
 
+async def test_a_token_is_asked_for() -> None:
+    from terminus_env import TerminusEnv
+
+    with serving("terminus_env", INSITU_ENV_TOKEN="sesame") as url:  # it waits for /health
+        for headers in ({}, {"Authorization": "Bearer sesame2"}):
+            with pytest.raises(Exception, match="403|401"):
+                async with TerminusEnv(url, headers=headers) as env:
+                    await env.reset(**TASK)
+        async with TerminusEnv(url, headers={"Authorization": "Bearer sesame"}) as env:
+            assert not (await env.reset(**TASK)).done
+        refused = await asyncio.to_thread(answered, f"{url}/tools")
+        assert refused == 401
+
+
+def answered(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as page:
+            return int(page.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def test_a_page_is_at_web(url: str) -> None:
-    with urllib.request.urlopen(f"{url}/web", timeout=60) as page:
-        assert page.status == 200
+    assert answered(f"{url}/web") == 200
 
 
 async def test_eight_episodes_at_once_over_websockets(url: str) -> None:

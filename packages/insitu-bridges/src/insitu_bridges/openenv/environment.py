@@ -13,6 +13,7 @@ import asyncio
 import math
 import os
 from collections.abc import Mapping, Sequence
+from hmac import compare_digest
 from typing import Any, cast
 from uuid import uuid4
 
@@ -363,4 +364,23 @@ def make_app(name: str, kind: type[TaskEnvironment] = TerminalEnvironment) -> An
         reset_observation_cls=Observation,
     )
     app.router.add_event_handler("shutdown", episodes.close)
+    if settings.token:
+        app.add_middleware(_RequireToken, token=settings.token)
     return app
+
+
+class _RequireToken:
+    """ASGI middleware: a request or WebSocket without the token is refused, except of /health."""
+
+    def __init__(self, app: Any, token: str) -> None:
+        self._app, self._wanted = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or scope["path"] == "/health" or compare_digest(given, self._wanted):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: status 403
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"INSITU_ENV_TOKEN is missing or wrong\n"})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 
 CONFIG, MOST, CALLERS = "INSITU_ENV_CONFIG", "MAX_CONCURRENT_ENVS", "INSITU_ENV_TRUST_CALLERS"
+TOKEN = "INSITU_ENV_TOKEN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class ServerSettings:
     trust_callers: bool = False
     """Whether a call may define a task by its own commands, and name its own model endpoint.
     INSITU_ENV_TRUST_CALLERS = 1."""
+    token: str = field(default="", repr=False)
+    """What `Authorization: Bearer` must hold, except at /health; empty = none. INSITU_ENV_TOKEN."""
 
     @classmethod
     def read(cls, env: Mapping[str, str] = os.environ) -> ServerSettings:
@@ -34,4 +37,6 @@ class ServerSettings:
         if trust not in ("0", "1"):
             raise ConfigError(f"{CALLERS} = {trust!a} is neither 0 nor 1")
         config = load_config(env.get(CONFIG) or None)
-        return cls(config=config, max_episodes=int(most), trust_callers=trust == "1")
+        return cls(
+            config=config, max_episodes=int(most), trust_callers=trust == "1", token=env.get(TOKEN, "")
+        )

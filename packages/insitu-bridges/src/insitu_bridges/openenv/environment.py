@@ -304,12 +304,12 @@ class TerminalEnvironment(TaskEnvironment):
             self.set_result(Graded(reward=None, reason=str(error)))
             await self.leave()
             return "Error: the sandbox failed."
-        error = None if done.exit_code == 0 else f"exit code {done.exit_code}"
+        ended = None if done.exit_code == 0 else f"exit code {done.exit_code}"
         shown = CommandResult(
-            command=command, output=done.text[-SHOWN_CHARS:], error=error, success=error is None
+            command=command, output=done.text[-SHOWN_CHARS:], error=ended, success=ended is None
         )
         self._state.commands.append(shown)
-        return (done.text + (f"\n({error})" if error else "")) or "(no output)"
+        return (done.text + (f"\n({ended})" if ended else "")) or "(no output)"
 
     async def _submit(self, answer: str) -> str:
         if self._episode is None:

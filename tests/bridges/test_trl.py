@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import types
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,28 @@ def test_a_session_factory_refuses_other_sampling() -> None:
     trl.SessionFactory(CONFIG, sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0})
     with pytest.raises(ConfigError, match="top_p 0.9 of the trainer"):
         trl.SessionFactory(CONFIG, sampling={"top_p": 0.9})
+
+
+def test_a_session_starts_its_agent_with_its_first_use() -> None:
+    started: list[Future[Rollout]] = []
+
+    class Source:
+        def submit(self, make: object) -> Future[Rollout]:
+            started.append(Future())
+            return started[-1]
+
+    factory = trl.SessionFactory(CONFIG)
+    factory.__dict__["source"] = Source()
+    unused, used = factory.create("toy-1"), factory.create("toy-1")
+    assert not started
+    assert used.initial_messages() == []
+    started[0].set_result(rollout("a", 1.0))
+    assert (used.wait_for_completion(1.0), len(started)) == (0, 1)
+    used.close()
+    unused.close()
+    with pytest.raises(TrainError, match="closed before its agent began"):
+        unused.wait_for_completion(1.0)
+    assert len(started) == 1
 
 
 @pytest.mark.slow

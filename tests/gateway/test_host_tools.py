@@ -81,8 +81,11 @@ async def test_a_call_is_checked_kept_and_acknowledged(renderer: TemplateRendere
         ]
         assert json.loads(rig.session.tools.calls[3].arguments) == {"a": [1, {"b": None}]}
         compat = f"{rig.origin}/rollout/{rig.session.public_id}/v1/tools/submit"
-        async with rig.http.post(compat, json={"answer": "7"}, headers=rig.tool_auth) as response:
-            assert response.status == 200
+        for body in ({"answer": "7"}, {"arguments": {"answer": "7"}}):  # upstream's clients wrap them
+            async with rig.http.post(compat, json=body, headers=rig.tool_auth) as response:
+                assert response.status == 200
+            assert json.loads(rig.session.tools.calls[-1].arguments) == {"answer": "7"}
+        assert (await rig.use("submit", {"arguments": {"answer": 7}}))[0] == 422
         async with rig.http.get(rig.tool_url, headers=rig.tool_auth) as response:
             assert [t["name"] for t in (await response.json())["tools"]] == ["submit", "note"]
 

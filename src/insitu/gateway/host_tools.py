@@ -109,10 +109,15 @@ class ToolBox:
     def call(
         self, name: str, arguments: object, source: Literal["agent", "model"] = "agent"
     ) -> Mapping[str, object]:
-        """Check and keep one call. Raises WireError for an unknown tool and when there were too many."""
+        """Check and keep one call. Raises WireError for an unknown tool and when there were too many.
+
+        Arguments wrapped as `{"arguments": {...}}`, as upstream's clients send them, are unwrapped where the
+        tool has parameters and none of this name.
+        """
         check = self._checks.get(name)
         if check is None:
             raise WireError("not_found", "There is no such tool.")
+        arguments = _unwrapped(check, arguments)
         if len(self.calls) >= self._max_calls:
             raise WireError("rate_limited", "This session has called host tools too often.")
         text = json_text(arguments)
@@ -215,6 +220,14 @@ def _decoded(arguments: str) -> object:
         return orjson.loads(arguments) if arguments.strip() else {}
     except orjson.JSONDecodeError:
         return arguments
+
+
+def _unwrapped(check: Draft202012Validator, arguments: object) -> object:
+    match arguments:
+        case {"arguments": dict(inner), **more} if not more:
+            declared = check.schema.get("properties", {})
+            return inner if declared and "arguments" not in declared else arguments
+    return arguments
 
 
 def _schema_error(check: Draft202012Validator, arguments: object) -> str:

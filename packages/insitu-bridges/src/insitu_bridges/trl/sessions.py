@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,21 @@ from insitu_train.plan.step import PlanConfig
 class HarnessSession:
     """One rollout; has the methods of an OpenEnv ResourceSession that owns its loop."""
 
-    def __init__(self, source: SourceThread, plan: PlanConfig, task: str, key: int) -> None:
-        """Start the agent."""
+    def __init__(self, source: Callable[[], SourceThread], plan: PlanConfig, task: str, key: int) -> None:
+        """Start nothing: the agent begins with the session's first use."""
         self._plan = plan
-        self._running = source.submit(lambda child: child.run(task, key))
+        self._start = lambda: source().submit(lambda child: child.run(task, key))
+        self._closed = False
+
+    @cached_property
+    def _running(self) -> Future[Any]:
+        if self._closed:
+            raise TrainError("the session was closed before its agent began")
+        return self._start()
 
     def initial_messages(self) -> list[Any]:
+        """Start the agent, which has its own prompt."""
+        _ = self._running
         return []
 
     def list_tools(self) -> list[Any]:
@@ -56,7 +67,9 @@ class HarnessSession:
 
     def close(self) -> None:
         """End the agent if it is still running."""
-        self._running.cancel()
+        self._closed = True
+        if "_running" in vars(self):
+            self._running.cancel()
 
 
 class SessionFactory(SourceOwner):
@@ -80,5 +93,5 @@ class SessionFactory(SourceOwner):
                 raise ConfigError(f"{name} {value} of the trainer: insitu samples with {allowed}")
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> HarnessSession:
-        """Start a rollout of the task with this id."""
-        return HarnessSession(self.source, self._plan, task_id(task), next(self._keys))
+        """Return a session for the task with this id; its first use starts the agent."""
+        return HarnessSession(lambda: self.source, self._plan, task_id(task), next(self._keys))

@@ -28,7 +28,7 @@ class HarnessSession:
     def __init__(self, source: Callable[[], SourceThread], plan: PlanConfig, task: str, key: int) -> None:
         """Start nothing: the agent begins with the session's first use."""
         self._plan = plan
-        self._start = lambda: source().submit(lambda child: child.run(task, key))
+        self._start: Callable[[], Future[Any]] = lambda: source().submit(lambda child: child.run(task, key))
         self._closed = False
 
     @cached_property

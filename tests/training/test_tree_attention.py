@@ -12,7 +12,9 @@ from train_lab import VOCAB, small_model
 
 from insitu.types import BoolArray, FloatArray, IntArray
 from insitu_train.attention.flex import FlexAttend, block_mask
+from insitu_train.attention.rows import Causal, Shared
 from insitu_train.attention.tree import TreeAttend, pairs, tree_pieces, visible
+from insitu_train.model.base import Attend
 from insitu_train.plan.prefix_tree import Tree, build_tree
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow]
@@ -172,3 +174,19 @@ def test_a_model_over_a_tree_has_the_gradients_of_its_rows() -> None:
     by_rows = gradients((linear * factor).sum())
     for name, grad in by_rows.items():
         assert float((by_tree[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
+
+
+@pytest.mark.parametrize("attend", [Causal(), Shared(12, 3), TreeAttend.of(build_tree(grown(2)))])
+def test_bfloat16_on_a_cpu_is_float32_rounded_once(attend: Attend) -> None:
+    """A kernel in bfloat16 would also round the attention weights."""
+    tokens = build_tree(grown(2)).tokens if isinstance(attend, TreeAttend) else 48
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(heads, tokens, 16, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    narrow, wide = ([cast(t).requires_grad_() for t in given] for cast in (torch.clone, Tensor.float))
+    ours, theirs = attend(*narrow, 0.25), attend(*wide, 0.25)
+    assert torch.equal(ours, theirs.bfloat16())
+    slope = torch.randn(theirs.shape, generator=generator).bfloat16()
+    found = torch.autograd.grad(ours, narrow, slope)
+    exact = torch.autograd.grad(theirs, wide, slope.float())
+    for one, other in zip(found, exact, strict=True):
+        assert torch.equal(one, other.bfloat16())

@@ -25,6 +25,14 @@ def runs_on_gpu(x: Tensor) -> bool:
     return x.is_cuda or (x.is_meta and EMULATED.get() == "cuda")
 
 
+def widened(x: Tensor) -> bool:
+    """Return whether attention of x is computed in float32: a CPU's bfloat16 kernel is several times slower.
+
+    It also rounds the attention weights.
+    """
+    return x.dtype == torch.bfloat16 and not runs_on_gpu(x)
+
+
 def flash_works(dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether the GPU runs torch's flash kernel: 16 bits, head_dim <= 256, Ampere or later."""
     return dtype != torch.float32 and head_dim % 8 == 0 and head_dim <= 256 and _ampere()
@@ -169,6 +177,8 @@ class Causal:
     """Every token sees itself and all before it."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if widened(q):
+            return self(q.float(), k.float(), v.float(), scale).to(q.dtype)
         return _attention(q[None], k[None], v[None], scale)[0]
 
 
@@ -180,6 +190,8 @@ class Shared:
     rows: int
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if widened(q):
+            return self(q.float(), k.float(), v.float(), scale).to(q.dtype)
         n = self.prefix
         own = (self._rows(q), self._behind(k), self._behind(v))
         mixed = _attention(*own, scale, None if runs_on_gpu(q) else _lower_right(*own[:2]))

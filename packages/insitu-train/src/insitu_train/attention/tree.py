@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from insitu_train.attention.rows import flash_works, runs_on_gpu
+from insitu_train.attention.rows import flash_works, runs_on_gpu, widened
 from insitu_train.plan.prefix_tree import Tree
 
 aten = torch.ops.aten
@@ -85,6 +85,8 @@ class TreeAttend:
         return cls(tree_pieces(tree))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if widened(q):
+            return self(q.float(), k.float(), v.float(), scale).to(q.dtype)
         out: Tensor = _Pieces.apply(q, k, v, scale, self.pieces)  # type: ignore[no-untyped-call]
         return out
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from insitu.errors import TrainError
-from insitu_train.loss.mixed_matmul import product
+from insitu_train.loss.mixed_matmul import product, rounded
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def cut_of(hidden: Tensor, weight: Tensor, *, gpu: bool) -> _Tiling:
 
 
 def _computed_in(dtype: torch.dtype, *, gpu: bool) -> torch.dtype:
-    """Return the dtype of matrix products: bfloat16 with a float32 result exists on GPUs only."""
+    """Return the dtype of operands: torch has bfloat16 products with a float32 result on GPUs only."""
     return torch.float32 if dtype == torch.bfloat16 and not gpu else dtype
 
 
@@ -338,7 +338,7 @@ class ChunkedHead:
         for j, at in enumerate(range(0, self.weight.shape[0], columns)):
             chunk = self._chunk(at, columns)
             x = self._x.flatten()[: rows * chunk.shape[0]].view(rows, -1)
-            product(h, chunk.T, x)
+            self._product(h, chunk.T, x)
             out = None if self._e is None else self._e[:rows, at : at + chunk.shape[0]]
             slope = self._capped(x)
             self._backend.absorb(x, out, at, targets, stats, self._marks[j, :rows], self.by)
@@ -348,6 +348,11 @@ class ChunkedHead:
         if self._e is not None:
             self._backend.settle(self._e[:rows], self._marks[:, :rows], stats.ref, columns)
         return stats
+
+    def _product(self, a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """Compute out = a @ b, or +=; of a bfloat16 model with operands of no more digits, on any device."""
+        with rounded(self.hidden.dtype == torch.bfloat16):
+            product(a, b, out, add=add)
 
     def _capped(self, x: Tensor) -> Tensor | None:
         """Cap logits in place; return the derivative by the uncapped ones, None without a cap."""
@@ -384,8 +389,8 @@ class ChunkedHead:
         # weights cast per chunk are multiplied per chunk
         columns = self.cut.columns if 0 < self.cut.cast < vocab else vocab
         for at in range(0, vocab, columns):
-            product(e[:, at : at + columns], self._chunk(at, columns), mixed, add=at > 0)
+            self._product(e[:, at : at + columns], self._chunk(at, columns), mixed, add=at > 0)
         d_hidden[part] = mixed.mul_(factor)
         if d_weight is not None:
             scaled = torch.mul(h, factor, out=mixed).to(h.dtype)
-            product(e.T, scaled, d_weight, add=True)
+            self._product(e.T, scaled, d_weight, add=True)

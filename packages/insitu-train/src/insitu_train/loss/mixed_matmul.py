@@ -5,12 +5,14 @@
     cast    float32 copies of the operands               otherwise
 
 All sum in float32 and differ only in the order of the sums. The last two work in bands that fit the rest of a
-GiB after chunked_logits.BUDGET.
+GiB after chunked_logits.BUDGET. A CPU has float32 operands, which `rounded` lets it multiply as bfloat16.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Literal
 
@@ -41,6 +43,23 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
         rows = max(1, BAND // (out.itemsize * out.shape[1]))
         for at in range(0, out.shape[0], rows):
             out[at : at + rows] += torch.mm(a[at : at + rows], b, out_dtype=out.dtype)
+
+
+@contextmanager
+def rounded(on: bool = True) -> Iterator[None]:
+    """Let a CPU with AMX or AVX-512 round float32 operands to bfloat16 meanwhile; results stay float32.
+
+    By oneDNN, in the whole process; another CPU and torch before 2.9 take no notice.
+    """
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if not on or matmul is None:
+        yield
+        return
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 @cache

@@ -68,7 +68,7 @@ def run(config: Config, count: int = 0) -> dict[str, object]:
     bare = [item.task.id for item in items if item.task.setup.image or not item.oracle.gold]
     if bare:
         raise ConfigError(f"{bare[0]} is no task of files with a whole solution")
-    backend = LocalBackend(config.sandbox.mode)
+    backend = LocalBackend()
     grader = Grader(backend, GradeConfig(timeout_s=config.grade.timeout_s, parallel=config.grade.workers))
     began = time.monotonic()
     found = asyncio.run(measure(items, grader))

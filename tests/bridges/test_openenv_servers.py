@@ -318,7 +318,7 @@ class Broken(LocalBackend):
 
 
 def make(config):
-    return Broken(config.sandbox.mode)
+    return Broken()
 """
 
 

@@ -220,7 +220,7 @@ def test_gradients_are_those_of_insitu(tmp_path: Path, monkeypatch: pytest.Monke
     found = synthetic_groups()
     plan_config = PlanConfig(reducer="rollout")
     plan = plan_step(found, plan_config)
-    config = TrainConfig(loss=LossConfig(loss="ppo_clip", clip_low=0.2, clip_high=0.2), max_logprob_gap=100.0)
+    config = TrainConfig(loss=LossConfig(loss="ppo_clip", clip=(0.2, 0.2)), max_logprob_gap=100.0)
     Trainer(mine, config).gradients(plan)
     scale = sum(row.weight * int(row.mask.sum()) for row in plan.rows)
     ours = {name: p.grad / scale for name, p in mine.named_parameters() if p.grad is not None}

@@ -170,8 +170,8 @@ async def test_the_log_of_a_failed_agent_is_kept_and_that_of_a_good_one_is_not(
 
 @pytest.mark.slow
 async def test_the_operators_port_serves_the_session_of_a_sandbox(renderer: TemplateRenderer) -> None:
-    """A call by hand with the session's secret, on the port of `gateway.port`."""
-    config = load_config(None, ["harness.agent=script", "harness.workers=1", f"gateway.port={free_port()}"])
+    """A call by hand with the session's secret, on the address of `gateway.listen`."""
+    config = load_config(None, ["harness.agent=script", "harness.workers=1", f"gateway.listen={free_port()}"])
     async with (
         open_runtime(config, TokenBackend(scripted(renderer), renderer), ToySource(Limits())) as runtime,
         runtime.workers.lease() as worker,
@@ -180,7 +180,7 @@ async def test_the_operators_port_serves_the_session_of_a_sandbox(renderer: Temp
         session = runtime.gateway.open_session(
             "r", seed=1, limits=limits_of(config), listener=worker.gateway_socket
         )
-        url = f"http://127.0.0.1:{config.gateway.port}/s/{session.public_id}/v1/chat/completions"
+        url = f"http://127.0.0.1:{config.gateway.listen}/s/{session.public_id}/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": "hello"}]}
         for secret, status in ((session.secret, 200), ("wrong", 401)):
             key = {"Authorization": f"Bearer {secret}"}

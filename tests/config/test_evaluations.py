@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,44 +83,6 @@ def test_an_evaluation_of_no_tasks_needs_nothing() -> None:
     none = {"name": "none", "count": 0, "harness": {"agent": "claude_code"}, "limits": {"wall_s": 9e9}}
     config = load_config(None, (), tables({}, none))
     assert list(config.arms) == ["plus", "swaps"]
-    check_evaluations(config.eval, open_mix(config))
-
-
-def test_the_time_of_an_evaluation_counts_the_limits_of_its_tasks(tmp_path: Path) -> None:
-    row = {"id": "a", "prompt": "Fix it.", "entry": "m.py", "files": {"m.py": "def f():\n    return 1\n"}}
-    row |= {"cases": [{"function": "f", "args": [], "expected": 2}], "limits": {"wall_s": 900.0}}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    own = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "eval_share": 1.0}
-    config = load_config(None, (), {"tasks": [own], "eval": [{"max_s": 100.0}]})
-    with pytest.raises(ConfigError, match="1 rollouts of up to 900 s"):
-        check_evaluations(config.eval, open_mix(config))
-
-
-@pytest.mark.parametrize(
-    ("max_s", "samples", "refused"), [(59.0, 2, True), (60.0, 2, False), (59.0, 1, False)]
-)
-def test_an_evaluation_that_may_take_longer_than_its_time_is_refused(
-    max_s: float, samples: int, refused: bool
-) -> None:
-    table = {"count": 9, "samples": samples, "max_s": max_s, "limits": {"wall_s": 20.0}}
-    config = load_config(None, ["harness.workers=8"], tables(table))
-    why = r"^eval.heldout.max_s = 59: 18 rollouts of up to 20 s on 8 workers may take 60 s; lower count, "
-    with pytest.raises(ConfigError, match=why) if refused else nullcontext():
-        check_evaluations(config.eval, open_mix(config))
-
-
-def test_an_endless_set_is_not_read_to_learn_how_long_an_evaluation_may_take() -> None:
-    table = {"count": 10**9, "max_s": 100.0, "limits": {"wall_s": 20.0}}
-    config = load_config(None, ["harness.workers=8"], tables(table))
-    why = "1,000,000,000 rollouts of up to 20 s on 8 workers may take 2,500,000,000 s"
-    with pytest.raises(ConfigError, match=why):
-        check_evaluations(config.eval, open_mix(config))
-
-
-def test_the_workers_of_all_nodes_share_an_evaluation() -> None:
-    table = {"count": 9, "samples": 2, "max_s": 59.0, "limits": {"wall_s": 20.0}}
-    nodes = ["harness.workers=8", "fleet.kind=processes", "fleet.nodes=2"]
-    config = load_config(None, nodes, tables(table))
     check_evaluations(config.eval, open_mix(config))
 
 

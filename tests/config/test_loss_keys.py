@@ -42,6 +42,8 @@ def value_of(key: str) -> object:
         return OTHER[key]
     if key == "reference":
         return "/models/ref"
+    if isinstance(default, tuple):
+        return [0.4, 4.0]
     if isinstance(default, bool):
         return not default
     return default + 1 if isinstance(default, int) else 0.4
@@ -65,26 +67,35 @@ def test_a_key_without_meaning_is_refused(key: str) -> None:
         ),
         ({"loss": "dppo", "correction": "icepop"}, "correction has no effect with loss = 'dppo'"),
         (
-            {**CORRECTED, "correction": "icepop", "correction_low": 6.0},
-            "correction_low = 6 must be below 1: w is 1 where all is well",
+            {**CORRECTED, "correction": "icepop", "correction_bounds": [6.0, 9.0]},
+            "correction_bounds: 6 must be below 1: w is 1 where all is well",
         ),
         (
-            {**CORRECTED, "correction": "icepop", "correction_high": 0.3},
-            "correction_high = 0.3 must be above 1 with 'icepop'",
+            {**CORRECTED, "correction": "icepop", "correction_bounds": [0.1, 0.3]},
+            "correction_bounds: 0.3 must be above 1 with 'icepop'",
         ),
         (
-            {**CORRECTED, "correction": "mask", "correction_high": 1.0},
-            "correction_high = 1 must be above 1 with 'mask'",
+            {**CORRECTED, "correction": "mask", "correction_bounds": [0, 1.0]},
+            "correction_bounds: 1 must be above 1 with 'mask'",
         ),
         (
-            {**CORRECTED, "correction": "tis", "correction_high": 0.5},
-            "correction_high = 0.5 must be at least 1 with 'tis'",
+            {**CORRECTED, "correction": "tis", "correction_bounds": [0, 0.5]},
+            "correction_bounds: 0.5 must be at least 1 with 'tis'",
         ),
-        ({"loss": "ppo_clip", "dual_clip": 1.2}, "dual_clip must be above 1 + clip_high"),
+        (
+            {**CORRECTED, "correction": "tis", "correction_bounds": [0.5, 2]},
+            "correction_bounds = [0, HIGH] with 'tis': it has no lower bound",
+        ),
+        ({"clip": [0.2]}, "train.clip: must be two numbers, or []"),
+        ({"loss": "cispo", "clip": [0.2, 4]}, "clip = [0, HIGH] with loss = 'cispo': it has no lower bound"),
+        ({"loss": "ppo_clip", "dual_clip": 1.2}, "dual_clip must be above 1 + the upper bound of clip"),
         ({"kl": "k1", "kl_unbiased": False}, "kl = 'k1' needs kl_unbiased: its own gradient is zero"),
-        ({"overlong_margin_tokens": 5}, "overlong_margin_tokens has no effect with overlong_tokens = 0"),
-        ({"overlong_tokens": 4000}, "overlong_margin_tokens is more than overlong_tokens"),
-        ({"overlong_tokens": 9000, "advantage": "maxrl"}, "maxrl needs rewards >= 0; overlong_tokens"),
+        ({"overlong_margin_tokens": 5}, "train.overlong_margin_tokens; it is now train.overlong_tokens"),
+        ({"overlong_tokens": [4000, 4000]}, "overlong_tokens = [FROM, TO] needs FROM below TO"),
+        (
+            {"overlong_tokens": [5000, 9000], "advantage": "maxrl"},
+            "maxrl needs rewards >= 0; overlong_tokens",
+        ),
     ],
 )
 def test_choices_that_exclude_each_other_are_one_line(train: dict[str, object], line: str) -> None:
@@ -121,35 +132,36 @@ def test_what_rounding_puts_between_sampler_and_trainer_costs_gspo_no_gradient()
 
 @pytest.mark.parametrize(
     "bounds",
-    [{"correction": "icepop", "correction_low": 0.99}, {"correction": "tis", "correction_high": 1.0}, {}],
+    [
+        {"correction": "icepop", "correction_bounds": [0.99, 5]},
+        {"correction": "tis", "correction_bounds": [0, 1]},
+        {},
+    ],
 )
 def test_bounds_on_both_sides_of_1_are_taken(bounds: dict[str, object]) -> None:
     load_config(base={"train": CORRECTED | {"correction": "mask"} | bounds})
 
 
 def test_a_loss_made_without_a_file_has_the_same_bounds() -> None:
-    with pytest.raises(ValueError, match="correction_low = 6 must be below 1"):
-        LossConfig(loss="ppo_clip", ratio="trainer", correction="icepop", correction_low=6.0)
+    with pytest.raises(ValueError, match="correction_bounds: 6 must be below 1"):
+        LossConfig(loss="ppo_clip", ratio="trainer", correction="icepop", correction_bounds=(6.0, 9.0))
 
 
 def test_choices_reach_the_learner_and_the_planner() -> None:
     train = {
         "loss": "decoupled",
-        "clip_low": 0.1,
-        "clip_high": 0.3,
+        "clip": (0.1, 0.3),
         "dual_clip": 2.0,
         "correction": "icepop",
         "correction_level": "rollout_mean",
-        "correction_low": 0.25,
-        "correction_high": 4.0,
+        "correction_bounds": (0.25, 4.0),
         "off_policy_mask": 0.5,
         "kl": "k3",
         "kl_weight": 0.01,
         "kl_unbiased": False,
         "reference": "/models/ref",
         "reducer": "constant",
-        "overlong_tokens": 900,
-        "overlong_margin_tokens": 100,
+        "overlong_tokens": (800, 900),
     }
     config = load_config(base={"train": train})
     learner, plan = TrainConfig.of(config), PlanConfig.of(config)

@@ -21,7 +21,7 @@ from tests.training.gguf_lab import gguf_of, model_folder
 SMALL = [
     *("run.steps=1", "eval.heldout.count=4", "eval.new_kinds.count=4", "eval.heldout.every_steps=0"),
     *("collect.groups_per_step=2", "collect.group_size=4", "harness.workers=4", "limits.max_call_tokens=12"),
-    *("train.overlong_tokens=13", "train.overlong_margin_tokens=12"),
+    "train.overlong_tokens=[1,13]",
 ]
 
 

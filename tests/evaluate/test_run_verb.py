@@ -198,7 +198,7 @@ def test_a_run_ends_after_as_many_failures_as_configured(tmp_path: Path) -> None
 def test_other_tasks_than_it_began_with_are_refused(tmp_path: Path) -> None:
     run(tmp_path, Scripted(), "rollout.samples=1")
     with pytest.raises(TaskError, match="the data set has changed since the run began: rollout/0"):
-        run(tmp_path, Scripted(), "rollout.samples=1", "rollout.start=1", resume=True)
+        run(tmp_path, Scripted(), "rollout.samples=1", "rollout.split=train", resume=True)
 
 
 def test_a_run_is_continued_by_its_own_verb_only(tmp_path: Path) -> None:

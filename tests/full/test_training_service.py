@@ -110,7 +110,7 @@ def _arguments(server: str, run_dir: Path, agent: str, steps: int, rollouts: int
         *("train.lr=5e-3", "train.max_logprob_gap=1e-4", "limits.wall_s=1800"),
         "run.checkpoint_every_steps=1",
         *("engine.kind=tinker", f"engine.urls={server}", f"engine.model={WARM_START}"),
-        *("policy.kind=tinker", "policy.lora_rank=8", "train.start_timeout_s=900"),
+        *("policy.kind=tinker", "policy.lora_rank=8"),
     ]
 
 

@@ -46,7 +46,7 @@ def test_the_demos_model_is_named_where_it_cannot_know_the_tasks(tmp_path: Path)
 
 def test_another_model_and_toy_tasks_from_a_file_are_quiet(tmp_path: Path) -> None:
     mix = open_mix(load_config(None, []))
-    assert foreign_words(WARM_START, mix.spread("train", 0, 32)) == ""
+    assert foreign_words(WARM_START, mix.spread("train", 32)) == ""
     other = tmp_path / "model"
     other.mkdir()
     (other / "tokenizer.json").write_text("{}")

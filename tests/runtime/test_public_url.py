@@ -55,14 +55,14 @@ server.serve_forever()
 )
 def test_a_space_gives_its_url(environment: dict[str, str], url: str) -> None:
     assert configured_url(load_config(None, []), environment) == url
-    named = load_config(None, ["gateway.port=8000", "gateway.public_url=https://a.example/"])
+    named = load_config(None, ["gateway.listen=8000", "gateway.public_url=https://a.example/"])
     assert configured_url(named, environment) == "https://a.example"
 
 
 def test_a_url_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPACE_HOST", "host?query=1")
     with pytest.raises(ConfigError, match="SPACE_HOST"):
-        check_public_url(load_config(None, ["gateway.port=8000"]), needed=True)
+        check_public_url(load_config(None, ["gateway.listen=8000"]), needed=True)
 
 
 def gateway() -> Gateway:
@@ -77,7 +77,7 @@ async def test_the_url_must_lead_to_this_gateway(monkeypatch: pytest.MonkeyPatch
         lines: list[str] = []
 
         def config(url: str) -> list[str]:
-            return ["gateway.port=1", f"gateway.public_url={url}"]
+            return ["gateway.listen=1", f"gateway.public_url={url}"]
 
         right = load_config(None, config(here.origin))
         async with open_public_url(right, one, here.origin, lines.append) as url:
@@ -114,7 +114,7 @@ async def test_a_tunnel_runs_as_long_as_the_gateway(certificate: Path, tmp_path:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = f"{sys.executable} {tmp_path / 'tunnel.py'} {{origin}} {certificate} {port}"
-    config = load_config(None, ["gateway.port=1", f"gateway.public_url={command}"])
+    config = load_config(None, ["gateway.listen=1", f"gateway.public_url={command}"])
     lines: list[str] = []
     async with gateway() as one, one.listen_tcp() as here:
         async with open_public_url(config, one, here.origin, lines.append) as url:
@@ -136,7 +136,7 @@ async def test_a_tunnel_runs_as_long_as_the_gateway(certificate: Path, tmp_path:
     ],
 )
 async def test_a_tunnel_that_fails_is_one_line(command: str, line: str) -> None:
-    config = load_config(None, ["gateway.port=1", f"gateway.public_url={command}"])
+    config = load_config(None, ["gateway.listen=1", f"gateway.public_url={command}"])
     async with gateway() as one:
         with pytest.raises(SetupError, match=line) as caught:
             async with open_public_url(config, one, "http://127.0.0.1:1", lambda text: None):

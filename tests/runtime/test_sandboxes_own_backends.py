@@ -22,7 +22,7 @@ from insitu.sandbox.local import LocalBackend
 class Mine(LocalBackend):
     name = "mine"
 def make(config):
-    return Mine(config.sandbox.mode)
+    return Mine()
 BACKEND = Mine("auto")
 def wrong(config):
     return 3

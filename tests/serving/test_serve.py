@@ -124,9 +124,9 @@ def test_what_a_person_gets_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--tools", str(tools)], "'reset'"),
         (["--tools", "/nonexistent.json"], "cannot read /nonexistent.json"),
         (["--agent", "emacs"], "no agent 'emacs'"),
-        (["gateway.prot=1"], "did you mean gateway.port"),
+        (["gateway.listne=1"], "did you mean gateway.listen"),
         (["model.path=/nonexistent"], "model.path"),
-        (["--port", "70000"], "gateway.port"),
+        (["gateway.listen=70000"], "gateway.listen: is neither HOST:PORT nor a port"),
         (["--sessions", "0"], "sessions"),
     ):
         assert main(["serve", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2

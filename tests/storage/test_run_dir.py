@@ -279,7 +279,49 @@ def test_a_run_with_bounds_and_prices_of_their_own_keeps_them(
     (tmp_path / "config.toml").write_text(EARLIER.replace("{loss}", loss))
     kept = read_config(tmp_path)
     assert (kept.engine.prices, kept.run.alarms) == ({"input": 2.0}, {**ALARMS, "reward": 0.0})
-    assert (kept.train.clip_low, kept.train.clip_high) == clips
+    assert kept.train.clip == clips
+
+
+JOINED = """
+[gateway]
+host = "0.0.0.0"
+port = 8000
+[engine]
+kind = "vllm"
+tensor_parallel = 1
+[train]
+start_timeout_s = 700.0
+step_timeout_s = 90.0
+overlong_tokens = 120
+overlong_margin_tokens = 96
+{loss}
+"""
+CORRECTED = """loss = "ppo_clip"
+ratio = "trainer"
+clip_low = 0.1
+clip_high = 0.0
+correction = "{}"
+correction_low = 0.4
+correction_high = {}"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "clip", "bounds"),
+    [
+        (CORRECTED.format("icepop", 0.0), (0.1, 0.28), (0.4, 5.0)),
+        (CORRECTED.format("tis", 2.5), (0.1, 0.28), (0.0, 2.5)),
+        (CORRECTED.format("none", 0.0), (0.1, 0.28), ()),
+        ('loss = "dppo"\nclip_low = 0.0\nclip_high = 0.0', (), ()),
+    ],
+)
+def test_a_run_whose_pairs_were_single_keys_keeps_them(
+    tmp_path: Path, loss: str, clip: tuple[float, ...], bounds: tuple[float, ...]
+) -> None:
+    (tmp_path / "config.toml").write_text(JOINED.replace("{loss}", loss))
+    kept = read_config(tmp_path)
+    assert (kept.train.clip, kept.train.correction_bounds) == (clip, bounds)
+    assert (kept.train.overlong_tokens, kept.train.step_timeout_s) == ((24, 120), 90.0)
+    assert kept.gateway.listen == "0.0.0.0:8000"
 
 
 def test_a_start_that_failed_leaves_nothing_of_its_own(tmp_path: Path) -> None:

@@ -16,13 +16,11 @@ from pyarrow import parquet
 from insitu.config import load_config
 from insitu.errors import ConfigError, SetupError, TaskError
 from insitu.grading.runners.find import runner_for
-from insitu.runtime.preflight import open_mix
 from insitu.tasks.base import UNTESTED, TaskSource
 from insitu.tasks.factory import open_rows, open_source
 from insitu.tasks.toy import ToySource
 from insitu.types import Case, FileEntry, GradingPlan, Limits, Oracle, Task
 from insitu_lab.testing import TaskSourceContract
-from insitu_train.evaluations import check_evaluations
 
 LIMITS = Limits(wall_s=33)
 
@@ -120,15 +118,6 @@ def test_a_task_without_tests_needs_a_reward_function() -> None:
 def test_entries_that_cannot_be_used(source: object, error: str) -> None:
     with pytest.raises((TaskError, ConfigError), match=error):
         opened(source)
-
-
-def test_each_task_of_an_iterator_counts_for_the_time_of_an_evaluation() -> None:
-    rows = [row(number, limits={"wall_s": 10.0 if number < 2 else 900.0}) for number in range(6)]
-    tables = {"tasks.source": lambda: iter(rows), "tasks.eval_share": 0.0, "harness.workers": 1}
-    tables |= {"eval.split": "train", "eval.count": 4, "eval.max_s": 1000.0}
-    config = load_config(None, tables)
-    with pytest.raises(ConfigError, match="4 rollouts of up to 900 s on 1 workers may take 3,600 s"):
-        check_evaluations(config.eval, open_mix(config))
 
 
 def test_an_iterator_is_read_as_it_is_needed() -> None:

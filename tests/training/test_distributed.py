@@ -125,7 +125,7 @@ def test_trees_over_ranks_give_what_padded_rows_give(tmp_path: Path) -> None:
 
 def test_a_ratio_of_whole_rollouts_is_gathered_from_all_ranks(tmp_path: Path) -> None:
     """Two segments of a rollout lie on two ranks; gspo needs the mean over both."""
-    config = CONFIG.changed(loss=LossConfig(loss="gspo", clip_low=0.5, clip_high=9.0))
+    config = CONFIG.changed(loss=LossConfig(loss="gspo", clip=(0.5, 9.0)))
     split = []
     for g in sampled_groups(small_model(0)):
         members = []

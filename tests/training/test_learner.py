@@ -305,15 +305,15 @@ async def test_a_step_that_takes_too_long_names_the_key(model_folder: Path) -> N
 
 @pytest.mark.full
 async def test_a_start_that_takes_too_long_names_the_key(model_folder: Path) -> None:
-    with pytest.raises(EngineError, match=r"after 0.01 s: .* \(train.start_timeout_s\)$"):
+    with pytest.raises(EngineError, match=r"after 0.01 s: .* \(train.step_timeout_s\)$"):
         async with Learner.start(replace(spec_of(model_folder), start_deadline_s=0.01)):
             pytest.fail("it started")
 
 
 def test_deadlines_are_those_of_the_configuration(model_folder: Path) -> None:
-    texts = ["train.start_timeout_s=700", "train.step_timeout_s=8000"]
+    texts = ["train.step_timeout_s=8000"]
     made = LearnerSpec.of(load_config(None, texts), model=model_folder)
-    assert (made.start_deadline_s, made.train.step_timeout_s, made.call_deadline_s) == (700.0, 8000.0, 300.0)
+    assert (made.start_deadline_s, made.train.step_timeout_s, made.call_deadline_s) == (8000.0, 8000.0, 300.0)
     ahead = LearnerSpec.of(load_config(None, [*texts, "collect.max_staleness=1"]), model=model_folder)
     assert ahead.call_deadline_s == 8300.0, "a request waits for the step that runs"
     assert parse_config(dump_config(made.train)) == made.train

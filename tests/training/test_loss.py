@@ -173,7 +173,7 @@ def test_loss_and_slope_equal_the_formula(name: str) -> None:
 
 def test_the_gradient_of_gspo_is_that_of_the_rollouts_own_ratio() -> None:
     """Each token carries one n-th: the sum over tokens / n is the paper's loss of one sequence."""
-    config = LossConfig(loss="gspo", ratio="trainer", clip_low=0.2, clip_high=0.3)
+    config = LossConfig(loss="gspo", ratio="trainer", clip=(0.2, 0.3))
     for t in rollouts():
         live = torch.tensor(t.live, dtype=torch.float64, requires_grad=True)
         s = (live - torch.tensor(t.prox, dtype=torch.float64)).mean().exp()
@@ -217,11 +217,9 @@ def test_bounds_of_a_correction_are_the_ones_asked_for() -> None:
     t = RolloutCase(
         live=[0.0] * 3, mu=[-1.0] * 3, prox=[log(0.3) - 1, log(0.9) - 1, log(1.4) - 1], ref=[0.0] * 3, a=1.0
     )
-    config = LossConfig(
-        loss="cispo", ratio="trainer", correction="icepop", correction_low=0.4, correction_high=1.2
-    )
+    config = LossConfig(loss="cispo", ratio="trainer", correction="icepop", correction_bounds=(0.4, 1.2))
     assert run([t], config)[2].corrected.tolist() == [True, False, True]  # type: ignore[union-attr]
-    one_side = config.changed(correction="mask")
+    one_side = config.changed(correction="mask", correction_bounds=(0.0, 1.2))
     assert run([t], one_side)[2].corrected.tolist() == [False, False, True]  # type: ignore[union-attr]
 
 

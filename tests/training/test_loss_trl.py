@@ -121,7 +121,7 @@ def theirs(b: Batch, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return total.detach(), live.grad
 
 
-PPO = {"loss": "ppo_clip", "ratio": "trainer", "clip_low": 0.2, "clip_high": 0.28}
+PPO = {"loss": "ppo_clip", "ratio": "trainer", "clip": (0.2, 0.28)}
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": True}
 
@@ -142,12 +142,12 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "dr_grpo": (PPO, "constant", {"loss_type": "dr_grpo", **CLIP}),
     "delta": ({**PPO, "dual_clip": 1.4}, "rollout", {"delta": 1.4, **CLIP}),
     "gspo": (
-        {"loss": "gspo", "ratio": "trainer", "clip_low": 0.05, "clip_high": 0.06},
+        {"loss": "gspo", "ratio": "trainer", "clip": (0.05, 0.06)},
         "rollout",
         {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06},
     ),
     "cispo": (
-        {"loss": "cispo", "ratio": "trainer", "clip_high": 0.3},
+        {"loss": "cispo", "ratio": "trainer", "clip": (0.0, 0.3)},
         "token",
         {"loss_type": "cispo", "epsilon_high": 1.3},
     ),
@@ -165,7 +165,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "tis": ({**PPO, "correction": "tis"}, "rollout", {**CLIP, **corrected("token_truncate", 2.0)}),
     "mask": ({**PPO, "correction": "mask"}, "rollout", {**CLIP, **corrected("token_mask", 3.0)}),
     "icepop": (
-        {**PPO, "correction": "icepop", "correction_high": 1.5},
+        {**PPO, "correction": "icepop", "correction_bounds": (0.5, 1.5)},
         "rollout",
         {**CLIP, **corrected("token_mask", 1.5, 0.5)},
     ),
@@ -218,7 +218,7 @@ def test_overlong_shaping_equals_trls() -> None:
     for tokens in (0, 79, 80, 81, 90, 99, 100, 101, 500):
         assert -overlong_penalty(tokens, 100, 20) == pytest.approx(punish([[1] * tokens])[0], abs=1e-12)
     # and through the planner: two rollouts of one reward, parted by their lengths alone
-    config = PlanConfig(overlong_tokens=100, overlong_margin_tokens=20)
+    config = PlanConfig(overlong_tokens=(80, 100))
     members = []
     for name, tokens in (("g/0/0", 85), ("g/0/1", 95)):
         mask = [False] + [True] * tokens

@@ -30,12 +30,12 @@ Named = dict[str, torch.Tensor]
 TRAINER = {"ratio": "trainer"}
 CONFIGS: dict[str, dict[str, object]] = {
     "dppo_opsm": {"off_policy_mask": 0.05},
-    "ppo_clip_tis": {"loss": "ppo_clip", **TRAINER, "correction": "tis", "correction_high": 1.1},
+    "ppo_clip_tis": {"loss": "ppo_clip", **TRAINER, "correction": "tis", "correction_bounds": (0.0, 1.1)},
     "ppo_clip_rollout": {"loss": "ppo_clip", **TRAINER, "correction": "mask", "correction_level": "rollout"},
     "cispo_icepop": {"loss": "cispo", **TRAINER, "correction": "icepop", "correction_level": "rollout_mean",
-                     "correction_low": 0.95, "correction_high": 1.1},
-    "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.05},
-    "gspo_trainer": {"loss": "gspo", **TRAINER, "clip_low": 0.05, "clip_high": 0.05, "off_policy_mask": 0.1},
+                     "correction_bounds": (0.95, 1.1)},
+    "gspo": {"loss": "gspo", "clip": (0.05, 0.05)},
+    "gspo_trainer": {"loss": "gspo", **TRAINER, "clip": (0.05, 0.05), "off_policy_mask": 0.1},
     "decoupled": {"loss": "decoupled"},
     "k1": {"loss": "ppo_clip", "kl": "k1", "kl_weight": 0.2},
     "k2": {"loss": "gspo", **TRAINER, "kl": "k2", "kl_weight": 0.2},
@@ -82,10 +82,10 @@ def factor(prox: torch.Tensor, mu: torch.Tensor, c: LossConfig) -> torch.Tensor:
         c.correction_level
     ]
     w = d.exp()
+    low, high = c.correction_bounds or {"mask": (0.0, 3.0), "icepop": (0.5, 5.0)}[c.correction]
     if c.correction == "tis":
-        return w.clamp(max=c.correction_high)
-    inside = (w <= (c.correction_high or {"mask": 3.0, "icepop": 5.0}[c.correction])).double()
-    return w * inside * ((w >= c.correction_low).double() if c.correction == "icepop" else 1.0)
+        return w.clamp(max=high)
+    return w * (w <= high).double() * (w >= low).double()
 
 
 def policy_term(
@@ -205,7 +205,7 @@ def test_a_step_tells_how_far_the_policy_is_from_those_that_sampled() -> None:
     live, ref, mu = (torch.cat(parts).double() for parts in zip(*found, strict=True))
     d, log_rho = live - ref, (live - mu).numpy()
     config = TrainConfig(
-        loss=LossConfig(loss="ppo_clip", clip_low=0.01, clip_high=0.02, kl="k3"),
+        loss=LossConfig(loss="ppo_clip", clip=(0.01, 0.02), kl="k3"),
         max_staleness=1,
         alarms={"kl": 1e-6, "reference_kl": 1e-6},
     )

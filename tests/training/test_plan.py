@@ -168,7 +168,7 @@ def test_length_lowers_the_reward_that_is_compared() -> None:
     ]
     same = plan_step([group("g/0", members)], PlanConfig())
     assert (same.skipped != "", same.ledger.excluded["degenerate"]) == (True, 6)
-    plan = plan_step([group("g/0", members)], PlanConfig(overlong_tokens=10, overlong_margin_tokens=8))
+    plan = plan_step([group("g/0", members)], PlanConfig(overlong_tokens=(2, 10)))
     assert [r.advantage for r in plan.rows] == pytest.approx([0.5, -0.5])  # rewards 1, 0.5 and 0
     assert [r.rollout_id for r in plan.rows] == ["g/0/0", "g/0/2"]
 
@@ -242,7 +242,7 @@ def test_refusals_name_the_place() -> None:
     with pytest.raises(ValueError, match="maxrl"):
         PlanConfig(advantage="maxrl", truncated="penalise")
     with pytest.raises(ValueError, match="maxrl .* overlong_tokens"):
-        PlanConfig(advantage="maxrl", overlong_tokens=10, overlong_margin_tokens=5)
+        PlanConfig(advantage="maxrl", overlong_tokens=(5, 10))
 
 
 @pytest.mark.parametrize("reason", ["infra", "evaluation"])

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.numeric, pytest.mark.slow]
 SHARED = TrainConfig(
     policy=PolicyConfig(kind="hf"), ranks=2, shard=True, max_logprob_gap=100.0, max_staleness=9
 )
-HARD = CONFIG.changed(loss=LossConfig(loss="gspo", clip_low=0.5, clip_high=9.0, ratio="trainer"), epochs=2)
+HARD = CONFIG.changed(loss=LossConfig(loss="gspo", clip=(0.5, 9.0), ratio="trainer"), epochs=2)
 """Passes without a gradient before those with one, and a way back over two updates."""
 
 

@@ -91,7 +91,6 @@ def serve(
     agent: Annotated[
         Sequence[str], Arg(metavar="NAME", help="print the setup of this agent (default: write all to files)")
     ] = (),
-    port: Annotated[int | None, Arg(help="loopback port (default: a free one)")] = None,
     sessions: Annotated[int, Arg(metavar="N", help="sessions to open (default: 1)")] = 1,
     tools: Annotated[Path | None, Arg(metavar="FILE", help="host tools of every session, as JSON")] = None,
     admin: Annotated[bool, Arg(help="also serve the admin API, on a separate port")] = False,
@@ -107,8 +106,6 @@ def serve(
     from insitu.storage.run_dir import name_run
 
     path, changes = positional(config, overrides)
-    if port is not None:
-        changes.append(f"gateway.port={port}")
     if not 0 < sessions <= 64:
         raise ConfigError("--sessions takes 1 to 64")
     resolved = name_run(load_config(Path(path) if path else None, changes, BASE))

@@ -25,6 +25,7 @@ from insitu.types.keys import (
 )
 
 __all__ = [
+    "Address",
     "AdvantageName",
     "Agent",
     "Count",
@@ -50,6 +51,7 @@ __all__ = [
     "is_url",
     "marks",
     "only",
+    "split_address",
     "unless",
 ]
 
@@ -113,6 +115,16 @@ def _named(kind: registry.Kind) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT, or of a port of this machine; raise ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not (bool(colon) == bool(host) and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError("is neither HOST:PORT nor a port")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+Address = Annotated[str, AfterValidator(lambda text: text and split_address(text) and text)]
+"""Where a server listens; `split_address` takes it apart."""
 Agent = Annotated[str, _named("agents")]
 """Name, path or object of an agent; see `insitu.registry`. The same for the types below."""
 RewardName = Annotated[str, _named("rewards")]

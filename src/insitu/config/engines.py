@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from insitu.config.base import (
+    Address,
     Count,
     CountOrZero,
     EngineName,
@@ -64,10 +65,9 @@ class EngineTable(ProviderKeys, Table):
     vllm, sglang: the run starts servers, restarts those that die, and ends them; tinker: the SDK's own."""
     replicas: Annotated[Count, _LAUNCH] = 1
     """Servers that are started."""
-    tensor_parallel: Annotated[Count, _LAUNCH] = 1
-    """GPUs of one server."""
     gpus: Annotated[tuple[int, ...], Field(strict=False), _LAUNCH] = ()
-    """GPUs of the servers, tensor_parallel of each in turn; [] = the first ones, and the CPU without any."""
+    """GPUs of the servers, equally many of each in turn, over which it spreads the model (tensor parallel);
+    [] = the first ones, one of each, and the CPU without any."""
     python: Annotated[OwnPath, _LAUNCH] = ""
     """Environment or interpreter that has the server; empty = insitu's own."""
     args: Annotated[tuple[str, ...], Field(strict=False), _LAUNCH] = ()
@@ -95,8 +95,8 @@ class EngineTable(ProviderKeys, Table):
     prices: Annotated[Mapping[str, Annotated[float, Field(ge=0)]], _NAMED] = {}
     """Prices of a million tokens, e.g. { input = 1.0, output = 5.0 }; upstream: also cached and cache_write
     (Anthropic), else as input; tinker: train, of trained rows: both of their passes, per epoch."""
-    listen: Annotated[str, only("kind", "external")] = "127.0.0.1:0"
-    """Address where the trainer fetches requests; port 0 takes a free one."""
+    listen: Annotated[Address, only("kind", "external")] = "127.0.0.1:0"
+    """HOST:PORT where the trainer fetches requests; port 0 takes a free one."""
 
     @property
     def url(self) -> str:
@@ -107,6 +107,11 @@ class EngineTable(ProviderKeys, Table):
     def launch(self) -> bool:
         """Whether the run starts the servers."""
         return self.kind in ("vllm", "sglang") and not self.urls
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of one server."""
+        return len(self.gpus) // self.replicas or 1
 
     @property
     def pause_mode(self) -> Literal["keep", "wait"]:
@@ -133,7 +138,7 @@ class EngineTable(ProviderKeys, Table):
     def _has_servers(self) -> Self:
         if not {"upstream": len(self.urls) == 1, "tinker": len(self.urls) < 2}.get(self.kind, True):
             raise ValueError(f"kind = {self.kind!r} needs urls: the one address of the provider")
-        for key in ("replicas", "tensor_parallel", "gpus", "python", "args") if self.urls else ():
+        for key in ("replicas", "gpus", "python", "args") if self.urls else ():
             if self.__dict__[key] != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with urls: it is of servers that insitu starts")
         return self
@@ -142,6 +147,10 @@ class EngineTable(ProviderKeys, Table):
     def _fits_kind(self) -> Self:
         if max(len(self.urls), self.replicas) > 1 and self.publish in ("ipc", "nccl"):
             raise ValueError(f"publish = {self.publish!r} reaches one server; publish by disk or delta")
+        if len(self.gpus) % self.replicas:
+            raise ValueError(
+                f"gpus names {len(self.gpus)}, not equally many for each of replicas = {self.replicas}"
+            )
         if self.publish in ("ipc", "nccl"):
             if self.kind != "vllm":
                 raise ValueError(f"publish = {self.publish!r} is for vllm, not for {self.kind}")

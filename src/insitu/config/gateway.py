@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from insitu.config.base import OwnPath, Table, unless
+from insitu.config.base import Address, OwnPath, Table, split_address, unless
 
 _SHIM = unless("shim_tool", "")
 
@@ -14,12 +12,11 @@ _SHIM = unless("shim_tool", "")
 class GatewayTable(Table):
     """The server that agents use as their provider."""
 
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port that serves all sessions too, by their secrets; 0 = none."""
-    host: Annotated[str, unless("port", 0)] = "127.0.0.1"
-    """Address of `port`; 0.0.0.0 = reachable from other machines, behind a proxy with TLS."""
-    public_url: Annotated[str, unless("port", 0)] = ""
-    """URL at which `port` is reached from elsewhere, https by a proxy: agents in sandboxes of clouds call
+    listen: Address = ""
+    """Address that serves all sessions too, by their secrets: HOST:PORT, or the port alone, 0 a free one, of
+    127.0.0.1; 0.0.0.0 = reachable from other machines, behind a proxy with TLS; empty = none."""
+    public_url: Annotated[str, unless("listen", "")] = ""
+    """URL at which `listen` is reached from elsewhere, https by a proxy: agents in sandboxes of clouds call
     it. It is probed before the first rollout. Or the command of a tunnel to {origin} that prints its https
     URL: "cloudflared tunnel --url {origin}". Empty = the Space in SPACE_HOST or SPACE_ID."""
     auxiliary: Literal["exclude", "train"] = "exclude"
@@ -33,6 +30,11 @@ class GatewayTable(Table):
     with a command as text (JSON, fenced shell block, Python call) becomes a call of it; empty = off."""
     shim_whole_text: Annotated[bool, _SHIM] = False
     """Take a reply in any other form as a command as a whole."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of `listen`; a free port of this machine without it."""
+        return split_address(self.listen or "0")
 
     @property
     def tunnel(self) -> str:

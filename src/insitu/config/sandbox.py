@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from insitu.config.base import CountOrZero, SandboxName, Table, UsedWith
 
-_LOCAL = UsedWith(("backend", "fallback"), ("local",))
 _DOCKER = UsedWith(("backend", "fallback"), ("docker",))
 _HARBOR = UsedWith(("backend", "fallback"), ("harbor",))
 _IMAGES = UsedWith(("backend", "fallback"), ("docker", "harbor"))
@@ -32,8 +31,6 @@ class SandboxTable(Table):
     egress: Annotated[Literal["gateway", "open"], _HARBOR] = "gateway"
     """Network of agents: gateway = only the gateway's public URL, refused where the environment keeps no list
     of hosts; open = the Internet too."""
-    mode: Annotated[Literal["auto", "bubblewrap", "namespaces"], _LOCAL] = "auto"
-    """Isolation; auto = bubblewrap, else namespaces."""
     image: Annotated[str, _IMAGES] = ""
     """Default image, for tasks without one."""
     program: Annotated[str, _DOCKER] = "docker"

@@ -129,8 +129,6 @@ class _RolloutTable(Table):
     """Which tasks of the source."""
     count: CountOrZero = 0
     """Number of tasks; 0 = all."""
-    start: CountOrZero = 0
-    """Tasks of the split to skip."""
     samples: Count = 1
     """Graded rollouts of each task; pass@k is reported for k up to this."""
 
@@ -359,8 +357,8 @@ class Config(Table):
             return self
         if self.engine.kind == "upstream":
             raise ValueError("fleet.kind needs an engine: with engine.kind upstream it has to be none")
-        if self.gateway.port:
-            raise ValueError("gateway.port has no effect with fleet.kind: each node has its own gateway")
+        if self.gateway.listen:
+            raise ValueError("gateway.listen has no effect with fleet.kind: each node has its own gateway")
         if self.reward.group:
             raise ValueError(
                 "reward.group does not work with fleet.kind: a group's rollouts are on many nodes"

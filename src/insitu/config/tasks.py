@@ -124,9 +124,6 @@ class EvalTable(Table):
     """Rollouts of each task; pass@k and pass^k are reported for k up to this."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature; 0 = engine.temperature."""
-    max_s: Annotated[float, Field(ge=0)] = 0.0
-    """Most seconds that the limits of its rollouts may add up to on harness.workers workers; a larger
-    evaluation is refused before anything starts; 0 = no limit."""
     every_steps: CountOrZero = 0
     """Steps between evaluations during training; 0 = only before and after."""
     beside_training: Annotated[bool, unless("every_steps", 0)] = False

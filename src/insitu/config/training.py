@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from insitu.config.base import (
     AdvantageName,
     Count,
     CountOrZero,
-    Fraction,
     Keys,
     LossName,
     OwnPath,
@@ -24,6 +23,16 @@ from insitu.config.base import (
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _none_or_two(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(values) not in (0, 2):
+        raise ValueError("must be two numbers, or []")
+    return values
+
+
+_TWO = AfterValidator(_none_or_two)
+_Bounds = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False), _TWO]
 _AHEAD = unless("max_staleness", 0)
 _CLIPPED = only("loss", "ppo_clip", "decoupled")
 _CORRECTED = only("correction", "tis", "mask", "icepop")
@@ -35,9 +44,9 @@ CLIPS: Mapping[str, tuple[float, float]] = {
     "gspo": (3e-4, 4e-4),  # as published: a mean over a rollout's tokens moves little
     "cispo": (0.0, 4.0),
 }
-"""Per loss, what clip_low = 0 and clip_high = 0 stand for."""
-HIGHEST_W: Mapping[str, float] = {"tis": 2.0, "mask": 3.0, "icepop": 5.0}
-"""Per correction, the bound that correction_high = 0 stands for."""
+"""Per loss, what clip = [] stands for."""
+W_BOUNDS: Mapping[str, tuple[float, float]] = {"tis": (0.0, 2.0), "mask": (0.0, 3.0), "icepop": (0.5, 5.0)}
+"""Per correction, what correction_bounds = [] stands for."""
 
 
 class CollectKeys(Keys):
@@ -84,12 +93,10 @@ class LossConfig(Keys):
     before the step (the default of gspo)."""
     dppo_tau: Annotated[float, Field(ge=0), only("loss", "dppo")] = 1e-3
     """Weight of the KL term towards the sampler's log-probabilities."""
-    clip_low: Annotated[Fraction, only("loss", "dppo", "ppo_clip", "decoupled", "gspo")] = 0.0
-    """Lower clip of the ratio, 1 - clip_low; dppo: probability a token may lose before its gradient is
-    masked; gspo: of a rollout's mean ratio. 0 = 0.2, for gspo 0.0003."""
-    clip_high: Annotated[float, Field(ge=0), only("loss", *CLIPS)] = 0.0
-    """Upper clip of the ratio, 1 + clip_high; dppo: probability a token may gain; cispo: bound of the ratio
-    that multiplies a token's gradient. 0 = 0.28, for dppo 0.2, for gspo 0.0004, for cispo 4."""
+    clip: Annotated[_Bounds, only("loss", *CLIPS)] = ()
+    """[LOW, HIGH]: the ratio is bound to 1 - LOW and 1 + HIGH; dppo: probability a token may lose or gain
+    before its gradient is masked; gspo: of a rollout's mean ratio; cispo: HIGH alone, of the ratio that
+    multiplies a token's gradient. [] = [0.2, 0.28], dppo [0.2, 0.2], gspo [0.0003, 0.0004], cispo [0, 4]."""
     dual_clip: Annotated[float, Field(ge=0), _CLIPPED] = 0.0
     """Upper bound of the ratio where the advantage is negative; 0 = no bound."""
     correction: Annotated[
@@ -98,10 +105,9 @@ class LossConfig(Keys):
     """Importance weight w of a token: trainer's probability before the step over the sampler's, bounded."""
     correction_level: Annotated[Literal["token", "rollout", "rollout_mean"], _CORRECTED] = "token"
     """One w per token, per rollout (product), or per rollout and token (geometric mean)."""
-    correction_low: Annotated[float, Field(ge=0), only("correction", "icepop")] = 0.5
-    """Smallest w that is trained, below 1."""
-    correction_high: Annotated[float, Field(ge=0), _CORRECTED] = 0.0
-    """tis: clip of w; mask, icepop: largest w that is trained; above 1, 0 = 2, 3 and 5."""
+    correction_bounds: Annotated[_Bounds, _CORRECTED] = ()
+    """Smallest and largest w that is trained, on both sides of 1; tis: [0, clip of w]; mask: [0, largest].
+    [] = tis [0, 2], mask [0, 3], icepop [0.5, 5]."""
     off_policy_mask: Annotated[float, Field(ge=0)] = 0.0
     """Mean log(sampler / trainer) above which a rollout with negative advantage is masked; 0 = never."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
@@ -118,10 +124,12 @@ class LossConfig(Keys):
                 f"correction = {self.correction!r} corrects ratio = 'trainer',"
                 f" which loss = {self.loss!r} with ratio = {self.ratio!r} does not use"
             )
-        if wrong := _wrong_bounds(self.correction, self.correction_low, self.correction_high):
+        if wrong := _wrong_bounds(self.correction, *self.w_bounds):
             raise ValueError(wrong)
+        if self.loss == "cispo" and self.clips[0]:
+            raise ValueError("clip = [0, HIGH] with loss = 'cispo': it has no lower bound")
         if 0 < self.dual_clip <= 1 + self.clips[1]:
-            raise ValueError("dual_clip must be above 1 + clip_high, or 0 for no bound")
+            raise ValueError("dual_clip must be above 1 + the upper bound of clip, or 0 for no bound")
         if self.kl == "k1" and not self.kl_unbiased:
             raise ValueError("kl = 'k1' needs kl_unbiased: its own gradient is zero on average")
         return self
@@ -129,8 +137,8 @@ class LossConfig(Keys):
     @property
     def clips(self) -> tuple[float, float]:
         """Lower and upper bound of the loss; zeros for a loss of the user's own."""
-        low, high = CLIPS.get(self.loss, (0.0, 0.0))
-        return self.clip_low or low, self.clip_high or high
+        low, high = self.clip or CLIPS.get(self.loss, (0.0, 0.0))
+        return low, high
 
     @property
     def trainer_ratio(self) -> bool:
@@ -145,8 +153,10 @@ class LossConfig(Keys):
         return (self.kl != "none" and self.kl_weight > 0) or (self.loss == "dppo" and self.dppo_tau > 0)
 
     @property
-    def highest_w(self) -> float:
-        return self.correction_high or HIGHEST_W.get(self.correction, math.inf)
+    def w_bounds(self) -> tuple[float, float]:
+        """Smallest and largest w that is trained."""
+        low, high = self.correction_bounds or W_BOUNDS.get(self.correction, (0.0, math.inf))
+        return low, high
 
     def needs_old_logprobs(self, epoch: int) -> bool:
         """Return whether a pass without gradients must precede this one.
@@ -209,10 +219,9 @@ class PlanKeys(RowRules, _ParallelKeys):
     limits.max_session_tokens."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     """What happens to a rollout that reached a limit: trained as is, masked, or penalised."""
-    overlong_tokens: CountOrZero = 0
-    """Sampled tokens of a rollout from which its reward is reduced by 1; 0 = no length penalty."""
-    overlong_margin_tokens: Annotated[Count, unless("overlong_tokens", 0)] = 4096
-    """The penalty grows linearly over this many tokens before overlong_tokens."""
+    overlong_tokens: Annotated[tuple[CountOrZero, ...], Field(strict=False), _TWO] = ()
+    """[FROM, TO]: numbers of sampled tokens of a rollout between which its reward falls by 1, linearly; [] =
+    no length penalty."""
     min_groups: Count = 1
     """Least groups with a gradient; with fewer the update is skipped (exclusion `few_groups`)."""
     token_budget: Count = 16384
@@ -224,8 +233,8 @@ class PlanKeys(RowRules, _ParallelKeys):
 
     @model_validator(mode="after")
     def _penalties_fit(self) -> Self:
-        if self.overlong_tokens < self.overlong_margin_tokens and self.overlong_tokens:
-            raise ValueError("overlong_margin_tokens is more than overlong_tokens")
+        if self.overlong_tokens and self.overlong_tokens[0] >= self.overlong_tokens[1]:
+            raise ValueError("overlong_tokens = [FROM, TO] needs FROM below TO")
         for key, used in (
             ("truncated penalise", self.truncated == "penalise"),
             ("overlong_tokens", self.overlong_tokens),
@@ -254,14 +263,13 @@ class LearnerKeys(_ParallelKeys):
     shard: Annotated[bool, unless("ranks", 1)] = False
     """policy.kind = hf: shard the model over the ranks (FSDP2)."""
     step_timeout_s: Seconds = 3600.0
-    """Timeout of one step of the learner, on each of its ranks; then the run stops."""
+    """Timeout of one step of the learner, on each of its ranks, of a start of it, and of one save, load or
+    export of its weights; then the run stops."""
 
 
 class TrainTable(PlanKeys, OptimizerKeys, LearnerKeys, LossConfig, Table):
     """The learner."""
 
-    start_timeout_s: Seconds = 600.0
-    """Timeout of a start of the learner, and of one save, load or export of its weights."""
     restarts: CountOrZero = 3
     """Restarts of a dead learner, or of a server that lost its weights; reset by a completed step."""
 
@@ -289,16 +297,17 @@ class TrainTable(PlanKeys, OptimizerKeys, LearnerKeys, LossConfig, Table):
 
 
 def _wrong_bounds(correction: str, low: float, high: float) -> str:
-    """Return why a correction with these bounds would change tokens whose w is 1; empty if it would not.
+    """Return why a correction cannot have these bounds; empty if it can.
 
-    w is 1 where sampler and trainer agree. tis at 1 is allowed: it only ever reduces weights.
+    A w of 1, where sampler and trainer agree, must stay. tis at 1 is allowed: it only ever reduces weights.
     """
-    high = high or HIGHEST_W.get(correction, math.inf)
+    if low and correction != "icepop":
+        return f"correction_bounds = [0, HIGH] with {correction!r}: it has no lower bound"
     if high < 1 or (high == 1 and correction != "tis"):
         least = "at least" if correction == "tis" else "above"
-        return f"correction_high = {high:g} must be {least} 1 with {correction!r}: w is 1 where all is well"
-    if correction == "icepop" and low >= 1:
-        return f"correction_low = {low:g} must be below 1: w is 1 where all is well"
+        return f"correction_bounds: {high:g} must be {least} 1 with {correction!r}: w is 1 where all is well"
+    if low >= 1:
+        return f"correction_bounds: {low:g} must be below 1: w is 1 where all is well"
     return ""
 
 

@@ -144,14 +144,6 @@ def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=raw, status=status, content_type="application/json")
 
 
-def split_address(text: str, key: str) -> tuple[str, int]:
-    """host:port. Raises ConfigError naming `key`."""
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 65536):
-        raise ConfigError(f"{key}: {text!r} is not host:port")
-    return host.strip("[]"), int(port)
-
-
 @asynccontextmanager
 async def serve_external(engine: ExternalEngine, host: str, port: int, secret: str) -> AsyncIterator[str]:
     """Listen for the trainer; its base URL. Raises SetupError when the address is taken."""

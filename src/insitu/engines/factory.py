@@ -20,8 +20,9 @@ import numpy as np
 
 from insitu.concurrency import run_all
 from insitu.config import Config, model_folder
+from insitu.config.base import split_address
 from insitu.engines.base import Engine, LoadingEngine
-from insitu.engines.external import ExternalEngine, serve_external, split_address
+from insitu.engines.external import ExternalEngine, serve_external
 from insitu.engines.guarded import GuardedEngine
 from insitu.engines.http import HttpOptions, checked_url
 from insitu.engines.launch import launched
@@ -303,7 +304,7 @@ _NOT_OPENED = {
 @asynccontextmanager
 async def _open_external(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
     table = config.engine
-    host, port = split_address(table.listen, "engine.listen")
+    host, port = split_address(table.listen)
     engine = ExternalEngine(
         max_context_tokens=config.model.max_context_tokens, call_deadline_s=table.call_timeout_s
     )

@@ -208,14 +208,7 @@ def place(config: Config, present: Sequence[str]) -> Placement:
     each, ranks = table.tensor_parallel, _learner_gpus(config)
     needed = table.replicas * each
     if not chosen and not present:
-        if each > 1:
-            raise ConfigError(f"engine.tensor_parallel = {each}: there is no GPU here")
         return Placement(servers=[()] * table.replicas)
-    if chosen and len(chosen) != needed:
-        raise ConfigError(
-            f"engine.gpus names {len(chosen)}, but engine.replicas = {table.replicas} with"
-            f" engine.tensor_parallel = {each} use {needed}"
-        )
     if present and (absent := [one for one in chosen if one not in present]):
         raise ConfigError(f"engine.gpus: there is no GPU {', '.join(absent)} here, only {', '.join(present)}")
     servers = chosen or list(present[:needed])
@@ -224,7 +217,7 @@ def place(config: Config, present: Sequence[str]) -> Placement:
     if present and (len(servers) < needed or len(free) < ranks):
         both = needed if shared else needed + ranks
         raise ConfigError(
-            f"the servers use {needed} GPUs (engine.replicas x engine.tensor_parallel), the learner {ranks}"
+            f"the servers use {needed} GPUs (engine.replicas, engine.gpus), the learner {ranks}"
             f"{' of them' if shared else ''} (train.ranks): {both} in all, {len(present)} are here"
         )
     groups = [servers[at : at + each] for at in range(0, needed, each)]

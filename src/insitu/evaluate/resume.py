@@ -12,16 +12,16 @@ from insitu.storage.run_dir import name_run, read_config, read_store, read_table
 
 _SAME_RESULT = """
 run: alarms checkpoint_every_steps keep_checkpoints
-engine: urls listen key_env replicas gpus tensor_parallel python share_gpu publish publish_dir
+engine: urls listen key_env replicas gpus python share_gpu publish publish_dir
 engine: call_timeout_s start_timeout_s max_concurrent max_cost max_wait_s prices requests_per_minute
-gateway: host port public_url
+gateway: listen public_url
 fleet: address nodes lease_s
 sandbox: max_sandboxes
 harness: workers
 grade: workers
 reward: max_concurrent
 collect: attempts max_consecutive_failures stall_timeout_s
-train: token_budget layout threads restarts start_timeout_s step_timeout_s
+train: token_budget layout threads restarts step_timeout_s
 policy: memory_gib
 record: scores
 track: to project

@@ -72,15 +72,13 @@ def chosen_tasks(config: Config, source: TaskMix) -> Sequence[Task]:
     size = source.size(table.split)
     if size is None and not table.count:
         raise ConfigError(f"{source.name} has infinitely many tasks: set rollout.count")
-    available = table.count if size is None else max(0, size - table.start)
+    available = table.count if size is None else size
     count = min(table.count or available, available)
     if not count or (table.count > available):
         few = f"the {table.split} split has {size} tasks: lower rollout.count"
-        raise ConfigError(
-            f"{source.name}: too few tasks for rollout.start = {table.start} and rollout.count ="
-            f" {table.count}: {_other_split_note(config, source) or few}"
-        )
-    tasks = source.spread(table.split, table.start, count)
+        note = _other_split_note(config, source) or few
+        raise ConfigError(f"{source.name}: too few tasks for rollout.count = {table.count}: {note}")
+    tasks = source.spread(table.split, count)
     for task in tasks:
         if task.grading.runner not in REWARD_ONLY:
             runner_for(task, source.oracle(task))

@@ -88,8 +88,8 @@ async def listen_unix(
             path.unlink(missing_ok=True)  # noqa: ASYNC240 - one system call on a local socket
 
 
-def check_port(port: int, host: str, key: str = "gateway.port") -> None:
-    """Raise SetupError if the port of a key cannot be bound."""
+def check_port(key: str, host: str, port: int) -> None:
+    """Raise SetupError if the address of a key cannot be bound."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -113,7 +113,7 @@ async def listen_tcp(
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise bind_error("gateway.port", host, port, error) from error
+            raise bind_error("gateway.listen", host, port, error) from error
         yield Listener(host=host, port=runner.addresses[0][1])
 
 

@@ -78,7 +78,7 @@ def make_harness(
 
 def check_listener(config: Config) -> None:
     """Raise SetupError if the gateway's port is taken."""
-    check_port(config.gateway.port, config.gateway.host)
+    check_port("gateway.listen", *config.gateway.address)
 
 
 def find_pools(

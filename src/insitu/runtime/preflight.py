@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer, check_tools
 from insitu.config import Arm, Config, model_folder
-from insitu.engines.external import split_address
+from insitu.config.base import split_address
 from insitu.engines.factory import http_options, local_engine, secret_from_environment
 from insitu.engines.http import checked_url
 from insitu.engines.safetensors_file import check_complete
@@ -301,8 +301,7 @@ def _check_engine(config: Config) -> None:
             checked_url(table.url, "engine.urls")
     elif table.kind == "external":
         secret_from_environment(table.key_env)
-        host, port = split_address(table.listen, "engine.listen")
-        check_port(port, host, "engine.listen")
+        check_port("engine.listen", *split_address(table.listen))
 
 
 def check_names(config: Config) -> None:

@@ -217,10 +217,8 @@ async def open_runtime(
         for path in paths:
             await stack.enter_async_context(gateway.listen_unix(path))
         url = ""
-        if config.gateway.port:
-            tcp = await stack.enter_async_context(
-                gateway.listen_tcp(config.gateway.host, config.gateway.port)
-            )
+        if config.gateway.listen:
+            tcp = await stack.enter_async_context(gateway.listen_tcp(*config.gateway.address))
             needed = any(agents_call_by_url(arm.config) for arm in config.arms.values())
             public = public_url(config, gateway, tcp.origin, say, needed=needed)
             url = await stack.enter_async_context(public)

@@ -92,7 +92,7 @@ def make_backend(config: Config, kind: str = "", *, work_bytes: int = WORK_BYTES
 def local_backend(config: Config, work_bytes: int) -> LocalBackend:
     """Return sandboxes in namespaces of this machine; raise SetupError."""
     table = config.sandbox
-    local = LocalBackend(table.mode, work_bytes=work_bytes, memory_bytes=table.memory_mb << 20)
+    local = LocalBackend(work_bytes=work_bytes, memory_bytes=table.memory_mb << 20)
     if local.cgroups is None and table.memory_mb != type(table).model_fields["memory_mb"].default:
         raise SetupError(f"sandbox.memory_mb needs control groups; here: {local.why_no_cgroups}")
     return local

@@ -221,9 +221,7 @@ async def open_served(config: Config, console: Console) -> AsyncIterator[Served]
         gateway = await stack.enter_async_context(
             Gateway(opened.backend, options, console.call, console.note, reporter.on_call)
         )
-        listener = await stack.enter_async_context(
-            gateway.listen_tcp(config.gateway.host, config.gateway.port)
-        )
+        listener = await stack.enter_async_context(gateway.listen_tcp(*config.gateway.address))
         url = await stack.enter_async_context(public_url(config, gateway, listener.origin, console.note))
         served = Served(run, store, gateway, url or listener.origin, fit, console)
         try:

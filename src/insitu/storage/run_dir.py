@@ -27,6 +27,7 @@ import orjson
 
 from insitu.config import RENAMED, Config, dump_toml, known_keys, load_config, model_folder, read_toml
 from insitu.config.base import holds_paths, is_path
+from insitu.config.training import CLIPS, W_BOUNDS
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.files import write_text
 from insitu.storage.metrics import MetricsFile, disk_error, read_metrics
@@ -243,7 +244,7 @@ def read_config(path: Path) -> Config:
 def read_tables(path: Path) -> dict[str, Any]:
     """Return the stored configuration of a run as tables of the keys of today."""
     tables: dict[str, Any] = {**read_toml(path / "config.toml")}
-    clips = _clips_of_loss(tables.get("train", {}))
+    joined = _joined(*(tables.get(name, {}) for name in ("gateway", "engine", "train")))
     for old, new in RENAMED.items():
         (table, key), (now_in, *inner, name) = old.split("."), new.split(".")
         if not isinstance(values := tables.get(table), dict) or key not in values:
@@ -253,22 +254,30 @@ def read_tables(path: Path) -> dict[str, Any]:
             tables.setdefault(now_in, {}).setdefault(*inner, {})[name] = value
         elif not inner and value and (values.get("run") if table == "sft" else table == now_in):
             tables[now_in][name] = value
-    tables |= {"train": {**tables["train"], **clips}} if clips else {}
-    return known_keys(tables)
+    return known_keys({**tables, **{name: {**tables.get(name, {}), **own} for name, own in joined.items()}})
 
 
-def _clips_of_loss(train: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the bounds of the loss of a run that was stored when each loss had keys of its own for them."""
-    if "dppo_low" not in train:
-        return {}
-    loss, clips = train["loss"], (0.0, 0.0)
-    if loss in ("dppo", "gspo"):
-        clips = (train[f"{loss}_low"], train[f"{loss}_high"])
-    elif loss == "cispo":
-        clips = (0.0, train["cispo_cap"] - 1)
-    elif loss in ("ppo_clip", "decoupled"):
-        clips = (train["clip_low"], train["clip_high"])
-    return {"clip_low": clips[0], "clip_high": clips[1]}
+def _joined(gateway: dict[str, Any], engine: dict[str, Any], train: dict[str, Any]) -> Mapping[str, Any]:
+    """Return by table what several earlier keys say in one, and take these out of the tables."""
+    found, loss = dict[str, Any](), train.get("loss", "")
+    clips = train.pop("clip_low", 0.0), train.pop("clip_high", 0.0)
+    if "dppo_low" in train and loss in ("dppo", "gspo"):
+        clips = train[f"{loss}_low"], train[f"{loss}_high"]
+    elif "dppo_low" in train and loss == "cispo":
+        clips = 0.0, train["cispo_cap"] - 1
+    if any(clips) and loss in CLIPS:
+        found["clip"] = [own or usual for own, usual in zip(clips, CLIPS[loss], strict=True)]
+    bounds = train.pop("correction_low", 0.0), train.pop("correction_high", 0.0)
+    if any(bounds) and (usual := W_BOUNDS.get(train["correction"])):
+        found["correction_bounds"] = [usual[0] and bounds[0], bounds[1] or usual[1]]
+    if margin := train.pop("overlong_margin_tokens", 0):
+        last = train["overlong_tokens"]
+        found["overlong_tokens"] = [last - margin, last] if last else []
+    for table, old in (engine, "tensor_parallel"), (train, "start_timeout_s"), (train, "dppo_low"):
+        table.pop(old, None)
+    train.pop("cispo_cap", None)
+    host, port = gateway.pop("host", ""), gateway.pop("port", 0)
+    return {"train": found, **({"gateway": {"listen": f"{host}:{port}"}} if port else {})}
 
 
 def read_store(path: Path) -> Store:

@@ -94,9 +94,9 @@ class TaskMix:
             start = max(0, start - (size or 0))
         return found
 
-    def spread(self, split: Split, start: int, count: int) -> Sequence[Task]:
-        """Return tasks `start` to `start + count` in turns of each set, as far as they have them."""
-        return _spread(self.sets, split, start, count)
+    def spread(self, split: Split, count: int) -> Sequence[Task]:
+        """Return the first `count` tasks: equally many of each set, as far as they have them."""
+        return _spread(self.sets, split, count)
 
     def of_eval(self, table: EvalTable) -> Sequence[TaskSet]:
         """Return the sets of an evaluation."""
@@ -105,21 +105,7 @@ class TaskMix:
 
     def evaluated(self, table: EvalTable) -> Sequence[Task]:
         """Return the tasks of an evaluation: equally many of each of its sets, as far as they have them."""
-        return _spread(self.of_eval(table), table.split, 0, table.count)
-
-    def longest_eval(self, table: EvalTable) -> tuple[int, float]:
-        """Return how many tasks an evaluation has, and the longest time limit of one in seconds."""
-        sets = self.of_eval(table)
-        counts = _shares([one.size(table.split) for one in sets], table.count)
-        # All toy tasks have the same limits.
-        read = [
-            min(count, 1) if one.config.task_set.source == "toy" else count
-            for one, count in zip(sets, counts, strict=True)
-        ]
-        tasks = [
-            task for one, count in zip(sets, read, strict=True) for task in one.tasks(table.split, 0, count)
-        ]
-        return sum(counts), max((task.limits.wall_s for task in tasks), default=0.0)
+        return _spread(self.of_eval(table), table.split, table.count)
 
     def oracle(self, task: Task) -> Oracle:
         return self.of(task).source.oracle(task)
@@ -138,15 +124,10 @@ class TaskMix:
         return self._by_part[task.part]
 
 
-def _spread(sets: Sequence[TaskSet], split: Split, start: int, count: int) -> Sequence[Task]:
-    """Return the tasks that each set gives from `start` on, set by set."""
-    sizes = [one.size(split) for one in sets]
-    given, ends = _shares(sizes, start), _shares(sizes, start + count)
-    return [
-        task
-        for one, first, end in zip(sets, given, ends, strict=True)
-        for task in one.tasks(split, first, end - first)
-    ]
+def _spread(sets: Sequence[TaskSet], split: Split, count: int) -> Sequence[Task]:
+    """Return the first tasks of each set, set by set."""
+    shares = _shares([one.size(split) for one in sets], count)
+    return [task for one, share in zip(sets, shares, strict=True) for task in one.tasks(split, 0, share)]
 
 
 def _shares(sizes: Sequence[int | None], count: int) -> list[int]:

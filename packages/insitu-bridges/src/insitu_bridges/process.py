@@ -111,7 +111,7 @@ class SourceProcess:
 
     async def load(self, version: int) -> None:
         """Load weights that were written for a version; see RolloutSource."""
-        await self._call("source.load", {"version": version}, self._config.train.start_timeout_s)
+        await self._call("source.load", {"version": version}, self._config.train.step_timeout_s)
 
     async def version(self, version: int) -> None:
         """Handle a version that the trainer has brought into the engine."""
@@ -162,9 +162,9 @@ async def open_source(config: Config | Path | str) -> AsyncIterator[SourceProces
         )
         child.max_wait_s = END_S
         try:
-            channel = await child.connect(config.train.start_timeout_s)
+            channel = await child.connect(config.train.step_timeout_s)
             try:
-                await channel.call("source.open", deadline_s=config.train.start_timeout_s)
+                await channel.call("source.open", deadline_s=config.train.step_timeout_s)
                 yield SourceProcess(child, channel, config)
             except EngineError as error:
                 raise await child.explain(error) from error

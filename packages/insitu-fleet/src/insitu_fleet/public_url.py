@@ -36,7 +36,7 @@ PUBLIC_S = 60.0
 # An origin: the texts around it have links with a path, to a provider's terms for example.
 _URL = re.compile(rb"(https://[a-zA-Z0-9][a-zA-Z0-9.-]*(?::\d+)?)/?[\s|\"'>)]")
 MISSING = (
-    "agents in cloud sandboxes need the gateway's public URL: set gateway.port and gateway.public_url"
+    "agents in cloud sandboxes need the gateway's public URL: set gateway.listen and gateway.public_url"
     " (in a Space, SPACE_HOST or SPACE_ID gives it)"
 )
 
@@ -61,7 +61,7 @@ def check_public_url(config: Config, *, needed: bool) -> None:
     """Raise ConfigError if the URL is `needed` and no setting gives one, or if it is not a URL."""
     table = config.gateway
     found = table.tunnel or configured_url(config, os.environ)
-    if needed and not (table.port and found):
+    if needed and not (table.listen and found):
         raise ConfigError(MISSING)
 
 

@@ -10,7 +10,6 @@ policy version and stored under a phase of its own, so a resumed run goes on wit
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,7 +20,7 @@ from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
 from insitu.collect.options import AttemptRunner
 from insitu.collect.starvation import Activity
-from insitu.config import Config, EvalTable
+from insitu.config import EvalTable
 from insitu.engines.base import Engine
 from insitu.errors import ConfigError
 from insitu.evaluate.evaluation import Evaluation
@@ -305,7 +304,7 @@ def heldout_summary(when: str, result: EvalResult | None) -> dict[str, float | N
 
 
 def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
-    """Raise ConfigError for an evaluation that asks for more tasks or time than there is.
+    """Raise ConfigError for an evaluation that asks for more tasks than there are.
 
     The default of `count` stands for all tasks of a smaller set.
     """
@@ -313,8 +312,6 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
     for table in tables:
         sets = source.of_eval(table) if table.count else ()
         sizes = [one.size(table.split) for one in sets]
-        if sets and table.max_s:
-            _check_time(table, *source.longest_eval(table), sets[0].config)
         if not sets or None in sizes:
             continue
         there = sum(size or 0 for size in sizes)
@@ -324,15 +321,3 @@ def check_evaluations(tables: Sequence[EvalTable], source: TaskMix) -> None:
                 f"eval.{table.name}.count = {table.count}: {names} has {there} tasks in the {table.split}"
                 " split (tasks.eval_share); lower the count"
             )
-
-
-def _check_time(table: EvalTable, tasks: int, wall_s: float, config: Config) -> None:
-    """Raise ConfigError if the rollouts may take longer than the evaluation, by their own limits."""
-    workers = config.harness.workers * max(1, config.fleet.nodes)
-    rollouts = tasks * table.samples
-    may_s = math.ceil(rollouts / workers) * wall_s
-    if may_s > table.max_s:
-        raise ConfigError(
-            f"eval.{table.name}.max_s = {table.max_s:g}: {rollouts:,} rollouts of up to {wall_s:g} s on"
-            f" {workers} workers may take {may_s:,.0f} s; lower count, samples or limits.wall_s"
-        )

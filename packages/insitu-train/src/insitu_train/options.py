@@ -188,7 +188,7 @@ class ServiceOptions(Keys):
             max_context_tokens=config.model.max_context_tokens,
             rank=config.policy.lora_rank if trains else 0,
             seed=config.run.seed,
-            timeout_s=config.train.start_timeout_s,
+            timeout_s=config.engine.call_timeout_s,
         )
 
 

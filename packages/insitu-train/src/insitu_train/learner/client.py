@@ -233,8 +233,8 @@ class Learner:
             yield
         except EngineError as error:
             late = isinstance(error.__cause__, TimeoutError)
-            key = "train.step_timeout_s" if op == "train.step" else "train.start_timeout_s"
-            cause = await self._child.explain(EngineError(f"{error} ({key})") if late else error)
+            late_error = EngineError(f"{error} (train.step_timeout_s)")
+            cause = await self._child.explain(late_error if late else error)
             raise TrainError(f"{op}: {cause}") from error
 
 

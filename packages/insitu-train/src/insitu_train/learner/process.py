@@ -157,7 +157,7 @@ class LearnerSpec:
             **_engine_size(config),
             log=log,
             restarts=table.restarts,
-            start_deadline_s=table.start_timeout_s,
+            start_deadline_s=table.step_timeout_s,
             call_deadline_s=(config.engine.call_timeout_s if service else _GENERATION_S) + waits_s,
             beside_server=_avoids_server_gpu(config),
             placed=config if config.engine.launch else None,

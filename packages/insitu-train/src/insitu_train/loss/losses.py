@@ -224,9 +224,10 @@ def _correct(log_w: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     w = log_w.exp()
     if config.correction == "none":
         return w, torch.zeros_like(w, dtype=torch.bool)
-    out = w > config.highest_w
+    lowest, highest = config.w_bounds
+    out = w > highest
     if config.correction == "tis":
-        return w.clamp(max=config.highest_w), out
+        return w.clamp(max=highest), out
     if config.correction == "icepop":
-        out |= w < config.correction_low
+        out |= w < lowest
     return torch.where(out, 0.0, w), out

@@ -71,11 +71,12 @@ def zero(rewards: Rewards) -> Rewards:
     return np.zeros_like(rewards)
 
 
-def overlong_penalty(tokens: int, limit: int, margin: int) -> float:
+def overlong_penalty(tokens: int, between: Sequence[int]) -> float:
     """Return the reward penalty of a rollout of `tokens` sampled tokens (soft overlong punishment, DAPO).
 
-    0 up to limit - margin, then linear to 1 at the limit. limit 0 = no penalty. arXiv 2503.14476.
+    Linear from 0 to 1 between two numbers of tokens; 0 without them. arXiv 2503.14476.
     """
-    if not limit:
+    if not between:
         return 0.0
-    return min(1.0, max(0.0, (tokens - (limit - margin)) / margin))
+    first, last = between
+    return min(1.0, max(0.0, (tokens - first) / (last - first)))

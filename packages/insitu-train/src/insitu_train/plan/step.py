@@ -227,7 +227,7 @@ def _reward(rollout: Rollout, config: PlanConfig) -> float | None:
         return None
     penalised = rollout.status is Status.TRUNCATED and config.truncated == "penalise"
     tokens = rollout.trajectory.ledger.captured
-    penalty = overlong_penalty(tokens, config.overlong_tokens, config.overlong_margin_tokens)
+    penalty = overlong_penalty(tokens, config.overlong_tokens)
     return rollout.reward - (1.0 if penalised else 0.0) - penalty
 
 

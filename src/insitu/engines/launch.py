@@ -38,6 +38,7 @@ from insitu.engines.server_command import (
 )
 from insitu.engines.vllm_control import ties_embeddings
 from insitu.errors import EngineError, EngineUnavailable, boundary
+from insitu.storage.files import last_lines
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,6 @@ LIVED_S = 600.0
 """A server that served so long starts with a new count of restarts."""
 END_S = 10.0
 """Time for the keepers to end their servers, which takes them `keeper.GRACE_S`."""
-_TAIL = 6
-"""Last lines of a server's log in a message."""
 _LOG_BYTES = 1 << 20
 _CAUSE = re.compile(r"\b\w*(?:Error|Exception): +\S.{0,600}")
 """What a program raised: the first of a log is the cause, those that follow come of it."""
@@ -106,10 +105,7 @@ class _ServerProcess:
 
     def last_lines(self) -> str:
         """Return the last lines since its start, and where the others are."""
-        with self.log_file.open("rb") as file:
-            file.seek(max(self._from, self.log_file.stat().st_size - 4000))
-            lines = file.read().decode(errors="replace").strip().splitlines()
-        return f"{' | '.join(line.strip()[-200:] for line in lines[-_TAIL:])} ({self.log_file})"
+        return f"{last_lines(self.log_file, self._from)} ({self.log_file})"
 
     def first_error(self) -> str:
         """Return the first error since its start, else its last lines, and where the others are."""

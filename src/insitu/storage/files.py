@@ -1,4 +1,4 @@
-"""Files and folders written whole or not at all."""
+"""Files and folders written whole or not at all, and the end of a log."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ def sha256_of(path: Path) -> str:
     """Return the hex SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def last_lines(log: Path, since: int = 0) -> str:
+    """Return the last lines of a process's log in one, empty without any; `since`: size before its start."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(since, log.stat().st_size - 4000))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return " | ".join(line.strip()[-600:] for line in lines[-6:])
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:

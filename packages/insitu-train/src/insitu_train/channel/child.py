@@ -15,6 +15,7 @@ from pathlib import Path
 
 from insitu.errors import EngineError, boundary
 from insitu.registry import SATELLITES
+from insitu.storage.files import last_lines
 from insitu_train.channel.parent_watch import DUMP
 from insitu_train.channel.rpc import Handler, RpcClient
 
@@ -22,8 +23,6 @@ log = logging.getLogger(__name__)
 
 _DUMP_EVERY_S = 60.0
 """Many calls are late at once."""
-_TAIL = 600
-"""Characters of the child's standard error in an error message."""
 
 
 def python_path() -> str:
@@ -90,7 +89,7 @@ class Child:
             if not opened.done():
                 raise await self.explain(EngineError(f"the {self._name} did not start"))
             if late := opened.exception():
-                raise EngineError(f"{late} (train.start_timeout_s)") from late
+                raise EngineError(f"{late} (train.step_timeout_s)") from late
             channel = opened.result()
             self.connected = lambda: channel.alive
             channel.overdue = self._dump
@@ -109,7 +108,7 @@ class Child:
         code = self.process.returncode
         if code is None:
             return EngineError(f"{error}{self._dumped}") if self._dumped else error
-        words = self._last_output()
+        words = last_lines(self._log, self._started)
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         return EngineError(f"the {self._name} died ({how}){': ' + words if words else ''}")
 
@@ -121,15 +120,6 @@ class Child:
             self.process.send_signal(DUMP)
             line = "the %s has not answered %s and was last heard %.0f s ago%s"
             log.warning(line, self._name, op, silent_s, self._dumped)
-
-    def _last_output(self) -> str:
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(self._started, self._log.stat().st_size - _TAIL))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return " | ".join(line.strip() for line in lines[-6:])
 
     def kill_if_cancelled(self) -> None:
         """Kill it when the current task is cancelled: do not wait for its step or start."""

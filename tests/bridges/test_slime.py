@@ -86,7 +86,7 @@ async def test_a_rollout_fans_out_into_its_rows(monkeypatch: pytest.MonkeyPatch,
         assert one.response == decode(one.tokens[4:], skip_special_tokens=False)
         assert one.metadata == {
             "task_id": "toy-7", "own": 1, "insitu_rollout": "train/0/5/0",
-            "insitu_row": index, "insitu_label": "final",
+            "segment_idx": index, "num_segments": rows, "segment_kind": "final",
         }  # fmt: skip
     assert sample.tokens == []
     last = await slime.generate_final(None, sample, {})

@@ -114,6 +114,7 @@ def test_truncated_policies() -> None:
     assert masked.ledger.excluded == {"truncated": 2}  # type: ignore[attr-defined]
     penalised = made("penalise")  # 1.0 - 1.0: nothing sets it apart any more
     assert penalised.ledger.excluded == {"degenerate": 6}  # type: ignore[attr-defined]
+    assert made("drop_group").ledger.excluded == {"truncated": 6}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("reducer", ["rollout", "constant", "token", "group"])

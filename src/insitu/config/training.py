@@ -217,8 +217,8 @@ class PlanKeys(RowRules, _ParallelKeys):
     reducer: Literal["rollout", "token", "constant", "group"] = "rollout"
     """Unit that the loss is averaged over; constant = rollouts, each its tokens divided by
     limits.max_session_tokens."""
-    truncated: Literal["keep", "mask", "penalise"] = "keep"
-    """What happens to a rollout that reached a limit: trained as is, masked, or penalised."""
+    truncated: Literal["keep", "mask", "penalise", "drop_group"] = "keep"
+    """What becomes of a rollout that reached a limit: trained, masked, penalised, left out with its group."""
     overlong_tokens: Annotated[tuple[CountOrZero, ...], Field(strict=False), _TWO] = ()
     """[FROM, TO]: numbers of sampled tokens of a rollout between which its reward falls by 1, linearly; [] =
     no length penalty."""

@@ -219,13 +219,14 @@ def _rows(item: RolloutRows, text: Text) -> list[dict[str, Any]]:
     if item.reason in UNTRAINED_REASONS or not segments:
         return [{**_NO_TOKENS, **shared, "metadata": {**metadata, "insitu_left_out": item.reason}}]
     return [
-        {**_row(segment, text), **shared, "metadata": {**metadata, **_labels(segment)}}
+        {**_row(segment, text), **shared, "metadata": {**metadata, **_place(segment, len(segments))}}
         for segment in segments
     ]
 
 
-def _labels(segment: Segment) -> dict[str, Any]:
-    return {"insitu_row": segment.index, "insitu_label": segment.label}
+def _place(segment: Segment, count: int) -> dict[str, Any]:
+    """Return where a row stands in its rollout, by the names of slime's coding agent."""
+    return {"segment_idx": segment.index, "num_segments": count, "segment_kind": segment.label}
 
 
 _NO_TOKENS: dict[str, Any] = {

@@ -238,13 +238,14 @@ def _judge(group: Group, config: PlanConfig) -> list[PlannedRollout]:
     scorable = [r for r in rewards if r is not None]
     thin = len(scorable) < config.group_min
     degenerate = config.degenerate == "drop" and equal_rewards(scorable)
+    cut = any(r.status is Status.TRUNCATED for r in rollouts) and config.truncated == "drop_group"
     credit = advantages(rewards, config.advantage)
     failed = any(r.status is Status.INFRA_FAILED for r in rollouts)
     # In a small group without failures the missing rollouts timed out.
     lost = "infra" if failed else "ungraded" if len(scorable) < len(rewards) else "deadline"
     slots = []
     for rollout, value in zip(rollouts, credit, strict=True):
-        masked = rollout.status is Status.TRUNCATED and config.truncated == "mask"
+        masked = cut or (rollout.status is Status.TRUNCATED and config.truncated == "mask")
         reason = _reason(rollout, None if thin else value, degenerate=degenerate, masked=masked, lost=lost)
         if reason == "zero_advantage" and config.pull:
             reason = ""

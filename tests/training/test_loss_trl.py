@@ -216,7 +216,7 @@ def test_a_mean_over_groups_is_one_of_trls_token_means() -> None:
 def test_overlong_shaping_equals_trls() -> None:
     punish = get_soft_overlong_punishment(100, 20)
     for tokens in (0, 79, 80, 81, 90, 99, 100, 101, 500):
-        assert -overlong_penalty(tokens, 100, 20) == pytest.approx(punish([[1] * tokens])[0], abs=1e-12)
+        assert -overlong_penalty(tokens, (80, 100)) == pytest.approx(punish([[1] * tokens])[0], abs=1e-12)
     # and through the planner: two rollouts of one reward, parted by their lengths alone
     config = PlanConfig(overlong_tokens=(80, 100))
     members = []

@@ -69,8 +69,8 @@ def test_refusals() -> None:
 def test_length_costs_nothing_then_evenly_more_then_all() -> None:
     """DAPO's soft punishment with L = 20, C = 8."""
     lengths = (0, 12, 14, 16, 20, 400)
-    assert [overlong_penalty(n, 20, 8) for n in lengths] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
-    assert overlong_penalty(10**6, 0, 8) == 0.0
+    assert [overlong_penalty(n, (12, 20)) for n in lengths] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
+    assert overlong_penalty(10**6, ()) == 0.0
 
 
 def test_an_estimator_of_the_user(tmp_path: Path) -> None:

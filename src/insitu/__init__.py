@@ -23,19 +23,7 @@ if TYPE_CHECKING:
     from insitu.config import Config, load_config
     from insitu.errors import InsituError
     from insitu.storage.store import StepRecord
-    from insitu.tools import (
-        check_machine,
-        export_tasks,
-        grade,
-        grade_async,
-        install,
-        install_async,
-        list_tasks,
-        recover,
-        show_task,
-        validate,
-        validate_async,
-    )
+    from insitu.tools import check_machine, grade, grade_async, install, install_async, recover
     from insitu.types import (
         Case,
         FileEntry,
@@ -58,6 +46,7 @@ if TYPE_CHECKING:
     )
     from insitu_bridges.api import export_model, export_run, import_run, push
     from insitu_lab.api import attack, attack_async, conformance, conformance_async
+    from insitu_tasksets.api import export_tasks, list_tasks, show_task, validate, validate_async
     from insitu_train.api import replay, replay_async, sft, sft_async, train, train_async
     from insitu_view.tracking.start import track
 
@@ -129,14 +118,12 @@ _NAMES = {
     "insitu.config": "Config load_config",
     "insitu.errors": "InsituError",
     "insitu.storage.store": "StepRecord",
-    "insitu.tools": (
-        "check_machine export_tasks grade grade_async install install_async list_tasks recover show_task"
-        " validate validate_async"
-    ),
+    "insitu.tools": "check_machine grade grade_async install install_async recover",
 }
 _OF_SATELLITES = frozenset(
-    "attack attack_async conformance conformance_async export_model export_run import_run push"
-    " replay replay_async sft sft_async track train train_async".split()
+    "attack attack_async conformance conformance_async export_model export_run export_tasks import_run"
+    " list_tasks push replay replay_async sft sft_async show_task track train train_async validate"
+    " validate_async".split()
 )
 """What packages beside the core declare as entry points of `insitu.api`."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

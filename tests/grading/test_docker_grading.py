@@ -10,12 +10,12 @@ import pytest
 
 from insitu.config import load_config
 from insitu.errors import ImageMissing
-from insitu.evaluate.validate import with_gold
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.runners.find import runner_for
 from insitu.sandbox.docker import DockerBackend
 from insitu.tasks.factory import open_rows
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Limits, Oracle, Outcome, Setup, Task, task_hash
+from insitu_tasksets.validate import with_gold
 
 pytestmark = pytest.mark.slow
 

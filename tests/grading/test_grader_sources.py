@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 
 from insitu.config import load_config
-from insitu.evaluate.validate import with_gold
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.runners.find import runner_for
 from insitu.registry import shipped
@@ -32,6 +31,7 @@ from insitu.tasks.base import Item
 from insitu.tasks.factory import open_rows
 from insitu.types import WORKDIR, FileEntry, Limits, Setup, Task, Tree, task_hash
 from insitu_tasksets import function_sets
+from insitu_tasksets.validate import with_gold
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
 

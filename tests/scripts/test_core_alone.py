@@ -72,7 +72,7 @@ def test_the_doctor_says_which_packages_are_installed(environment: Path) -> None
 def test_a_name_and_a_function_of_another_package_name_it(environment: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
-    done = said(environment, "tasks", "list", "tasks.source=swe_bench", f"tasks.path={rows}")
+    done = said(environment, "rollout", "tasks.source=swe_bench", f"tasks.path={rows}")
     assert done.returncode == 2
     assert "swe_bench is in the package insitu-tasksets, which is not installed" in done.stderr
     rows.write_text(

@@ -21,7 +21,11 @@ TESTS = sorted(ROOT.glob("tests/full/test_*.py"))
         ("tests/full/test_real_vllm.py", "tests/full/test_real_vllm.py", 0),
         ("tests/full/test_real_vllm.py", "src/insitu/engines/vllm.py", 0),
         ("tests/full/test_real_vllm.py", "src/insitu/engines/vllm_weights.py", 1),
-        ("tests/gateway/test_token_backend_hot_path.py", "src/insitu/evaluate/validate.py", 2),
+        (
+            "tests/gateway/test_token_backend_hot_path.py",
+            "packages/insitu-tasksets/src/insitu_tasksets/validate.py",
+            2,
+        ),
         ("tests/full/test_real_vllm.py", "README.md", 2),
         # Modules right below src/insitu, scripts, helpers of tests, and what a helper imports.
         # Who imports the package does not start its command line.

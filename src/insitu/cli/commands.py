@@ -27,13 +27,6 @@ COMMANDS = (
         run="insitu.cli.verbs:grade",
     ),
     Command(
-        name="tasks",
-        group="tasks",
-        text="list, show, validate or export the tasks of a data set",
-        example="validate my.toml --out gate.json",
-        run="insitu.cli.verbs:tasks",
-    ),
-    Command(
         name="serve",
         group="tools",
         text="serve the model to an agent that you run yourself",

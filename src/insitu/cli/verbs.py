@@ -56,34 +56,6 @@ def rollout(
     )
 
 
-def tasks(
-    what: Annotated[
-        str, Arg(positional=True, choices=("list", "show", "validate", "export"), help="what to do")
-    ],
-    config: Annotated[
-        str | None, Arg(positional=True, metavar="CONFIG", help="TOML file (default: overrides only)")
-    ] = None,
-    ids: Annotated[Sequence[str], Arg(flag="--id", metavar="ID", help="only this task (repeatable)")] = (),
-    name: Annotated[
-        str, Arg(flag="--set", metavar="NAME", help="only this of [[tasks]] (default: all)")
-    ] = "",
-    limit: Annotated[int, Arg(metavar="N", help="the first N tasks of each set only")] = 0,
-    repeats: Annotated[int, Arg(metavar="N", help="validate: runs of each task")] = 3,
-    out: Annotated[
-        Path | None, Arg(metavar="FILE", help="validate: its result; export: JSONL file (default: stdout)")
-    ] = None,
-    json: Annotated[bool, Arg(help="print JSON, last on stdout")] = False,
-    tests: Annotated[bool, Arg(help="show: also print the tests")] = False,
-    overrides: Overrides = (),
-) -> int:
-    from insitu.cli.tasks import Options, run
-    from insitu.config import load_config
-
-    path, changes = positional(config, overrides)
-    options = Options(set=name, ids=ids, limit=limit, repeats=repeats, out=out, json=json, tests=tests)
-    return run(load_config(Path(path) if path else None, changes), what, options)
-
-
 def serve(
     config: Annotated[
         str | None, Arg(positional=True, metavar="CONFIG", help="TOML file (default: the warm start)")

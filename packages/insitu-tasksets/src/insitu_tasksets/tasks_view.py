@@ -11,10 +11,10 @@ from pathlib import Path
 from insitu.cli.console import shown_progress
 from insitu.config import Config
 from insitu.errors import ConfigError, boundary
-from insitu.evaluate.validate import ValidateOptions, validate_tasks
 from insitu.runtime.preflight import check_at_hand
 from insitu.shutdown import run_interruptible
-from insitu.tools import export_tasks, list_tasks, show_task
+from insitu_tasksets.api import export_tasks, list_tasks, show_task
+from insitu_tasksets.validate import ValidateOptions, validate_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,15 @@
+"""The verb that looks at task sets."""
+
+from __future__ import annotations
+
+from insitu.command import Command
+
+COMMANDS = (
+    Command(
+        name="tasks",
+        group="tasks",
+        text="list, show, validate or export the tasks of a data set",
+        example="validate my.toml --out gate.json",
+        run="insitu_tasksets.verbs:tasks",
+    ),
+)

@@ -74,7 +74,6 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "engines": {
         "vllm": "insitu.engines.vllm:open_vllm",
         "sglang": "insitu.engines.sglang:open_sglang",
-        "external": "insitu.engines.external:ExternalEngine",
         "upstream": "insitu.runtime.upstream:open_upstream",
     },
     "commands": {
@@ -105,6 +104,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "verbs": "export import push",
         "commands": "bridges",
         "api": "export_model export_run import_run push",
+        "engines": "external",
     },
     "tasksets": {
         "verbs": "tasks",

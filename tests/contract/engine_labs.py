@@ -15,11 +15,11 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.config import WARM_START
 from insitu.engines.base import Engine
-from insitu.engines.external import ExternalEngine, serve_external
 from insitu.engines.http import HttpOptions
 from insitu.engines.sglang import open_sglang
 from insitu.engines.vllm import open_vllm
 from insitu.types import IntArray, RequestKey, SamplingParams
+from insitu_bridges.external import ExternalEngine, serve_external
 from insitu_train.demo.scripted import ScriptedEngine
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec

@@ -11,10 +11,10 @@ import pytest
 
 from insitu.config import load_config
 from insitu.engines.base import Receipt
-from insitu.engines.external import DeliveryRejected, ExternalEngine, serve_external
 from insitu.engines.factory import open_engine
 from insitu.errors import ConfigError, EngineError, SetupError
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
+from insitu_bridges.external import DeliveryRejected, ExternalEngine, serve_external
 
 PROMPT: IntArray = np.array([1, 2, 3], dtype=np.int32)
 GOOD: dict[str, Any] = {"ids": [5, 6], "logprobs": [-0.5, -1.0], "finish": "length"}

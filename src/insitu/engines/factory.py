@@ -20,9 +20,7 @@ import numpy as np
 
 from insitu.concurrency import run_all
 from insitu.config import Config, model_folder
-from insitu.config.base import split_address
 from insitu.engines.base import Engine, LoadingEngine
-from insitu.engines.external import ExternalEngine, serve_external
 from insitu.engines.guarded import GuardedEngine
 from insitu.engines.http import HttpOptions, checked_url
 from insitu.engines.launch import launched
@@ -231,7 +229,7 @@ async def _check_engine(engine: Engine, config: Config, renderer: ProbeRenderer,
 @asynccontextmanager
 async def _attach(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
     if config.engine.kind == "external":
-        async with _open_external(config, announce) as external:
+        async with find("engines", "external")(config, announce) as external:
             yield external
     elif config.engine.kind in _NOT_OPENED:
         raise ConfigError(f"engine.kind {config.engine.kind}: {_NOT_OPENED[config.engine.kind]}")
@@ -299,19 +297,3 @@ async def _enter(stack: AsyncExitStack, kind: str, options: object, wanted: Any)
 _NOT_OPENED = {
     "upstream": "it takes no token ids, so nothing is sampled from it; `insitu serve` passes requests on",
 }
-
-
-@asynccontextmanager
-async def _open_external(config: Config, announce: Callable[[str], None]) -> AsyncIterator[Engine]:
-    table = config.engine
-    host, port = split_address(table.listen)
-    engine = ExternalEngine(
-        max_context_tokens=config.model.max_context_tokens, call_deadline_s=table.call_timeout_s
-    )
-    secret = secret_from_environment(table.key_env)
-    async with serve_external(engine, host, port, secret) as url:
-        announce(f"waiting for the trainer at {url} (key in {table.key_env})")
-        try:
-            yield engine
-        finally:
-            await engine.close()

@@ -32,7 +32,10 @@ from typing import Any, Literal
 import orjson
 from aiohttp import web
 
+from insitu.config import Config
+from insitu.config.base import split_address
 from insitu.engines.base import EngineInfo, PauseMode, Receipt
+from insitu.engines.factory import secret_from_environment
 from insitu.engines.http import request_name, stream_seed
 from insitu.engines.response_checks import RawReply, checked
 from insitu.errors import ConfigError, EngineError, EngineUnavailable, SetupError, boundary
@@ -142,6 +145,26 @@ async def _body(http: web.BaseRequest) -> Mapping[str, Any]:
 def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
     raw = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
     return web.Response(body=raw, status=status, content_type="application/json")
+
+
+@asynccontextmanager
+async def open_external(config: Config, announce: Callable[[str], None]) -> AsyncIterator[ExternalEngine]:
+    """Yield the engine of a configuration; `announce` gets the line with the address for the trainer.
+
+    Raises ConfigError without a key, SetupError when the address is taken.
+    """
+    table = config.engine
+    host, port = split_address(table.listen)
+    engine = ExternalEngine(
+        max_context_tokens=config.model.max_context_tokens, call_deadline_s=table.call_timeout_s
+    )
+    secret = secret_from_environment(table.key_env)
+    async with serve_external(engine, host, port, secret) as url:
+        announce(f"waiting for the trainer at {url} (key in {table.key_env})")
+        try:
+            yield engine
+        finally:
+            await engine.close()
 
 
 @asynccontextmanager

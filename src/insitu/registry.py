@@ -105,6 +105,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "commands": "bridges",
         "api": "export_model export_run import_run push",
         "engines": "external",
+        "parts": "fitting_renderer named_renderer",
     },
     "tasksets": {
         "verbs": "tasks",

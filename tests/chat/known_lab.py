@@ -9,7 +9,7 @@ from qwen_vocabulary import qwen_tokenizer_json
 from render_families import tokenizer_json
 
 from insitu.chat.codec import Codec
-from insitu.chat.renderers_adapter import AdaptedRenderer, adapted_renderer
+from insitu_bridges.renderers_adapter import AdaptedRenderer, adapted_renderer
 
 GLM = (
     *("<|endoftext|>", "[MASK]", "[gMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>"),

@@ -11,10 +11,10 @@ from known_lab import FAMILIES, renderer_of
 
 from insitu.chat.codec import Codec
 from insitu.chat.renderer import prepared
-from insitu.chat.renderers_adapter import AdaptedRenderer, adapted_renderer
 from insitu.chat.validation import check_renderer, round_trips
 from insitu.errors import RenderError
 from insitu.types import Message, ToolCall, ToolSpec
+from insitu_bridges.renderers_adapter import AdaptedRenderer, adapted_renderer
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,6 @@ from test_template_splice import EXAMPLES, TOOL, other_spelling
 
 from insitu.chat.model_files import read_folder
 from insitu.chat.renderer import dropping_roles
-from insitu.chat.renderers_adapter import AdaptedRenderer, render
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.chat.validation import CodecRenderer
 from insitu.gateway.dialects.base import ParsedBody
@@ -27,6 +26,7 @@ from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend, TokenSession
 from insitu.types import IntArray, Limits, Message, ModelRequest, RequestKey, ToolCall, Trajectory
+from insitu_bridges.renderers_adapter import AdaptedRenderer, render
 from insitu_lab.exactness import training_faults
 from insitu_train.demo.scripted import ScriptedEngine
 

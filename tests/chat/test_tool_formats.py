@@ -12,8 +12,8 @@ import pytest
 from known_lab import FAMILIES, renderer_of
 from renderers.base import ToolCallParseStatus
 
-from insitu.chat.renderers_adapter import AdaptedRenderer
 from insitu.types import Message, ToolCall, ToolSpec
+from insitu_bridges.renderers_adapter import AdaptedRenderer
 
 pytestmark = pytest.mark.slow
 

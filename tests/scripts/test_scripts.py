@@ -184,6 +184,7 @@ OF_ONE = (
     "-train[tinker]",
     "-bridges[prime]",
     "-bridges[hub]",
+    "-bridges[renderers]",
     "-fleet[harbor]",
     "-fleet[ray]",
     "-lab[testing]",

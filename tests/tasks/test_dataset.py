@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from insitu.config import load_config
 from insitu.errors import ConfigError, TaskError
 from insitu.grading.runners.find import runner_for
-from insitu.tasks.allowlist import TaskFinding, read_allowlist, write_allowlist
+from insitu.tasks.allowlist import TaskFinding, read_allowlist
 from insitu.tasks.base import Item, split_of
 from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import open_rows, open_source
@@ -21,6 +21,7 @@ from insitu.tasks.own_formats import PlainJsonl
 from insitu.tasks.row_files import RawRow, RowLocation
 from insitu.tasks.row_files import TestIds as IdList
 from insitu.types import Limits
+from insitu_tasksets.validate import settles, write_allowlist
 
 
 def row(name: str, **more: Any) -> dict[str, Any]:
@@ -300,12 +301,13 @@ def test_only_tasks_that_passed_the_gate_are_used(tmp_path: Path) -> None:
 def test_what_a_gate_settles(tmp_path: Path) -> None:
     path = tmp_path / "g.json"
     found = TaskFinding(status="passed", task_hash="a" * 64, repeats=2)
-    write_allowlist(path, {"t": found, "u": TaskFinding(status="infra", task_hash="b" * 64)})
-    gate = read_allowlist(path)
-    assert gate.settled("t", "a" * 64, 2) == found
-    assert gate.settled("t", "a" * 64, 3) is None
-    assert gate.settled("t", "c" * 64, 1) is None
-    assert gate.settled("u", "b" * 64, 1) is None
+    failed = TaskFinding(status="infra", task_hash="b" * 64)
+    write_allowlist(path, {"t": found, "u": failed})
+    assert read_allowlist(path).findings == {"t": found, "u": failed}
+    assert settles(found, "a" * 64, 2)
+    assert not settles(found, "a" * 64, 3)
+    assert not settles(found, "c" * 64, 1)
+    assert not settles(failed, "b" * 64, 1)
     path.write_text('{"schema": 1, "tasks": {"t": {"status": "great", "task_hash": "x"}}}')
     with pytest.raises(TaskError, match=r"g\.json: t\.status"):
         read_allowlist(path)

@@ -1,25 +1,21 @@
 """Choose the ChatRenderer of a model folder.
 
-Rules of the `renderers` package are used where they write the same text as the folder's own chat template,
-else that template itself by the delta rule. The choice depends on ids and text, never on a model's name:
-fine-tunes often carry another template.
+Rules of the `renderers` package (insitu-bridges) are used where they write the same text as the folder's own
+chat template, else that template itself by the delta rule. The choice depends on ids and text, never on a
+model's name: fine-tunes often carry another template.
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from insitu.chat.codec import Codec
-from insitu.chat.jinja import ChatTemplate
-from insitu.chat.model_files import ModelFiles, read_folder
-from insitu.chat.renderers_adapter import KNOWN, AdaptedRenderer, adapted_renderer, render
+from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
-from insitu.chat.validation import PROBE_TOOL, CodecRenderer, check_renderer
-from insitu.errors import RenderError
-from insitu.types import Message, ToolCall
+from insitu.chat.validation import CodecRenderer
+from insitu.errors import ConfigError, RenderError
+from insitu.registry import find
 
 log = logging.getLogger("insitu.chat")
 
@@ -27,7 +23,7 @@ log = logging.getLogger("insitu.chat")
 def load_renderer(folder: Path, renderer: str = "auto") -> CodecRenderer:
     """Load and check the renderer of a model folder.
 
-    `renderer`: auto, template, or a key of `renderers_adapter.KNOWN`. Raises RenderError if none passes its
+    `renderer`: auto, template, or a name of the `renderers` package. Raises RenderError if none passes its
     checks.
     """
     files = read_folder(folder)
@@ -35,66 +31,20 @@ def load_renderer(folder: Path, renderer: str = "auto") -> CodecRenderer:
     if renderer == "template":
         return template_renderer(files, codec)
     if renderer != "auto":
-        return _load_adapted(renderer, codec, files.renderer.template_arguments)
-    rejected = []
-    for name, settings in _candidates(files):
-        try:
-            found = _load_adapted(name, codec, {**settings, **files.renderer.template_arguments})
-            _check_same_as_template(found, files, settings)
-        except RenderError as error:
-            rejected.append(f"{name}: {error}")
-            continue
-        log.info("renderer chosen folder=%s renderer=%s", folder, name)
-        return found
+        named: CodecRenderer = find("parts", "named_renderer")(renderer, codec, files)
+        return named
+    rejected: list[str] = []
+    try:
+        found: CodecRenderer | None = find("parts", "fitting_renderer")(codec, files, rejected)
+    except ConfigError as error:
+        rejected.append(str(error))
+    else:
+        if found is not None:
+            log.info("renderer chosen folder=%s renderer=%s", folder, found.caps.source)
+            return found
     try:
         chosen = template_renderer(files, codec)
     except RenderError as error:
         raise RenderError(f"{folder}: {'; '.join([f'template: {error}', *rejected])}") from error
     log.info("renderer chosen folder=%s renderer=template rejected=%r", folder, rejected)
     return chosen
-
-
-def _load_adapted(name: str, codec: Codec, arguments: Mapping[str, object]) -> AdaptedRenderer:
-    found = adapted_renderer(name, codec, arguments)
-    check_renderer(found)
-    return found
-
-
-def _candidates(files: ModelFiles) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield renderers whose marker text occurs in the folder's template, with settings to try.
-
-    A template that writes the date gets today's, fixed for the lifetime of the renderer.
-    """
-    for name, known in KNOWN.items():
-        if files.template is None or known.template_marker not in files.template:
-            continue
-        yield name, dict(known.settings)
-        if name == "llama-3" and "strftime_now" in files.template:
-            today = datetime.datetime.now().strftime("%d %b %Y")
-            yield name, {**dict(known.settings), "date_string": today}
-
-
-def _check_same_as_template(
-    renderer: AdaptedRenderer, files: ModelFiles, settings: Mapping[str, object]
-) -> None:
-    """Raise RenderError where the rules and the folder's template write different text."""
-    if files.template is None:
-        return
-    arguments = {**settings, **files.renderer.template_arguments}
-    template = ChatTemplate(files.template, {**files.special_tokens, **arguments}, renderer.codec.shield)
-    user, system = Message(role="user", text="Question."), Message(role="system", text="Rules.")
-    call = ToolCall(id="call_a", name="look", arguments='{"path": "a b", "n": 3}')
-    called = Message(role="assistant", tool_calls=(call,))
-    result = Message(role="tool", text="result", tool_call_id="call_a")
-    for messages in (
-        [user],
-        [system, user],
-        [system, user, called, result],
-        [user, Message(role="assistant", text="Answer."), user],
-    ):
-        for tools in ((), (PROBE_TOOL,)):
-            adapted = renderer.codec.decode_marked(render(renderer, messages, tools, prompt=True)[0])
-            original = template.render(messages, tools, generation_prompt=True)
-            if renderer.codec.unshield(adapted) != renderer.codec.unshield(original):
-                roles = " ".join(m.role for m in messages)
-                raise RenderError(f"output differs from the folder's chat template for: {roles}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +16,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from insitu.errors import TaskError, boundary, describe_invalid
-from insitu.storage.files import write_text
 
 SCHEMA = 1
 FindingStatus = Literal["passed", "failed", "no_gold", "infra"]
@@ -47,13 +46,6 @@ class _Allowlist:
         """Content hashes of the tasks that passed."""
         return frozenset(f.task_hash for f in self.findings.values() if f.status == "passed")
 
-    def settled(self, task_id: str, task_hash: str, repeats: int) -> TaskFinding | None:
-        """Return the finding for a task with this hash and at least `repeats` repeats, else None."""
-        found = self.findings.get(task_id)
-        if found is None or found.task_hash != task_hash or found.status == "infra":
-            return None
-        return found if found.repeats >= repeats or found.status != "passed" else None
-
 
 _FINDINGS = TypeAdapter(dict[str, TaskFinding])
 
@@ -70,11 +62,3 @@ def read_allowlist(path: Path, *, missing_ok: bool = False) -> _Allowlist:
         return _Allowlist(path=path, findings=_FINDINGS.validate_python(value.get("tasks")))
     except ValidationError as error:
         raise TaskError(f"{path}: {describe_invalid(error)}") from None
-
-
-def write_allowlist(path: Path, findings: Mapping[str, TaskFinding]) -> None:
-    """Write an allowlist. Raises TaskError or RecordError."""
-    value = {"schema": SCHEMA, "tasks": {name: asdict(found) for name, found in sorted(findings.items())}}
-    with boundary(TaskError, f"cannot write {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(value, indent=1) + "\n")

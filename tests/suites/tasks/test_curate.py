@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from insitu import cli
-from insitu.tasks.allowlist import read_allowlist, write_allowlist
+from insitu.tasks.allowlist import read_allowlist
+from insitu_tasksets.validate import write_allowlist
 
 RIGHT = "def f(x):\n    return x + 1\n"
 

@@ -42,10 +42,10 @@ from insitu.storage.run_dir import REPORT, RunDir
 from insitu.storage.score import Score
 from insitu.storage.store import Store, add_ledgers
 from insitu.storage.temp_dirs import remove_stale_scratch
-from insitu.tasks.base import TasksById
 from insitu.tasks.mix import TaskMix
 from insitu.types import Group, Ledger, Rollout, Status
 from insitu_bridges.process import RolloutBatch, weights_folder
+from insitu_bridges.tasks_by_id import TasksById
 from insitu_train.alarms import InfraFailureRate
 from insitu_train.batch_source import Batches, open_batches
 from insitu_train.gauges import write_gauges

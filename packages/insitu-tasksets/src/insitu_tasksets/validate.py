@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from insitu.config import Config
-from insitu.errors import ConfigError, InsituError, TaskError
+from insitu.errors import ConfigError, InsituError, TaskError, boundary
 from insitu.grading.diff import changes
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.runners.find import runner_for
@@ -29,7 +30,8 @@ from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks, make_pool
 from insitu.sandbox.base import SandboxBackend, SandboxSpec
 from insitu.sandbox.base_tree import set_up
-from insitu.tasks.allowlist import TaskFinding, read_allowlist, write_allowlist
+from insitu.storage.files import write_text
+from insitu.tasks.allowlist import SCHEMA, TaskFinding, read_allowlist
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import open_source
@@ -160,17 +162,17 @@ class _GateFile:
     def __init__(self, path: Path | None, repeats: int, view: View) -> None:
         """Take the file; None = nothing is kept."""
         self._path, self._repeats, self._view = path, repeats, view
-        self._gate = None if path is None else read_allowlist(path, missing_ok=True)
-        self._findings = dict(self._gate.findings) if self._gate else {}
+        self._earlier = {} if path is None else read_allowlist(path, missing_ok=True).findings
+        self._findings = dict(self._earlier)
         self._kept = time.monotonic()
         self.seen: dict[str, TaskFinding] = {}
 
     def settled(self, task: Task) -> bool:
-        gate = self._gate
-        found = None if gate is None else gate.settled(task.id, task.content_hash, self._repeats)
-        if found is not None:
-            self.seen[task.id] = found
-        return found is not None
+        found = self._earlier.get(task.id)
+        if found is None or not settles(found, task.content_hash, self._repeats):
+            return False
+        self.seen[task.id] = found
+        return True
 
     def put(self, task: Task, found: TaskFinding) -> None:
         self._findings[task.id] = self.seen[task.id] = found
@@ -184,6 +186,21 @@ class _GateFile:
     def keep(self) -> None:
         if self._path is not None:
             write_allowlist(self._path, self._findings)
+
+
+def settles(found: TaskFinding, task_hash: str, repeats: int) -> bool:
+    """Return whether a finding holds for a task with this hash and at least `repeats` repeats."""
+    if found.task_hash != task_hash or found.status == "infra":
+        return False
+    return found.repeats >= repeats or found.status != "passed"
+
+
+def write_allowlist(path: Path, findings: Mapping[str, TaskFinding]) -> None:
+    """Write an allowlist (`tasks.allowlist`). Raises TaskError or RecordError."""
+    value = {"schema": SCHEMA, "tasks": {name: asdict(found) for name, found in sorted(findings.items())}}
+    with boundary(TaskError, f"cannot write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def unplaced(config: Config, task: Task) -> TaskFinding | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Self
 
@@ -13,7 +13,7 @@ from insitu.errors import SandboxError, SandboxLost, boundary
 from insitu.grading.runners.base import OracleRun, RunLimits
 from insitu.sandbox.base import Bind, ExecResult, Sandbox, cpu_s
 from insitu.sandbox.host_faults import host_fault
-from insitu.types import FailingCheck, GradingPlan, HiddenTests, Oracle, Task, Tree, Trust, task_hash
+from insitu.types import FailingCheck, GradingPlan, Oracle, Task, Tree, Trust, task_hash
 
 MAX_CHECKS = 20
 MAX_CHECK_CHARS = 2048
@@ -137,28 +137,3 @@ def unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) != len(pairs):
         raise ValueError("duplicate key")
     return found
-
-
-def share(tests: HiddenTests, fixed: int, kept: int) -> float:
-    """Return the reward `fraction`: share of tests fixed times share of tests not broken."""
-    score = fixed / max(1, len(tests.fail_to_pass))
-    return score * kept / len(tests.pass_to_pass) if tests.pass_to_pass else score
-
-
-def failing_tests(
-    tests: HiddenTests, outcomes: Mapping[str, str], fixed: Collection[str], kept: Collection[str]
-) -> tuple[FailingCheck, ...]:
-    """Return the required tests whose outcome is not among `fixed` (fail_to_pass) or `kept` (the others)."""
-    required = [(name, fixed) for name in tests.fail_to_pass] + [(name, kept) for name in tests.pass_to_pass]
-    return failing_checks(
-        FailingCheck(name=name, outcome=outcomes.get(name, "missing"))
-        for name, good in required
-        if outcomes.get(name) not in good
-    )
-
-
-def passing(tests: HiddenTests, passed: int, known: Mapping[str, str]) -> str:
-    """Return the reason: how many required tests pass."""
-    required = (*tests.fail_to_pass, *tests.pass_to_pass)
-    missing = sum(name not in known for name in required)
-    return f"{passed} of {len(required)} tests pass" + (f", {missing} are missing" if missing else "")

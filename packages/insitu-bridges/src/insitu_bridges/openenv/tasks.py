@@ -11,9 +11,10 @@ from insitu.errors import ConfigError, TaskError
 from insitu.grading.runners.find import runner_for
 from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks
-from insitu.tasks.base import ENDLESS_TASKS, Split, TasksById, TaskSource
+from insitu.tasks.base import ENDLESS_TASKS, Split, TaskSource
 from insitu.tasks.factory import open_source
 from insitu.types import Check, FailingCheck, GradingPlan, HiddenTests, Oracle, Setup, Task, task_hash
+from insitu_bridges.tasks_by_id import TasksById
 
 
 class EpisodeTasks:

@@ -19,7 +19,7 @@ from insitu.errors import GradeError, TaskError
 from insitu.grading.candidate import Candidate
 from insitu.grading.diff import DEFAULT_POLICY, bad_path
 from insitu.grading.runners.base import RunLimits, RunReport
-from insitu.grading.runners.common import RunnerBase, control_task, failing_tests, passing, share
+from insitu.grading.runners.common import RunnerBase, control_task
 from insitu.sandbox.base import Bind, Sandbox
 from insitu.sandbox.base_tree import is_plain
 from insitu.storage.temp_dirs import cache_folder
@@ -29,6 +29,7 @@ from insitu_tasksets.runners.pytest_mutants import MOST_RUNS
 from insitu_tasksets.runners.pytest_records import FileRun, RecordsTampered
 from insitu_tasksets.runners.pytest_session import BUNDLE, FileResult, PytestSession, files_of, run_file
 from insitu_tasksets.runners.pytest_trust import weak_files
+from insitu_tasksets.runners.required_tests import failing_tests, passing, share
 
 MAX_NAMED = 3
 

@@ -20,18 +20,16 @@ from insitu.grading.runners.common import (
     RunnerBase,
     control_task,
     failing_checks,
-    failing_tests,
     for_memory,
     out_of_cpu,
-    passing,
     run_in,
-    share,
     text_tail,
 )
 from insitu.sandbox.base import ExecResult, Sandbox
 from insitu.types import FailingCheck, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Task, Trust
 from insitu_tasksets.runners.log_parsers import PARSERS, TestLog, parse_log
 from insitu_tasksets.runners.pytest_logs import SKIPPED, XFAIL, is_cut, r2e_names
+from insitu_tasksets.runners.required_tests import failing_tests, passing, share
 
 FRAMED = f"""
 IFS= read -r nonce || exit 97

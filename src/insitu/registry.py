@@ -84,7 +84,7 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
 
 SATELLITES: Mapping[str, Mapping[str, str]] = {
     "train": {
-        "verbs": "demo train sft replay",
+        "verbs": "init demo train sft replay",
         "commands": "train",
         "api": "replay replay_async sft sft_async train train_async",
         "engines": "embedded tinker",

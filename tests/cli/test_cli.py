@@ -18,7 +18,6 @@ import pytest
 
 from insitu import cli
 from insitu.cli import console, report
-from insitu.cli.init import ENGINES
 from insitu.cli.options import commands, parse
 from insitu.config import Config, demo_preset, dump_toml, load_config
 from insitu.errors import ConfigError, EngineError, SandboxError
@@ -26,6 +25,7 @@ from insitu.install_hints import install_extra
 from insitu.progress.base import View
 from insitu.storage.run_dir import RunDir
 from insitu.types import Ledger, Rollout, Status, Timings, Trajectory
+from insitu_train.init import ENGINES
 
 ROLLOUT = Rollout(
     id="train/00001/000/00",

@@ -6,13 +6,6 @@ from insitu.command import Command
 
 COMMANDS = (
     Command(
-        name="init",
-        group="train",
-        text="write a first configuration file",
-        example="my.toml --agent pi --tasks tasks.jsonl --model models/MODEL",
-        run="insitu.cli.init:init",
-    ),
-    Command(
         name="rollout",
         group="train",
         text="run many rollouts without training and report pass@k",

@@ -6,6 +6,13 @@ from insitu.command import Command
 
 COMMANDS = (
     Command(
+        name="init",
+        group="train",
+        text="write a first configuration file",
+        example="my.toml --agent pi --tasks tasks.jsonl --model models/MODEL",
+        run="insitu_train.init:init",
+    ),
+    Command(
         name="demo",
         group="train",
         text="watch a small model learn to use a coding agent, on a CPU",

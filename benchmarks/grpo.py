@@ -78,6 +78,8 @@ def measure(
                 found = one.process.ask("step")
                 if found["sampled"] != wanted:
                     raise RuntimeError(f"{name} sampled {found['sampled']} tokens instead of {wanted}")
+                kind = "" if turn else ", to warm up"
+                _say(f"{name}: {found['cpu_s']:.1f} CPU s, {found['wall_s']:.1f} s{kind}")
                 if turn:
                     taken[name].append(found)
     return {name: _medians(found) for name, found in taken.items()}
@@ -135,7 +137,7 @@ def main(argv: list[str]) -> int:
         result["ratio_wall"] = round(found["trl"]["wall_s"] / found["insitu"]["wall_s"], 2)
         _say(f"TRL takes {result['ratio_cpu']} x insitu's CPU seconds, {result['ratio_wall']} x its time")
     for name, one in found.items():
-        _say(f"{name}: {one['cpu_s']} CPU s, {one['wall_s']} s")
+        _say(f"{name}, medians: {one['cpu_s']} CPU s, {one['wall_s']} s")
     if args.json:
         print(json.dumps(result))
     return 0

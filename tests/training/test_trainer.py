@@ -160,6 +160,22 @@ def test_the_same_plan_gives_the_same_bits() -> None:
     assert not same(ends[0], weights(small_model()))
 
 
+def test_a_step_is_deterministic_without_filling_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    trainer, settings, seen = Trainer(model, TrainConfig()), torch.utils.deterministic, []
+    update = trainer.optimiser.update
+
+    def looked_at(step: int) -> float:
+        seen.append((torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory))
+        return update(step)
+
+    monkeypatch.setattr(trainer.optimiser, "update", looked_at)
+    before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    trainer.step(plan_step(sampled_groups(model), PlanConfig(token_budget=100)))
+    assert seen == [(2, False)]
+    assert (torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory) == before == (0, True)
+
+
 def wrong(plan: StepPlan, change: float, tokens: int = 1) -> StepPlan:
     """The plan with some logprobs of one row changed."""
     row = plan.rows[4]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -419,8 +419,12 @@ class Trainer:
         # products and makes scatters much slower.
         on_cpu = self.model.device.type == "cpu"
         torch.set_deterministic_debug_mode("error" if on_cpu else "default")
+        # new tensors are written before they are read: nan in all of them would be work for nothing
+        settings: Any = torch.utils.deterministic
+        found, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         try:
             yield
         finally:
             torch.set_num_threads(threads)
             torch.set_deterministic_debug_mode(mode)
+            settings.fill_uninitialized_memory = found

@@ -46,11 +46,11 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         print(json.dumps({"wall_s": wall, "cpu_s": cpu, **COUNTED}), file=OUT, flush=True)
 
 
-def main() -> None:
+def main(folder: str) -> None:
     torch.set_num_threads(JOB["threads"])
     logging.disable(logging.WARNING)
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=folder,
         per_device_train_batch_size=JOB["group_size"],
         gradient_accumulation_steps=len(JOB["texts"]),
         num_generations=JOB["group_size"],
@@ -90,5 +90,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):
-        main()
+    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:
+        main(scratch)

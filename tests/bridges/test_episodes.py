@@ -123,8 +123,7 @@ def test_a_package_has_what_openenv_asks_for(name: str) -> None:
     # uv takes a package from a path only where the project itself names it.
     named = {re.split("[<>=]", one)[0] for one in project["dependencies"]}
     own = {one for one in named if one.startswith("insitu")}
-    assert own >= {"insitu", "insitu-train", "insitu-bridges"}
-    assert own == sources.keys()
+    assert own == sources.keys() == {"insitu", "insitu-train", "insitu-bridges", "insitu-tasksets"}
     assert all((folder / source["path"] / "pyproject.toml").is_file() for source in sources.values())
     docker = (folder / "Dockerfile").read_text()
     assert re.search(r"^USER 1000$", docker, re.MULTILINE)

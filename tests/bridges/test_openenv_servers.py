@@ -126,7 +126,7 @@ async def test_upstreams_options_and_state() -> None:
     }  # fmt: skip
     with serving("terminus_env", INSITU_ENV_TRUST_CALLERS="1") as url:
         async with client(url) as env:
-            assert not (await env.reset(**upstream, sandbox_backend="local")).done
+            assert not (await env.reset(**upstream, sandbox_backend="local", sandbox_root=None)).done
             await env.step(call(command="echo 42 > answer.txt"))
             await env.step(call(command="ls; exit 7"))
             assert (await env.step(call(final_answer="done"))).reward == 0.5
@@ -143,7 +143,8 @@ async def test_upstreams_options_and_state() -> None:
             assert [one["success"] for one in state.setup_results] == [True, False]
             assert "setup command 2 ended with 1: why" in state.last_error
             for option, said in (
-                ({"sandbox_backend": "docker"}, "sandbox.backend of INSITU_ENV_CONFIG decides, local"),
+                ({"sandbox_backend": "docker"}, "[sandbox] of INSITU_ENV_CONFIG decides, backend local"),
+                ({"hf_sandbox_flavor": "cpu"}, "[sandbox] of INSITU_ENV_CONFIG decides, backend local"),
                 ({"sandbox_timeout": "soon"}, "is no number of seconds"),
                 ({"forward_hf_token": True}, "gets no secret"),
             ):
@@ -362,7 +363,12 @@ async def test_a_rollout_of_an_agent_is_graded(tmp_path: Path) -> None:
         with serving("mini_swe_env", INSITU_ENV_CONFIG=str(config)) as url:
             async with MiniSWEEnv(base_url=url) as env:
                 (tool,) = await env.list_tools()
-                assert not tool.input_schema["properties"].keys() & {"api_key", "base_url", "verify"}
+                assert not tool.input_schema["properties"].keys() & {
+                    "api_key",
+                    "base_url",
+                    "verify",
+                    "sandbox_image",
+                }
                 refused = await env.run_swe_rollout(task_id="toy-1", **access)
                 assert (refused.reward, "TRUST_CALLERS" in str(refused.error)) == (None, True)
         with serving("mini_swe_env", INSITU_ENV_CONFIG=str(config), INSITU_ENV_TRUST_CALLERS="1") as url:
@@ -370,7 +376,7 @@ async def test_a_rollout_of_an_agent_is_graded(tmp_path: Path) -> None:
                 await env.reset()
                 (tool,) = await env.list_tools()
                 assert (tool.name, "api_key" in tool.input_schema["properties"]) == ("run_swe_rollout", True)
-                assert "sandbox_image" not in tool.input_schema["properties"]
+                assert "sandbox_backend" not in tool.input_schema["properties"]
                 solved = await env.run_swe_rollout(task_id="toy-1", **access)
                 assert (solved.reward, solved.resolved, solved.error) == (1.0, True, None)
                 assert "cost // step" in solved.files["yard.py"]

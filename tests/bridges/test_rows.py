@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from row_lab import PLAN, groups, rollout
 
-from insitu.errors import TrainError
+from insitu.errors import ConfigError, TrainError
 from insitu.types import EXCLUSIONS, Group, Status
-from insitu_bridges.rows import REFUSALS, GroupRows, convert, rows_of, unscored
+from insitu_bridges.rows import REFUSALS, GroupRows, convert, rows_alone, rows_of, unscored
 from insitu_train.plan.step import plan_step
 
 
@@ -68,6 +68,11 @@ def test_a_rollout_without_others_to_compare_is_refused() -> None:
     made = rows_of([Group(id="train/1/0", task_id="t", rollouts=alone)], PLAN)
     assert made[0].scored == ()
     assert convert(None, made, ()).account.excluded == {"infra": 6}
+
+
+def test_a_rollout_alone_cannot_be_dropped_with_its_group() -> None:
+    with pytest.raises(ConfigError, match="needs whole groups"):
+        rows_alone(rollout("train/1/0/0", 1.0), PLAN.changed(truncated="drop_group"))
 
 
 def test_a_row_is_never_left_out_or_given_twice() -> None:

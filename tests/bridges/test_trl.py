@@ -200,6 +200,20 @@ def test_a_session_starts_its_agent_with_its_first_use() -> None:
     assert len(started) == 1
 
 
+def test_a_session_that_is_closed_while_the_source_opens_has_no_agent() -> None:
+    factory, running = trl.SessionFactory(CONFIG), Future[Rollout]()
+    session = factory.create("toy-1")
+
+    class Opening:
+        def submit(self, make: object) -> Future[Rollout]:
+            session.close()  # by another thread
+            return running
+
+    factory.__dict__["source"] = Opening()
+    session.initial_messages()
+    assert running.cancelled()
+
+
 @pytest.mark.slow
 def test_neither_torch_nor_trl_is_imported_with_the_bridge() -> None:
     found = "sorted({'torch', 'trl', 'openenv', 'safetensors'} & set(sys.modules))"

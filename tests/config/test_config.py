@@ -348,3 +348,9 @@ def test_a_dry_run_lists_the_values_of_every_key_that_has_few() -> None:
                 seen += 1
                 assert re.search(rf"\b{value}\b", meaning), f"{name}.{key}: {value}"
     assert seen > 80
+
+
+def test_an_address_may_be_a_port_and_an_engine_needs_one() -> None:
+    assert load_config(None, {"gateway.listen": 8765}).gateway.listen == "8765"
+    with pytest.raises(ConfigError, match=r"engine\.listen: is neither HOST:PORT nor a port, got ''"):
+        load_config(None, ["engine.kind=external", "engine.listen="])

@@ -90,6 +90,15 @@ async def test_a_call_is_checked_kept_and_acknowledged(renderer: TemplateRendere
             assert [t["name"] for t in (await response.json())["tools"]] == ["submit", "note"]
 
 
+def test_a_model_that_wraps_its_arguments_is_told_of_the_schema() -> None:
+    """Only clients of the tools' address wrap them: a tool gets what was checked."""
+    tools = ToolBox([SUBMIT])
+    wrapped = {"arguments": {"answer": "7"}}
+    assert tools.call("submit", wrapped, "model")["ok"] is False
+    assert tools.call("submit", wrapped)["ok"] is True
+    assert [json.loads(call.arguments) for call in tools.calls] == [wrapped, {"answer": "7"}]
+
+
 @pytest.mark.case(53)
 async def test_each_secret_opens_its_own_scope_only(renderer: TemplateRenderer) -> None:
     async with ToolRig(renderer, [said("x")]) as rig:

@@ -320,8 +320,18 @@ def test_a_run_whose_pairs_were_single_keys_keeps_them(
     (tmp_path / "config.toml").write_text(JOINED.replace("{loss}", loss))
     kept = read_config(tmp_path)
     assert (kept.train.clip, kept.train.correction_bounds) == (clip, bounds)
-    assert (kept.train.overlong_tokens, kept.train.step_timeout_s) == ((24, 120), 90.0)
+    assert (kept.train.overlong_tokens, kept.train.step_timeout_s) == ((24, 120), 700.0)
     assert kept.gateway.listen == "0.0.0.0:8000"
+
+
+def test_what_a_run_said_of_servers_and_tasks_is_kept_or_refused(tmp_path: Path) -> None:
+    wide = '[engine]\nkind = "vllm"\nreplicas = 2\ntensor_parallel = 2\n'
+    (tmp_path / "config.toml").write_text(wide)
+    kept = read_config(tmp_path).engine
+    assert (kept.gpus, kept.replicas, kept.tensor_parallel) == ((0, 1, 2, 3), 2, 2)
+    (tmp_path / "config.toml").write_text("[rollout]\nstart = 40\ncount = 20\n")
+    with pytest.raises(ConfigError, match=r"rollout\.start"):
+        read_config(tmp_path)
 
 
 def test_a_start_that_failed_leaves_nothing_of_its_own(tmp_path: Path) -> None:

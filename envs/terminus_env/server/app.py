@@ -1,6 +1,7 @@
 """FastAPI application of terminus_env: `uvicorn server.app:app`, or `python -m terminus_env.server.app`.
 
-Configured by INSITU_ENV_CONFIG, INSITU_ENV_TRUST_CALLERS and MAX_CONCURRENT_ENVS (README.md).
+Configured by INSITU_ENV_CONFIG, INSITU_ENV_TRUST_CALLERS, INSITU_ENV_TOKEN and
+MAX_CONCURRENT_ENVS (README.md).
 """
 
 from insitu_bridges.openenv.environment import make_app

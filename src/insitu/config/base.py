@@ -123,8 +123,12 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-Address = Annotated[str, AfterValidator(lambda text: text and split_address(text) and text)]
-"""Where a server listens; `split_address` takes it apart."""
+Address = Annotated[
+    str,
+    BeforeValidator(lambda given: str(given) if type(given) is int else given),
+    AfterValidator(lambda text: text and split_address(text) and text),
+]
+"""Where a server listens, as HOST:PORT or a port; empty = nowhere. `split_address` takes it apart."""
 Agent = Annotated[str, _named("agents")]
 """Name, path or object of an agent; see `insitu.registry`. The same for the types below."""
 RewardName = Annotated[str, _named("rewards")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from insitu.config.base import (
     Address,
@@ -18,6 +18,7 @@ from insitu.config.base import (
     SecondsOrZero,
     Table,
     only,
+    split_address,
 )
 from insitu.registry import shipped
 from insitu.types import MIN_TEMPERATURE
@@ -95,7 +96,9 @@ class EngineTable(ProviderKeys, Table):
     prices: Annotated[Mapping[str, Annotated[float, Field(ge=0)]], _NAMED] = {}
     """Prices of a million tokens, e.g. { input = 1.0, output = 5.0 }; upstream: also cached and cache_write
     (Anthropic), else as input; tinker: train, of trained rows: both of their passes, per epoch."""
-    listen: Annotated[Address, only("kind", "external")] = "127.0.0.1:0"
+    listen: Annotated[
+        Address, AfterValidator(lambda text: split_address(text) and text), only("kind", "external")
+    ] = "127.0.0.1:0"
     """HOST:PORT where the trainer fetches requests; port 0 takes a free one."""
 
     @property

@@ -111,13 +111,14 @@ class ToolBox:
     ) -> Mapping[str, object]:
         """Check and keep one call. Raises WireError for an unknown tool and when there were too many.
 
-        Arguments wrapped as `{"arguments": {...}}`, as upstream's clients send them, are unwrapped where the
-        tool has parameters and none of this name.
+        An agent's arguments wrapped as `{"arguments": {...}}`, as upstream's clients send them, are unwrapped
+        where the tool has parameters and none of this name.
         """
         check = self._checks.get(name)
         if check is None:
             raise WireError("not_found", "There is no such tool.")
-        arguments = _unwrapped(check, arguments)
+        if source == "agent":
+            arguments = _unwrapped(check, arguments)
         if len(self.calls) >= self._max_calls:
             raise WireError("rate_limited", "This session has called host tools too often.")
         text = json_text(arguments)

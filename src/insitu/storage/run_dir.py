@@ -244,6 +244,10 @@ def read_config(path: Path) -> Config:
 def read_tables(path: Path) -> dict[str, Any]:
     """Return the stored configuration of a run as tables of the keys of today."""
     tables: dict[str, Any] = {**read_toml(path / "config.toml")}
+    if tables.get("rollout", {}).get("start"):
+        raise ConfigError(
+            f"{path}: its tasks begin at rollout.start, which this insitu does not have any more"
+        )
     joined = _joined(*(tables.get(name, {}) for name in ("gateway", "engine", "train")))
     for old, new in RENAMED.items():
         (table, key), (now_in, *inner, name) = old.split("."), new.split(".")
@@ -273,9 +277,12 @@ def _joined(gateway: dict[str, Any], engine: dict[str, Any], train: dict[str, An
     if margin := train.pop("overlong_margin_tokens", 0):
         last = train["overlong_tokens"]
         found["overlong_tokens"] = [last - margin, last] if last else []
-    for table, old in (engine, "tensor_parallel"), (train, "start_timeout_s"), (train, "dppo_low"):
-        table.pop(old, None)
-    train.pop("cispo_cap", None)
+    if start := train.pop("start_timeout_s", 0.0):
+        found["step_timeout_s"] = max(start, train.get("step_timeout_s", 0.0))
+    if (each := engine.pop("tensor_parallel", 1)) > 1 and not engine.get("gpus"):
+        engine["gpus"] = list(range(each * engine.get("replicas", 1)))
+    for old in "dppo_low", "cispo_cap":
+        train.pop(old, None)
     host, port = gateway.pop("host", ""), gateway.pop("port", 0)
     return {"train": found, **({"gateway": {"listen": f"{host}:{port}"}} if port else {})}
 

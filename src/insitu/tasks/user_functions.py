@@ -2,7 +2,7 @@
 
     transform(row: dict) -> dict | None                       None leaves the row out
     parse_answer(reply: str, task: Task) -> {path: text}      single_turn: a reply becomes files
-    checker(stdin: str, expected: str, printed: str) -> bool  see grading/runners/checker.py
+    checker(stdin: str, expected: str, printed: str) -> bool  see insitu_tasksets/runners/checker.py
     reward(rollout: FinishedRollout) -> float | dict | None   see grading/reward.py
 
 A plain function runs in a thread per call, a coroutine function on an event loop of its own thread. An

@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar, get_args
 
 import numpy as np
 
-from insitu.errors import TrainError
+from insitu.errors import ConfigError, TrainError
 from insitu.types import EXCLUSIONS, Group, Ledger, Rollout, Segment, Status
 from insitu_train.plan.step import PlanConfig, PlannedRollout, PlanRow, plan_rollouts, row_of
 
@@ -116,6 +116,8 @@ def rows_of(groups: Sequence[Group], plan: PlanConfig) -> tuple[GroupRows, ...]:
 
 def rows_alone(rollout: Rollout, plan: PlanConfig) -> RolloutRows:
     """Return a rollout as the only one of its group, for a trainer that computes the advantages."""
+    if plan.truncated == "drop_group":
+        raise ConfigError("train.truncated = 'drop_group' needs whole groups; this trainer takes rollouts")
     # One of a larger group: neither too few nor all equal.
     plan = plan.changed(group_min=1, degenerate="keep")
     [group] = rows_of([Group(id=rollout.id, task_id=rollout.task_id, rollouts=(rollout,))], plan)

@@ -1,6 +1,6 @@
 """Formats `humaneval` and `unit_tests`: one file to write, judged by hidden tests or cases.
 
-HumanEval's asserts become json_io cases where these say exactly the same (tasks/asserts.py), else a hidden
+HumanEval's asserts become json_io cases where these say exactly the same (asserts.py), else a hidden
 pytest file. Rows of `unit_tests` bring cases, or test code in Python (pytest) or Julia (a script that must
 exit 0; not tried on a machine with Julia).
 """

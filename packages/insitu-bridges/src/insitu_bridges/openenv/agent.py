@@ -37,9 +37,9 @@ from insitu_bridges.openenv.tasks import verified
 
 MAX_FILES, FILE_CHARS = 100, 20_000
 """Limits of the changed files that a result shows."""
-SERVERS = ("sandbox_backend", "sandbox_image")
-"""Arguments of upstream's client that a server's configuration decides."""
-CALLERS_ONLY = ("repo", "base_commit", "instruction", "setup", "verify", "base_url", "api_key", "model")
+CALLERS_ONLY = (
+    "repo", "base_commit", "instruction", "setup", "verify", "base_url", "api_key", "model", "sandbox_image",
+)  # fmt: skip
 """Arguments that only trusted callers may give."""
 
 
@@ -118,7 +118,8 @@ class AgentEnvironment(TaskEnvironment):
             return json.dumps(result)
 
         tool = Tool.from_function(run_swe_rollout)
-        for name in (*SERVERS, *(() if self.trusts_callers else CALLERS_ONLY)):
+        # The server's configuration decides on the backend.
+        for name in ("sandbox_backend", *(() if self.trusts_callers else CALLERS_ONLY)):
             tool.parameters["properties"].pop(name)  # a call that has one all the same gets a line
         server.add_tool(tool)
 

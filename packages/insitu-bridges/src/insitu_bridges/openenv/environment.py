@@ -48,6 +48,11 @@ SHOWN_CHARS = 4000
 SPLITS: tuple[Split, ...] = ("train", "eval")
 UPSTREAM = {"setup": "setup_scripts", "verify": "verify_scripts", "image": "sandbox_image"}
 """Options of `reset` that OpenEnv's terminus_env names otherwise."""
+SERVERS = (
+    "sandbox_backend", "sandbox_flavor", "sandbox_root",
+    "hf_sandbox_image", "hf_sandbox_flavor", "hf_sandbox_timeout",
+)  # fmt: skip
+"""Options of it that the server's configuration decides."""
 PREVIEW = 100
 """Most tasks that are listed at once."""
 
@@ -155,18 +160,17 @@ class TaskEnvironment(MCPEnvironment):  # type: ignore[misc]
     def choose(self, seed: int | None, options: Mapping[str, Any]) -> Task:
         """Return the task that `reset` names; raise InsituError."""
         known = {"task", "split", "index", "instruction", "setup", "verify", "image", *UPSTREAM.values()}
-        known |= {"sandbox_backend", "sandbox_timeout", "forward_hf_token"}
+        known |= {*SERVERS, "sandbox_timeout", "forward_hf_token"}
         if unknown := sorted(options.keys() - known):
             raise ConfigError(f"reset has no option {unknown[0]!a} (known: {', '.join(sorted(known))})")
         tasks, config = self.episodes.tasks, self.episodes.config
         options = {
-            **options,
             **{own: options[theirs] for own, theirs in UPSTREAM.items() if options.get(theirs)},
+            **{name: value for name, value in options.items() if value},
         }
-        if options.get("sandbox_backend") not in (None, "", config.sandbox.backend):
-            raise ConfigError(
-                f"sandbox_backend: sandbox.backend of {CONFIG} decides, {config.sandbox.backend}"
-            )
+        for name in SERVERS:
+            if options.get(name) not in (None, "", config.sandbox.backend):
+                raise ConfigError(f"{name}: [sandbox] of {CONFIG} decides, backend {config.sandbox.backend}")
         if options.get("forward_hf_token"):
             raise ConfigError("forward_hf_token: a sandbox has no network and gets no secret")
         try:
@@ -184,6 +188,8 @@ class TaskEnvironment(MCPEnvironment):  # type: ignore[misc]
             instruction, image = str(options.get("instruction", "")), str(options.get("image", ""))
             setup, verify = commands(options.get("setup")), commands(options.get("verify"))
             return tasks.define(f"caller/{uuid4().hex}", instruction, setup, verify, image=image)
+        if options.get("image"):
+            raise ConfigError("an image needs a task of the caller's, with verify")
         if options.get("task"):
             return tasks.find(str(options["task"]))
         split = _split(options.get("split") or "train")
@@ -350,7 +356,8 @@ def make_app(name: str, kind: type[TaskEnvironment] = TerminalEnvironment) -> An
     Raises InsituError.
     """
     settings = ServerSettings.read()
-    os.environ.setdefault("ENABLE_WEB_INTERFACE", "true")  # OpenEnv's page at /web
+    os.environ.setdefault("ENABLE_WEB_INTERFACE", "true")  # OpenEnv's page at /web, by gradio
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     episodes = Episodes(settings.config)
     app = create_app(
         lambda: kind(name, episodes, settings),

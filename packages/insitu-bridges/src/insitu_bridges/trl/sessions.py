@@ -35,7 +35,10 @@ class HarnessSession:
     def _running(self) -> Future[Any]:
         if self._closed:
             raise TrainError("the session was closed before its agent began")
-        return self._start()
+        running = self._start()
+        if self._closed:  # meanwhile: the first session opens the source
+            running.cancel()
+        return running
 
     def initial_messages(self) -> list[Any]:
         """Start the agent, which has its own prompt."""

@@ -118,7 +118,7 @@ def _values(options: DeployOptions, config: Config) -> dict[str, str]:
     command, variables, url = _engine(config, gpus)
     limits = {"cpu": "8", "memory": "32Gi"} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     device = f"{{driver: nvidia, count: {gpus}, capabilities: [gpu]}}"
-    extras = ["hf", "renderers", *(["hub"] if config.run.hub else []), *config.track.to]
+    extras = ["all", "hf", "renderers", *(["hub"] if config.run.hub else []), *config.track.to]
     return {
         "BASE": GPU_BASE if gpus else CPU_BASE,
         "COMPOSE_GPUS": f"    deploy: {{resources: {{reservations: {{devices: [{device}]}}}}}}\n"

@@ -354,3 +354,8 @@ def test_an_address_may_be_a_port_and_an_engine_needs_one() -> None:
     assert load_config(None, {"gateway.listen": 8765}).gateway.listen == "8765"
     with pytest.raises(ConfigError, match=r"engine\.listen: is neither HOST:PORT nor a port, got ''"):
         load_config(None, ["engine.kind=external", "engine.listen="])
+
+
+def test_a_key_that_is_gone_gets_no_similar_name() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key sandbox\.mode; it is gone$"):
+        load_config(None, ["sandbox.mode=fresh"])

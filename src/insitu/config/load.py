@@ -71,6 +71,8 @@ RENAMED: Mapping[str, str] = {
     "sft.lr": "train.lr",
 }
 """Earlier names of keys; the error for one of them gives the present name."""
+GONE = {"eval.max_s", "rollout.start", "sandbox.mode"}
+"""Earlier keys that nothing replaces: a similar name would be a wrong hint."""
 
 Raw = Mapping[str, Any]
 Layered = TypeVar("Layered", TaskSetTable, EvalTable)
@@ -398,6 +400,8 @@ def _suggest(name: str, known: Sequence[str]) -> str:
     """Return a hint: the new name, else the same key of another table, else a similar key."""
     if new := RENAMED.get(name):
         return f"; it is now {new}"
+    if name in GONE:
+        return "; it is gone"
     key = name.rpartition(".")[2]
     same_key = [k for k in known if k.rpartition(".")[2] == key]
     close = difflib.get_close_matches(name, same_key, n=1, cutoff=0.8)

@@ -119,7 +119,7 @@ def theirs(peer: Peer, model: Path, engine: str) -> Iterator[Served]:
     process = Process.of(command, stderr=subprocess.DEVNULL, env=_environment())
     try:
         try:
-            process.hear()
+            process.receive()
         except RuntimeError as error:
             raise SetupError(f"{peer.name} does not start: {error}") from error
         yield Served(process.child.pid, lambda count: dict(process.ask({"open": count})))
@@ -175,10 +175,10 @@ def measure(served: Served, job: Mapping[str, Any], sessions: int) -> dict[str, 
     """One round of one shape."""
     with running("benchmarks._load") as load:
         load.say({**job, **served.open(sessions)})
-        load.hear()
+        load.receive()
         before = served.cpu_s()
         load.say("go")
-        result = load.hear()
+        result = load.receive()
         cpu_s = served.cpu_s() - before
     calls = len(result["seconds"])
     latency = 1e3 * np.array(result["seconds"])
@@ -238,7 +238,7 @@ def _round(
     peer = next((peer for peer in PEERS if peer.name == name), None)
     for shape, (job, sessions) in jobs.items():
         with running("benchmarks._peer_engine", str(model)) as engine:
-            url = f"http://127.0.0.1:{engine.hear()['port']}"
+            url = f"http://127.0.0.1:{engine.receive()['port']}"
             gateway = ours(model, url) if peer is None else theirs(peer, model, url)
             with gateway as served:
                 cells[shape] = measure(served, job, sessions)

@@ -34,7 +34,7 @@ class Process:
         self.stdin.write(orjson.dumps(value) + b"\n")
         self.stdin.flush()
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """The child's next line. Raises RuntimeError when it has ended."""
         line = self.stdout.readline()
         if not line:
@@ -43,7 +43,7 @@ class Process:
 
     def ask(self, value: object) -> Any:
         self.say(value)
-        return self.hear()
+        return self.receive()
 
     def end(self) -> None:
         """The end of its stdin ends the child; a stuck one is killed."""

@@ -94,9 +94,9 @@ def warm(gateway: Process, size: str) -> None:
     """One conversation of the size, held no longer: what a process needs once is not what a token costs."""
     with running("benchmarks._load") as load:
         load.say(Shape(size=size, concurrency=1, sessions=1, turns=1).job(gateway.ask({"open": 1})))
-        load.hear()
+        load.receive()
         load.say("go")
-        load.hear()
+        load.receive()
     gateway.ask({"seal": 1})
 
 
@@ -109,10 +109,10 @@ def measure(model: Path, shape: Shape) -> dict[str, float]:
         warm(gateway, shape.size)
         before = gateway.ask({"mark": 1, "collect": 1})
         load.say(shape.job(gateway.ask({"open": shape.sessions})))
-        load.hear()
+        load.receive()
         grown = gateway.ask({"mark": 1})
         load.say("go")
-        result = load.hear()
+        result = load.receive()
         after = gateway.ask({"mark": 1, "collect": 1})
         sealed = gateway.ask({"seal": 1})
     calls = len(result["seconds"])
@@ -143,11 +143,11 @@ def growth(model: Path) -> dict[str, Any]:
     ):
         warm(gateway, "50KB")
         load.say(shape.job(gateway.ask({"open": 1})))
-        load.hear()
+        load.receive()
         for _ in range(shape.stages):
             before = gateway.ask({"mark": 1})
             load.say("go")
-            result = load.hear()
+            result = load.receive()
             after = gateway.ask({"mark": 1})
             tokenizer = (after["tokenizer_s"] - before["tokenizer_s"]) / shape.turns
             stages.append(

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,15 @@ def measure(
     wanted = len(job["prompts"]) * job["group_size"] * job["tokens"]
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with ExitStack() as stack:
-        sides = {name: stack.enter_context(closing(_Ending(side(name, folder)))) for name in names}
+        sides = {name: side(name, folder) for name in names}
         for one in sides.values():
-            one.process.say(job)
+            stack.callback(one.end)
+            one.say(job)
         for one in sides.values():
-            one.process.hear()
+            one.receive()
         for turn in range(repeats + 1):
             for name, one in sides.items():
-                found = one.process.ask("step")
+                found = one.ask("step")
                 if found["sampled"] != wanted:
                     raise RuntimeError(f"{name} sampled {found['sampled']} tokens instead of {wanted}")
                 kind = "" if turn else ", to warm up"
@@ -83,13 +84,6 @@ def measure(
                 if turn:
                     taken[name].append(found)
     return {name: _medians(found) for name, found in taken.items()}
-
-
-class _Ending:
-    """A process whose `close` ends it."""
-
-    def __init__(self, process: Process) -> None:
-        self.process, self.close = process, process.end
 
 
 def _medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -142,6 +142,14 @@ async def test_upstreams_options_and_state() -> None:
             state = await env.state()
             assert [one["success"] for one in state.setup_results] == [True, False]
             assert "setup command 2 ended with 1: why" in state.last_error
+            # The first task of a split is no missing index, and a name of one's own wins over upstream's.
+            first = []
+            for seed in (0, 3):
+                await env.reset(seed=seed, split="eval", index=0)
+                first.append((await env.state()).task_id)
+            assert first[0] == first[1]
+            both = {"setup": ["true"], "setup_scripts": ["false"], "verify": ["true"]}
+            assert not (await env.reset(**both)).done
             for option, said in (
                 ({"sandbox_backend": "docker"}, "[sandbox] of INSITU_ENV_CONFIG decides, backend local"),
                 ({"hf_sandbox_flavor": "cpu"}, "[sandbox] of INSITU_ENV_CONFIG decides, backend local"),

@@ -170,10 +170,14 @@ def test_a_step_is_deterministic_without_filling_new_tensors(monkeypatch: pytest
         return update(step)
 
     monkeypatch.setattr(trainer.optimiser, "update", looked_at)
-    before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # of no step, whatever ran in this process before
+    monkeypatch.setattr(settings, "fill_uninitialized_memory", True)
     trainer.step(plan_step(sampled_groups(model), PlanConfig(token_budget=100)))
     assert seen == [(2, False)]
-    assert (torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory) == before
+    after = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode(mode)
+    assert after == (1, True)
 
 
 def wrong(plan: StepPlan, change: float, tokens: int = 1) -> StepPlan:

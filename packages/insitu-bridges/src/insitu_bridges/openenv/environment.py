@@ -32,6 +32,7 @@ from pydantic import BaseModel, Field
 
 from insitu._version import __version__
 from insitu.errors import ConfigError, InsituError
+from insitu.sandbox.base import ExecResult
 from insitu.tasks.base import Split
 from insitu.types import Task
 from insitu_bridges.openenv.episodes import Episode, Episodes, Graded
@@ -165,8 +166,8 @@ class TaskEnvironment(MCPEnvironment):  # type: ignore[misc]
             raise ConfigError(f"reset has no option {unknown[0]!a} (known: {', '.join(sorted(known))})")
         tasks, config = self.episodes.tasks, self.episodes.config
         options = {
-            **{own: options[theirs] for own, theirs in UPSTREAM.items() if options.get(theirs)},
-            **{name: value for name, value in options.items() if value},
+            **options,
+            **{own: options.get(own) or options.get(name) for own, name in UPSTREAM.items()},
         }
         for name in SERVERS:
             if options.get(name) not in (None, "", config.sandbox.backend):
@@ -185,7 +186,7 @@ class TaskEnvironment(MCPEnvironment):  # type: ignore[misc]
         tasks = self.episodes.tasks
         if options.get("verify") or options.get("setup"):
             self.require_trust("reset with setup and verify commands")
-            instruction, image = str(options.get("instruction", "")), str(options.get("image", ""))
+            instruction, image = str(options.get("instruction") or ""), str(options["image"] or "")
             setup, verify = commands(options.get("setup")), commands(options.get("verify"))
             return tasks.define(f"caller/{uuid4().hex}", instruction, setup, verify, image=image)
         if options.get("image"):
@@ -275,22 +276,21 @@ class TerminalEnvironment(TaskEnvironment):
         server.tool(terminal)
 
     async def enter(self, task: Task) -> None:
-        episode, state = self.episodes.episode(task), self._state
+        state, done = self._state, list[ExecResult]()
         state.sandbox_id, state.verify_commands = state.episode_id, list(self.episodes.tasks.checks(task))
         try:
-            await episode.start()
+            self._episode = await self.episodes.open(task, done.append)
         finally:
             if state.verify_commands:  # what another task's image does is its server's
                 state.setup_results = [
                     CommandResult(
                         command=command,
-                        output=(done.stdout + done.stderr).decode("utf-8", "replace")[-SHOWN_CHARS:],
-                        error=None if done.exit_code == 0 else f"exit code {done.exit_code}",
-                        success=done.exit_code == 0,
+                        output=(one.stdout + one.stderr).decode("utf-8", "replace")[-SHOWN_CHARS:],
+                        error=None if one.exit_code == 0 else f"exit code {one.exit_code}",
+                        success=one.exit_code == 0,
                     )
-                    for command, done in zip(task.setup.commands, episode.set_up, strict=False)
+                    for command, one in zip(task.setup.commands, done, strict=False)
                 ]
-        self._episode = episode
 
     async def leave(self) -> None:
         episode, self._episode = self._episode, None

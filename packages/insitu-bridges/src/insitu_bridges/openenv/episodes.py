@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from insitu_bridges.openenv.tasks import EpisodeTasks
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Note = Callable[[ExecResult], None]
 
 OUTPUT_BYTES = 64 << 10
 """Most bytes of a command's output that are returned."""
@@ -73,8 +74,6 @@ class Episode:
         self._sandbox: Sandbox | None = None
         self._lost: str | None = None
         """Why the sandbox was lost by the agent's doing."""
-        self.set_up: list[ExecResult] = []
-        """Results of the task's setup commands, those of root first, to the first that failed."""
         self._spec = SandboxSpec(
             image=task.setup.image,
             workdir=task.setup.workdir,
@@ -86,12 +85,12 @@ class Episode:
             label=f"episode/{task.id}",
         )
 
-    async def start(self) -> None:
-        """Open the sandbox with the task's files. Raises SandboxError."""
+    async def start(self, note: Note) -> None:
+        """Open the sandbox with the task's files; `note` gets each setup command. Raises SandboxError."""
         self._sandbox = await self._backend.create(self._spec)
         try:
             async with asyncio.timeout(self.task.setup.timeout_s + self.task.limits.wall_s):
-                await set_up(self._sandbox, self.task.setup, self.set_up.append)
+                await set_up(self._sandbox, self.task.setup, note)
                 await write_task_files(self._sandbox, self.task)
         except TimeoutError as error:
             await self.close()
@@ -175,14 +174,10 @@ class Episodes:
         """Run a coroutine to its end and return its result."""
         return self.submit(work).result()
 
-    def episode(self, task: Task) -> Episode:
-        """Return an episode that is still to be started."""
-        return Episode(task, self._pool, self._judge)
-
-    async def open(self, task: Task) -> Episode:
-        """Start an episode. Raises SandboxError."""
-        episode = self.episode(task)
-        await episode.start()
+    async def open(self, task: Task, note: Note = lambda done: None) -> Episode:
+        """Start an episode; `note` gets the result of each of its setup commands. Raises SandboxError."""
+        episode = Episode(task, self._pool, self._judge)
+        await episode.start(note)
         return episode
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ def _training() -> Iterator[MachineCheck]:
     yield _gpus()
     yield _package("triton", "fast kernels of the head on a GPU", "comes with PyTorch for CUDA", needed=False)
     yield _compiler()
-    text = f"{SUPPORTED}; a server that you start yourself may use another environment"
+    text = f"as a server {SUPPORTED}; one that you start yourself may use another environment"
     version = _version("vllm")
     yield MachineCheck(
         name="vllm", found=version is not None, text=f"{version or 'not installed'}: {text}", needed=False

@@ -124,9 +124,11 @@ async def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, tm
         metadata = "Metadata-Version: 2.1\nName: verl\nVersion: 0.8.1\n"
         (tmp_path / "old" / "verl-0.8.1.dist-info" / "METADATA").write_text(metadata)
         other.syspath_prepend(tmp_path / "old")
-        with pytest.raises(
-            ConfigError, match=r"verl 0\.8\.1 is installed and this bridge was made for verl 0\.9"
-        ):
+        files = ("verl", "verl/experimental", "verl/experimental/agent_loop")
+        for folder in files:
+            (tmp_path / "old" / folder).mkdir()
+            (tmp_path / "old" / folder / "__init__.py").touch()
+        with pytest.raises(ConfigError, match=r"verl 0\.8\.1: there is no AgentLoopOutput in verl\.exp"):
             await verl.AgentLoop(Servers()).run({})
     verl._starting.cache_clear()
     monkeypatch.delenv("INSITU_CONFIG", raising=False)

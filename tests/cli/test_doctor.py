@@ -33,7 +33,8 @@ def test_a_machine_without_gpu_triton_or_compiler_says_what_is_lost(
     assert found["compiler"].text.startswith("Triton needs a C compiler and ")
     assert "Python.h" in found["compiler"].text
     assert (
-        "not installed: insitu supports vLLM 0.32, and 0.26 with --worker-extension-cls" in found["vllm"].text
+        "not installed: as a server it needs /weight_info and /weight_checker, as vLLM 0.32 has"
+        in found["vllm"].text
     )
 
 
@@ -84,4 +85,4 @@ def test_what_is_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(finding.found for finding in found.values())
     assert found["gpu"].text == "NVIDIA H100 80GB HBM3, 81559 MiB, 580.1"
     assert found["compiler"].text == f"{tmp_path / 'cc'}, {tmp_path / 'Python.h'}"
-    assert found["vllm"].text.startswith("1.2.3: insitu supports")
+    assert found["vllm"].text.startswith("1.2.3: as a server it needs")

@@ -87,11 +87,11 @@ async def test_a_server_that_was_started_again_is_noticed(tmp_path: Path) -> Non
     [
         (
             {"release": "0.26.0"},
-            "vllm 0.26.0 cannot say which weights it holds: insitu supports vLLM 0.32, and 0.26",
+            "vllm 0.26.0 cannot say which weights it holds: it needs /weight_info and /weight_checker",
         ),
         (
             {"release": "0.26.0", "dev_mode": False, "scale_out": False},
-            "vllm 0.26.0 at .* insitu supports vLLM 0.32",
+            "vllm 0.26.0 at .* it needs /weight_info and /weight_checker, as vLLM 0.32",
         ),
     ],
 )
@@ -102,6 +102,34 @@ async def test_one_that_cannot_be_asked_is_refused_with_what_is_supported(given:
                 pass
         assert "--worker-extension-cls insitu.engines.vllm_worker.InsituWorker" in str(refused.value)
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [
+        ("0.32.1", None),
+        (
+            "0.33.0",
+            "vllm 0.33.0 at {}: tests ran with 0.32 and 0.26; weights by /weight_info,"
+            " samples by generate, numbers by the probe",
+        ),
+        (
+            "0.31.0.dev3",
+            "vllm 0.31.0.dev3 at {}: tests ran with 0.32 and 0.26; weights by /weight_info,"
+            " samples by completions, numbers by the probe",
+        ),
+    ],
+)
+async def test_another_release_is_taken_by_its_routes_and_a_line_says_so(
+    release: str, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        serve_vllm(VOCAB, release=release, scale_out=".dev" not in release) as fake,
+        open_vllm(options(fake)) as engine,
+    ):
+        assert len((await ask(engine)).ids)
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert lines == ([] if said is None else [said.format(fake.url)])
 
 
 async def test_logprobs_without_ids_are_not_called_those_of_other_ids() -> None:

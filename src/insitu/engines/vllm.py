@@ -36,7 +36,7 @@ from insitu.engines.response_checks import (
     version_number,
 )
 from insitu.engines.vllm_control import VllmControl, VllmServer
-from insitu.engines.vllm_weights import FRESH, SUPPORTED, find_weights, version_of
+from insitu.engines.vllm_weights import FRESH, SUPPORTED, announce_other, find_weights, version_of
 from insitu.errors import EngineError, EngineUnavailable
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams, VersionRuns
 
@@ -85,12 +85,7 @@ class VllmEngine(VllmControl):
                 await self._abort(f"generate-tokens-{name}")
 
     async def _by_generate(
-        self,
-        ids: IntArray,
-        params: SamplingParams,
-        key: RequestKey,
-        headers: Mapping[str, str],
-        began: int,
+        self, ids: IntArray, params: SamplingParams, key: RequestKey, headers: Mapping[str, str], began: int
     ) -> Generation:
         path = "/inference/v1/generate"
         model, adapter = self.asked
@@ -226,9 +221,7 @@ def _paired(logprobs: object, ids: object) -> object:
 
 def _prompt(*places: Mapping[str, object]) -> object:
     """Return the prompt ids of the reply; a null is rejected like a missing field."""
-    return next(
-        (found for place in places if (found := place.get("prompt_token_ids")) is not None), "missing"
-    )
+    return next((ids for place in places if (ids := place.get("prompt_token_ids")) is not None), "missing")
 
 
 async def _describe(http: EngineHttp) -> VllmServer:
@@ -290,14 +283,10 @@ async def open_vllm(options: HttpOptions) -> AsyncIterator[VllmEngine]:
                 f"vllm {await version_of(http)} at {options.url} cannot say which weights sampled a reply:"
                 f" start it with --enable-scale-out or with VLLM_SERVER_DEV_MODE=1; {SUPPORTED}"
             )
-        if options.experts and server.route != "generate":
-            raise EngineError(
-                f"vllm at {options.url}: engine.replay_experts needs vLLM 0.32 with --enable-scale-out"
-            )
-        if options.context_versions and server.route != "generate":
-            raise EngineError(
-                f"vllm at {options.url}: engine.publish_mode keep needs vLLM 0.32 with --enable-scale-out"
-            )
+        asked = {"replay_experts": options.experts, "publish_mode keep": options.context_versions}
+        for key in (key for key, given in asked.items() if given and server.route != "generate"):
+            raise EngineError(f"vllm at {options.url}: engine.{key} needs vLLM 0.32 with --enable-scale-out")
+        await announce_other(http, server.weights, server.route)
         receipt = Receipt(version=0, checksum="unknown")
         if (weights := server.weights) is not None:
             label = await weights.label()

@@ -7,7 +7,9 @@ vLLM 0.32 has routes for the label of its weights and the checksums of its tenso
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,22 +17,15 @@ from insitu.engines.http import EngineHttp, NotOffered
 from insitu.engines.weight_mapping import EMPTY
 from insitu.errors import EngineError, EngineUnavailable
 
-__all__ = [
-    "FRESH",
-    "SUPPORTED",
-    "ServedWeights",
-    "TensorSums",
-    "_RouteWeights",
-    "_WorkerWeights",
-    "find_weights",
-]
+__all__ = ["FRESH", "SUPPORTED", "ServedWeights", "TensorSums", "announce_other", "find_weights"]
 
 FRESH = "default"
 """Label of a server's initial weights."""
 SUPPORTED = (
-    "insitu supports vLLM 0.32, and 0.26 with --worker-extension-cls insitu.engines.vllm_worker.InsituWorker"
-    " and insitu on the server's PYTHONPATH"
+    "it needs /weight_info and /weight_checker, as vLLM 0.32 has them, or as 0.26 --worker-extension-cls"
+    " insitu.engines.vllm_worker.InsituWorker and insitu on the server's PYTHONPATH"
 )
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +127,8 @@ class _WorkerWeights:
 
 async def find_weights(http: EngineHttp) -> ServedWeights | None:
     """Return the access to the server's weights; None for a server without control routes."""
-    try:
+    with suppress(NotOffered):
         await http.get("/weight_info")
-    except NotOffered:
-        pass
-    else:
         return _RouteWeights(http)
     try:
         await http.get("/is_paused")
@@ -151,6 +143,18 @@ async def find_weights(http: EngineHttp) -> ServedWeights | None:
         version = await version_of(http)
         raise EngineError(f"vllm {version} cannot say which weights it holds: {SUPPORTED}") from error
     return held
+
+
+async def announce_other(http: EngineHttp, weights: ServedWeights | None, route: str) -> None:
+    """Log what was found of a release that no test ran with."""
+    if not (release := await version_of(http)).startswith(("0.32.", "0.26.")):
+        held = (
+            "/collective_rpc" if weights and not weights.spans else "/weight_info" if weights else "nothing"
+        )
+        said = (
+            "vllm %s at %s: tests ran with 0.32 and 0.26; weights by %s, samples by %s, numbers by the probe"
+        )
+        log.warning(said, release, http.options.url, held, route)
 
 
 async def version_of(http: EngineHttp) -> str:

@@ -1,4 +1,4 @@
-"""The hand-written rules of the `renderers` package (extra `renderers`, pinned) as a ChatRenderer.
+"""The hand-written rules of the `renderers` package (extra `renderers`) as a ChatRenderer.
 
 The package gets a substitute tokenizer: what it writes itself becomes scaffold, outside text was shielded
 before and stays text. It never renders a history: a run of messages is rendered behind one or two dummy
@@ -13,8 +13,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from importlib import import_module, metadata
+from functools import cache, lru_cache
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -27,11 +27,13 @@ from insitu.chat.renderer import Capabilities, RootCache, prepared
 from insitu.chat.token_rules import TokenRules
 from insitu.chat.tool_formats import is_open_reasoning
 from insitu.chat.validation import find_capabilities
-from insitu.errors import RenderError
+from insitu.errors import ConfigError, RenderError
 from insitu.install_hints import install_extra
 from insitu.types import IntArray, Message, Role, ToolCall, ToolSpec
+from insitu_bridges.versions import Need, check
 
-PINNED = "0.1.12"
+CREATE = Need(("renderers:create_renderer",))
+CONFIGS = Need(("renderers.configs:BaseRendererConfig",))
 _SCAFFOLD_CHARS = 48
 _USER = Message(role="user", text="Question.")
 _REPLY = Message(role="assistant", text="Answer.")
@@ -284,14 +286,8 @@ def _derive(draft: AdaptedRenderer) -> AdaptedRenderer:
 
 def _renderer(name: str, settings: Mapping[str, object], codec: Codec) -> _Renderer:
     """Return the package's renderer over an insitu tokenizer; raise RenderError if it cannot be made."""
-    try:
-        found = metadata.version("renderers")
-        package = import_module("renderers")
-        configs = import_module("renderers.configs")
-    except (ImportError, metadata.PackageNotFoundError) as error:
-        raise RenderError(f"this renderer needs an extra: {install_extra('renderers')} ({error})") from error
-    if found != PINNED:
-        raise RenderError(f"renderers {found} is installed; insitu needs version {PINNED}")
+    _found()
+    configs = import_module("renderers.configs")
     kinds: dict[str, Any] = {
         kind.model_fields["name"].default: kind
         for kind in vars(configs).values()
@@ -299,8 +295,20 @@ def _renderer(name: str, settings: Mapping[str, object], codec: Codec) -> _Rende
     }
     with _render_errors(name):
         config = kinds[name](**settings)
-        made: _Renderer = package.create_renderer(_CodecTokenizer(codec), config)
+        made: _Renderer = CREATE.get()(_CodecTokenizer(codec), config)
     return made
+
+
+@cache
+def _found() -> str:
+    """Return the installed version of the package. Raises RenderError."""
+    try:
+        found = check("renderers", CREATE, CONFIGS)
+    except ConfigError as error:
+        raise RenderError(str(error)) from error
+    if not found:
+        raise RenderError(f"this renderer needs an extra: {install_extra('renderers')}")
+    return found
 
 
 @contextmanager
@@ -315,5 +323,5 @@ def _render_errors(name: str) -> Iterator[None]:
 
 
 def _fingerprint(codec: Codec, name: str, settings: Mapping[str, object]) -> str:
-    rules = f"renderers {PINNED} {name} {json.dumps(settings, sort_keys=True)}"
+    rules = f"renderers {_found()} {name} {json.dumps(settings, sort_keys=True)}"
     return hashlib.sha256(f"{codec.identity}\0{rules}".encode()).hexdigest()

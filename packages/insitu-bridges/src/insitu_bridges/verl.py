@@ -1,4 +1,4 @@
-"""An agent loop of verl 0.9 (V1): agents in sandboxes, tokens from verl's own servers.
+"""An agent loop of verl (V1): agents in sandboxes, tokens from verl's own servers.
 
     verl --run(task)--> SourceThread --> agents --> gateway --> engine "external"
          <--outputs---                                               |
@@ -17,7 +17,6 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import aiohttp
@@ -28,13 +27,21 @@ from insitu_bridges.process import read_named
 from insitu_bridges.rows import rows_alone
 from insitu_bridges.thread import SourceThread
 from insitu_bridges.to_verl import output_of
-from insitu_bridges.versions import check_version
+from insitu_bridges.versions import Need, check
 from insitu_train.plan.step import PlanConfig
 
 KEY = "INSITU_VERL_KEY"
 """Variable with the secret of the connection, made here."""
 TAKEN = 64
 WAIT_S, RETRY_S = 20.0, 0.2
+OUTPUT = Need(
+    ("verl.experimental.agent_loop.agent_loop:AgentLoopOutput",),
+    (
+        "prompt_ids", "response_ids", "response_mask", "response_logprobs", "routed_experts", "reward_score",
+        "num_turns", "metrics", "extra_fields",
+    ),
+    complete=True,
+)  # fmt: skip
 
 
 class AgentLoop:
@@ -68,7 +75,7 @@ class AgentLoop:
         if rollout.reward is None:
             return []
         item = rows_alone(rollout, PlanConfig.of(config))
-        made = import_module("verl.experimental.agent_loop.agent_loop").AgentLoopOutput
+        made = OUTPUT.get()
         return [made(**output_of(item, segment)) for segment in item.given]
 
 
@@ -82,6 +89,11 @@ def _task(sample: Mapping[str, Any]) -> str:
     if not isinstance(task, str):
         raise ConfigError("verl: a sample needs the id of a task, in extra_info or as its prompt")
     return task
+
+
+def check_output() -> None:
+    """Raise ConfigError for a verl whose outputs have other fields."""
+    check("verl", OUTPUT)
 
 
 @functools.cache
@@ -98,7 +110,7 @@ async def _shared(servers: Any) -> tuple[SourceThread, Config]:
 
 
 async def _start(servers: Any) -> tuple[SourceThread, Config, asyncio.Task[None]]:
-    check_version("verl")
+    check_output()
     config = read_named()
     if config.engine.kind != "external":
         raise ConfigError("verl: engine.kind must be external, since verl's own servers sample")

@@ -36,8 +36,9 @@ from insitu.sandbox.base import ExecResult
 from insitu.tasks.base import Split
 from insitu.types import Task
 from insitu_bridges.openenv.episodes import Episode, Episodes, Graded
-from insitu_bridges.openenv.settings import CALLERS, CONFIG, ServerSettings
+from insitu_bridges.openenv.settings import APP, CALLERS, CONFIG, ServerSettings
 from insitu_bridges.openenv.tasks import described, verified
+from insitu_bridges.versions import check
 
 COMMAND_S = 300.0
 """Longest command of an episode; the task's wall limit may be lower."""
@@ -359,6 +360,7 @@ def make_app(name: str, kind: type[TaskEnvironment] = TerminalEnvironment) -> An
     os.environ.setdefault("ENABLE_WEB_INTERFACE", "true")  # OpenEnv's page at /web, by gradio
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     episodes = Episodes(settings.config)
+    check("openenv", APP)
     app = create_app(
         lambda: kind(name, episodes, settings),
         CallToolAction,

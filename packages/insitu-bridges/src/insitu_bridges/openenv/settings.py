@@ -8,9 +8,18 @@ from dataclasses import dataclass, field
 
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError
+from insitu_bridges.versions import Need
 
 CONFIG, MOST, CALLERS = "INSITU_ENV_CONFIG", "MAX_CONCURRENT_ENVS", "INSITU_ENV_TRUST_CALLERS"
 TOKEN = "INSITU_ENV_TOKEN"
+APP = Need(
+    ("openenv.core.env_server.http_server:create_app",),
+    (
+        "env", "action_cls", "observation_cls", "env_name", "concurrency_config", "state_cls",
+        "reset_observation_cls",
+    ),
+    complete=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""TRL 1.16: rollouts for GRPOTrainer, AsyncGRPOTrainer and its harness worker.
+"""TRL: rollouts for GRPOTrainer, AsyncGRPOTrainer and its harness worker.
 
     worker = trl.RolloutWorker("insitu.toml", args)
     AsyncGRPOTrainer(..., args=args, rollout_worker=worker, weight_transfer=trl.Transfer(worker))

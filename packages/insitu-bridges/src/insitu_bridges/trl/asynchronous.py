@@ -18,26 +18,40 @@ from insitu.errors import ConfigError, TrainError
 from insitu_bridges.process import RolloutBatch, SourceProcess
 from insitu_bridges.rows import Conversion, GroupRows, convert, rows_of
 from insitu_bridges.trl.weights import SourceOwner, check_temperature, publish
+from insitu_bridges.versions import Need
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 AHEAD = 2
 """Micro-batches of rows that are ready: TRL's data loader reads one ahead of the one that it trains."""
 POLL_S = 0.05
 """Between two looks at a full queue, which notifies no event loop."""
+READ = ("max_staleness", "per_device_train_batch_size", "gradient_accumulation_steps", "weight_sync_steps")
+"""Arguments of AsyncGRPOConfig that say how old a row may be."""
+STABLE, EXPERIMENTAL = "trl.trainer.async_grpo_trainer", "trl.experimental.async_grpo"
+"""Where the trainer and its rows are, from 1.18 on (by its release notes: never run here) and before."""
+TRAINER = Need(
+    (f"{STABLE}:AsyncGRPOTrainer", f"{EXPERIMENTAL}:AsyncGRPOTrainer"), ("rollout_worker", "weight_transfer")
+)
+SAMPLE = Need(
+    (f"{STABLE}:RolloutSample", f"{EXPERIMENTAL}.async_rollout_worker:RolloutSample"),
+    (
+        "prompt", "completion", "input_ids", "completion_mask", "old_log_probs", "advantage", "model_version",
+        "group_id", "metrics", "enqueued_at",
+    ),
+    complete=True,
+)  # fmt: skip
 
 
-def to_samples(groups: Sequence[GroupRows], first_group: int = 0) -> Conversion[list[RolloutSample]]:
+def to_samples(groups: Sequence[GroupRows], first_group: int = 0) -> Conversion[list[Any]]:
     """Return the trained rows as TRL's samples; the groups are numbered from `first_group`.
 
     A row's weight is folded into its advantage, which TRL's clipped loss allows: it is scaled to a mean of 1
     per token, since TRL divides by the tokens of its micro-batch. Every row of a group has the oldest version
     of the group, so TRL drops all of them for staleness or none.
     """
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
+    made = SAMPLE.get()
     rows = [row for group in groups for row in group.rows]
     tokens = sum(int(row.mask.sum()) for row in rows)
     mean = sum(row.weight * int(row.mask.sum()) for row in rows) / tokens if tokens else 1.0
@@ -46,7 +60,7 @@ def to_samples(groups: Sequence[GroupRows], first_group: int = 0) -> Conversion[
     for number, group in enumerate(groups, first_group):
         oldest = min((int(row.versions[row.mask].min()) for row in group.rows), default=0)
         payload += [
-            RolloutSample(
+            made(
                 prompt=[],
                 completion=[],
                 input_ids=row.ids.astype(np.int64),
@@ -66,8 +80,11 @@ def to_samples(groups: Sequence[GroupRows], first_group: int = 0) -> Conversion[
 
 def check_async(config: Config, args: Any) -> None:
     """Raise ConfigError for arguments of AsyncGRPOTrainer with which it would wait for ever."""
+    if gone := [name for name in READ if not hasattr(args, name)]:
+        raise ConfigError(f"trl's AsyncGRPOConfig has no {', '.join(gone)}, which say how old a row may be")
     check_temperature(config, args)
-    if args.token_budget is None or args.token_budget > 0:
+    # One batching mode has no switch.
+    if hasattr(args, "token_budget") and (args.token_budget is None or args.token_budget > 0):
         raise ConfigError(
             f"token_budget {args.token_budget}: TRL would wait for a row that does not fit before it trains"
             " one; set token_budget=0, which takes per_device_train_batch_size rows"
@@ -92,6 +109,8 @@ def check_async(config: Config, args: Any) -> None:
 class RolloutWorker(SourceOwner):
     """Implements TRL's RolloutWorkerProtocol over a rollout source in a child process."""
 
+    needs = (TRAINER, SAMPLE)
+
     def __init__(self, config: Config | Path | str, args: Any) -> None:
         """Use a configuration and the AsyncGRPOConfig of the trainer.
 
@@ -99,7 +118,7 @@ class RolloutWorker(SourceOwner):
         """
         super().__init__(config)
         check_async(self.config, args)
-        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, float | tuple[float, float]]] = queue.Queue()
         self.model_version = 0
         self._rows_ahead = AHEAD * args.per_device_train_batch_size * args.world_size

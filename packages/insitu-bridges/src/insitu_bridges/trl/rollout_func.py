@@ -16,6 +16,7 @@ from insitu.types import Group, Rollout, Segment
 from insitu_bridges.process import SourceProcess
 from insitu_bridges.rows import Conversion, Refusal, RolloutRows, RowKey, convert, rows_of
 from insitu_bridges.trl.weights import SourceOwner, check_temperature, publish
+from insitu_bridges.versions import Need
 from insitu_train.plan.step import PlanConfig
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ def _output(segment: Segment) -> _Row:
 
 class RolloutFunc(SourceOwner):
     """A `rollout_func` for GRPOTrainer; prompts are ids of tasks (`insitu_bridges.task_ids`)."""
+
+    needs = (Need(("trl:GRPOTrainer",), ("rollout_func",)),)
 
     def __init__(self, config: Config | Path | str, several: Several) -> None:
         """Use a configuration; the source is opened at the first call."""

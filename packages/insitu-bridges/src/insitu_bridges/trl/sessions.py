@@ -19,7 +19,11 @@ from insitu_bridges.thread import SourceThread
 from insitu_bridges.to_openenv import training_trace
 from insitu_bridges.trl.rollout_func import task_id
 from insitu_bridges.trl.weights import SourceOwner
+from insitu_bridges.versions import Need, check
 from insitu_train.plan.step import PlanConfig
+
+TRACE = Need(("openenv.core.harness:TrainingTrace",), ("schema_version", "turns"), complete=True)
+RESULT = Need(("openenv.core.harness:VerifyResult",), ("env_reward", "done"), complete=True)
 
 
 class HarnessSession:
@@ -84,9 +88,11 @@ class SessionFactory(SourceOwner):
     def __init__(self, config: Config | Path | str, sampling: Mapping[str, Any] | None = None) -> None:
         """Check the sampling parameters of the trainer; the source is opened with the first session.
 
-        Raises ConfigError for parameters that the engine does not sample with.
+        Raises ConfigError for parameters that the engine does not sample with, and for an OpenEnv without the
+        classes of a session.
         """
         super().__init__(config)
+        check("openenv", TRACE, RESULT)
         self._keys = itertools.count()
         neutral = {"top_p": 1.0, "top_k": (0, -1), "min_p": 0.0, "repetition_penalty": 1.0}
         neutral["temperature"] = self.config.engine.temperature

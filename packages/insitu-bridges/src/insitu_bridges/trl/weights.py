@@ -19,7 +19,7 @@ from insitu.engines.safetensors_file import (
 from insitu.errors import ConfigError, TrainError, boundary
 from insitu_bridges.process import read, weights_folder
 from insitu_bridges.thread import SourceThread
-from insitu_bridges.versions import check_version
+from insitu_bridges.versions import Need, check
 from insitu_train.plan.step import PlanConfig
 
 if TYPE_CHECKING:
@@ -34,9 +34,12 @@ KEPT = 2
 class SourceOwner:
     """Base of the objects that TRL calls: a configuration and its rollout source."""
 
+    needs: tuple[Need, ...] = ()
+    """What the object uses of TRL, or TRL of it."""
+
     def __init__(self, config: Config | Path | str) -> None:
-        """Read the configuration. Raises ConfigError, also for another series of TRL."""
-        check_version("trl")
+        """Read the configuration. Raises ConfigError, also for a TRL that lacks what is used."""
+        check("trl", *self.needs)
         self.config = read(config)
         self._plan = PlanConfig.of(self.config)
 

@@ -27,6 +27,7 @@ from insitu.gateway.session import Session, SessionStats
 from insitu.grading.diff import DiffPolicy, compare, unified
 from insitu.grading.reward import EARNED, ToolEnvironment
 from insitu.grading.verdict import NOTHING_CHANGED, with_ending
+from insitu.sandbox.base import Sandbox
 from insitu.types import (
     Ledger,
     Limits,
@@ -56,6 +57,9 @@ class PreparableJudge(Protocol):
 
     def environment(self, task: Task) -> AbstractAsyncContextManager[ToolEnvironment | None]:
         """Open the environment that the agent acts on by tools, if there is one. Raises GradeError."""
+
+    async def live(self, task: Task, sandbox: Sandbox) -> Verdict:
+        """Grade a task in the sandbox of its agent, as the agent left it."""
 
     async def score(self, task: Task, rollout: Rollout) -> Rollout:
         """Return the graded rollout with its reward; raise GradeError if the reward function fails."""
@@ -114,6 +118,8 @@ class _AttemptState:
     artifacts: Mapping[str, bytes] = field(default_factory=dict)
     calls: Sequence[HostCall] = ()
     earned: Mapping[str, float] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    """Of a task that is graded in its agent's sandbox."""
 
 
 class OnStart(Protocol):
@@ -223,8 +229,8 @@ class AttemptExecutor:
             trouble = "its sandbox was lost (failpoint)"
         if trouble:
             return _unscorable_rollout(spec, state, trouble)
-        graded = time.monotonic()
-        verdict = await self._judge(spec.task, result.tree)
+        graded = time.monotonic() - state.graded
+        verdict = state.verdict or await self._judge(spec.task, result.tree)
         if result.exit == "finished" and verdict.reason.startswith(NOTHING_CHANGED):
             ending = await asyncio.to_thread(self._ending, state.trajectory.turns)
             verdict = with_ending(verdict, ending)
@@ -268,21 +274,40 @@ class AttemptExecutor:
             try:
                 access = self._access(session, spec.task.limits)
                 async with self._preparing(spec.task):
-                    result = await worker.run(spec.task, access, lambda: session.left)
+                    result = await worker.run(
+                        spec.task, access, lambda: session.left, self._live(session, spec.task, state)
+                    )
             except asyncio.CancelledError:
                 max_wait_s = 0.0  # the replies are no longer needed
                 raise
             finally:
                 try:
-                    await _seal(session, max_wait_s, state)
+                    if session.state != "sealed":
+                        await _seal(session, max_wait_s, state)
                 finally:
                     state.calls = session.host_calls
-                    state.agent = time.monotonic() - state.leased
+                    state.agent = time.monotonic() - state.leased - state.graded
             if environment is not None:
                 await session.tools.answered()
                 earned = environment.earned
                 state.earned = {} if earned is None else {EARNED: earned}
         return result, session.stats
+
+    def _live(
+        self, session: Session, task: Task, state: _AttemptState
+    ) -> Callable[[Sandbox], Awaitable[None]] | None:
+        """Return what grades a task in the sandbox of its agent, whose calls end before; None otherwise."""
+        judge = self._judge
+        if task.grading.where != "live" or not isinstance(judge, PreparableJudge):
+            return None
+
+        async def grade(sandbox: Sandbox) -> None:
+            await _seal(session, SEAL_S, state)
+            began = time.monotonic()
+            state.verdict = await judge.live(task, sandbox)
+            state.graded = time.monotonic() - began
+
+        return grade
 
     @asynccontextmanager
     async def _preparing(self, task: Task) -> AsyncIterator[None]:
@@ -410,7 +435,8 @@ async def _graded_rollout(
     if spec.evaluation:
         trajectory = replace(trajectory, ledger=reassign(trajectory.ledger, "evaluation"))
     # Files that the judge ignores are not kept either: an agent may leave any amount of them.
-    diff = compare(base, result.tree, DiffPolicy(protected=spec.task.grading.protected))
+    policy = DiffPolicy(protected=spec.task.grading.protected, roots=spec.task.setup.roots)
+    diff = compare(base, result.tree, policy)
     before = {path: base[path] for path in (*diff.changed, *diff.deleted) if path in base}
     text = await asyncio.to_thread(unified, before, diff.changed, max_chars=MAX_DIFF_CHARS)
     return Rollout(

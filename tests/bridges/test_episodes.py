@@ -80,6 +80,20 @@ def test_a_task_of_commands_is_graded_by_the_share_that_passes(episodes: Episode
         assert episodes.call(played(episodes, task, work))[1].reward == reward
 
 
+@pytest.mark.slow
+def test_the_quick_start_of_terminus_env_has_its_answer_in_the_home_of_e2b(episodes: Episodes) -> None:
+    folder = "/home/user/work"
+    setup = [f"mkdir -p {folder}", f"echo 41 > {folder}/question.txt"]
+    verify = [f"test -f {folder}/answer.txt", f"grep -qx 42 {folder}/answer.txt"]
+    task = episodes.tasks.define("own", f"Write {folder}/answer.txt.", setup, verify)
+    for work, reward in (
+        (f"expr $(cat {folder}/question.txt) + 1 > {folder}/answer.txt", 1.0),
+        (f"echo 41 > {folder}/answer.txt", 0.5),
+        ("echo 42 > answer.txt", 0.0),
+    ):
+        assert episodes.call(played(episodes, task, work))[1].reward == reward
+
+
 @pytest.mark.full
 def test_tasks_are_found_by_id_and_index() -> None:
     tasks = EpisodeTasks(load_config())

@@ -137,6 +137,11 @@ async def test_upstreams_options_and_state() -> None:
             assert state.verify_commands == verify
             found = [(one["success"], one["error"], one["output"].strip()) for one in state.verify_results]
             assert found == [(True, None, ""), (False, "exit code 3", "no")]
+            # The quick start of upstream's README.
+            work = "/home/user/work"
+            await env.reset(setup=[f"mkdir -p {work}"], verify=[f"grep -qx 42 {work}/answer.txt"])
+            await env.step(call(command=f"echo 42 > {work}/answer.txt"))
+            assert (await env.step(call(final_answer="done"))).reward == 1.0
             failed = await env.reset(setup=["true", "echo why >&2; false"], verify=["true"])
             assert failed.done
             state = await env.state()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from insitu.capture.export import by_index, chain_ends, chain_of, kind_of
 from insitu.capture.segments import version_row
 from insitu.errors import CaptureError
 from insitu.types import IntArray, Segment, SegmentKind, Trajectory, Turn
+from insitu_train.branches import by_index, chain_ends, chain_of, kind_of
 
 
 def per_request(trajectory: Trajectory) -> tuple[Segment, ...]:

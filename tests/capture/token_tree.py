@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from insitu.capture.export import by_index, chain_ends, kind_of
 from insitu.capture.segments import version_row
 from insitu.types import BoolArray, FloatArray, IntArray, SegmentKind, Trajectory, Turn
+from insitu_train.branches import by_index, chain_ends, kind_of
 
 WeightMode = Literal["once", "branch_mean"]
 NodeKind = Literal["context", "sampled", "demonstrated"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from token_tree import TokenTree
 
-from insitu.capture.export import by_index, chain_ends
 from insitu.errors import CaptureError
 from insitu.types import BoolArray, IntArray, Trajectory
+from insitu_train.branches import by_index, chain_ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

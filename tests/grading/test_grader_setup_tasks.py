@@ -12,7 +12,7 @@ from insitu.grading.grader import GradeConfig, Grader
 from insitu.sandbox.base import Sandbox, SandboxSpec
 from insitu.sandbox.base_tree import BaseTrees
 from insitu.sandbox.local import LocalBackend
-from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Setup, Task, task_hash
+from insitu.types import Check, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Setup, Task, task_hash
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,33 @@ async def test_a_base_is_found_once_and_is_what_the_setup_leaves(watched: Watche
     assert watched.made == 1
     assert (await bases.of(Task(id="plain", prompt="", files=FILES))).files == FILES
     assert watched.made == 1
+
+
+async def test_a_result_outside_of_the_work_folder_is_captured_and_graded(watched: Watched) -> None:
+    commands = ("mkdir /srv/app; printf 'port 80' > /srv/app/conf; echo 10.0.0.1 db >> /etc/hosts",)
+    setup = Setup(commands=commands, roots=("/srv", "/etc"))
+    plan = GradingPlan(runner="command", reward="fraction", protected=("/srv/app/lock",))
+    name = task_hash("p", {}, plan, setup)
+    task = Task(id="t", prompt="p", files={}, setup=setup, grading=plan, content_hash=name)
+    wanted = (
+        "grep -qx 'port 8080' /srv/app/conf",
+        "grep -q '10.0.0.2 db' /etc/hosts",
+        "test ! -e /srv/app/lock",
+    )
+    checks = tuple(Check(name=command, command=command) for command in wanted)
+    oracle = Oracle(task_id="t", tests=HiddenTests(checks=checks))
+    grader = Grader(watched, GradeConfig(remember=0))
+    base = (await grader.bases.of(task)).files
+    assert base["/srv/app/conf"].content == b"port 80"
+    hosts = text(base["/etc/hosts"].content.decode().replace("10.0.0.1", "10.0.0.2"))
+    solved = {**base, "/srv/app/conf": text("port 8080\n"), "/etc/hosts": hosts, "/srv/app/lock": text("")}
+    verdict = await grader.grade(task, oracle, solved)
+    assert (verdict.outcome, verdict.reward) == (Outcome.RESOLVED, 1.0)
+    assert verdict.dropped_paths == ("/srv/app/lock",)
+    half = await grader.grade(task, oracle, {**solved, "/etc/hosts": base["/etc/hosts"]})
+    assert half.reward == pytest.approx(2 / 3)
+    outside = await grader.grade(task, oracle, {**solved, "/opt/x": text("x")})
+    assert (outside.outcome, outside.reason) == (Outcome.REFUSED, "path is not relative: /opt/x")
 
 
 async def test_a_budget_lets_the_oldest_base_go(watched: Watched) -> None:

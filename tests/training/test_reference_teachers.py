@@ -21,7 +21,6 @@ from train_lab import CONFIG, VOCAB, group, rollout, sampled_groups, segment, sl
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TrainError
-from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import name_run
 from insitu.types import Group
 from insitu_train.checks import check_reference
@@ -30,6 +29,7 @@ from insitu_train.learner.serialization import decode_plan, encode_plan
 from insitu_train.loss.losses import LossConfig
 from insitu_train.options import TrainConfig
 from insitu_train.plan.step import PlanConfig, plan_digest, plan_step, use_of
+from insitu_train.redaction import Redaction
 from insitu_train.step_metrics import step_metrics
 from insitu_train.trainer import scoring_server
 from insitu_train.trainer.batch import make_batch

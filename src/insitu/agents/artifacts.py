@@ -92,15 +92,16 @@ def artifacts_from_config(config: Config) -> Artifacts:
 
 
 async def collect_tree(
-    sandbox: Sandbox, backend: SandboxBackend, spec: SandboxSpec, *, plain: bool = True
+    sandbox: Sandbox, backend: SandboxBackend, spec: SandboxSpec, *, plain: bool = True, stop: bool = True
 ) -> tuple[Tree, str]:
-    """Kill all processes of the sandbox and return (work folder, "").
+    """Kill all processes of the sandbox, with `stop`, and return (work folder, "").
 
     Returns ({}, reason) when the agent made that impossible. `plain`: the work folder initially contained
     only the task's files, nothing from an image or setup. Raises SandboxError for host failures.
     """
     try:
-        await sandbox.kill_all()
+        if stop:
+            await sandbox.kill_all()
         if plain:
             return await sandbox.get_tree(), ""
         return await sandbox.get_tree(max_bytes=IMAGE_TREE_BYTES, max_files=MAX_FILES), ""

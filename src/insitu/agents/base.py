@@ -9,13 +9,14 @@ A harness gets an address and a secret, never a reward, an oracle or the gateway
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from insitu.config import Config
+from insitu.sandbox.base import Sandbox
 from insitu.types import Setup, Task, Tree
 
 PLAIN = Setup()
@@ -78,12 +79,17 @@ class Worker(Protocol):
     """One sandbox with the agent in it; an async context manager that starts and removes it."""
 
     async def run(
-        self, task: Task, access: ModelAccess, finished: FinishedCheck = never_finished
+        self,
+        task: Task,
+        access: ModelAccess,
+        finished: FinishedCheck = never_finished,
+        live: Callable[[Sandbox], Awaitable[None]] | None = None,
     ) -> AgentResult:
         """Write the task's files, run the agent on `task.prompt`, stop it and collect the result.
 
         The timeout is `task.limits.wall_s` by `access.clock`. An agent that is `finished` but does not
-        exit is stopped early; that is not a failure. Raises HarnessError or SandboxError for host failures
+        exit is stopped early; that is not a failure. `live` gets the sandbox when the agent has ended, with
+        what it left running, after its files were read. Raises HarnessError or SandboxError for host failures
         only.
         """
 

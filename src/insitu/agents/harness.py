@@ -115,10 +115,8 @@ class RecipeHarness:
 
     def worker(self, gateway_socket: Path, setup: Setup = PLAIN, gateway_url: str = "") -> SandboxWorker:
         recipe = self._launch.recipe
-        spec = SandboxSpec(
-            image=setup.image,
-            workdir=setup.workdir,
-            root_setup=bool(setup.root_commands),
+        spec = SandboxSpec.of(
+            setup,
             # A one-character fix can keep a file's size and mtime second, so a stale .pyc would be used.
             env={"PYTHONDONTWRITEBYTECODE": "1"},
             binds=self.binds,

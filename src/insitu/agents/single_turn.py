@@ -85,7 +85,11 @@ class _SingleTurnWorker:
         """Do nothing: there are no resources."""
 
     async def run(
-        self, task: Task, access: ModelAccess, finished: FinishedCheck = never_finished
+        self,
+        task: Task,
+        access: ModelAccess,
+        finished: FinishedCheck = never_finished,
+        live: object = None,
     ) -> AgentResult:
         started = time.monotonic()
         tree, reply, exit_, detail = task.files, "", "finished", ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -119,7 +119,11 @@ class SandboxWorker(ABC):
             await sandbox.close()
 
     async def run(
-        self, task: Task, access: ModelAccess, finished: FinishedCheck = never_finished
+        self,
+        task: Task,
+        access: ModelAccess,
+        finished: FinishedCheck = never_finished,
+        live: Callable[[Sandbox], Awaitable[None]] | None = None,
     ) -> AgentResult:
         if not self.healthy:
             raise HarnessError(f"this {self._name} worker is used up")
@@ -130,11 +134,15 @@ class SandboxWorker(ABC):
         try:
             sandbox = await self._ready(task, access)
             end = await self._run_guarded(sandbox, task, access, finished)
-            tree, artifacts, egress, loss = await self._collect_results(sandbox, task.files)
+            tree, artifacts, egress, loss = await self._collect_results(
+                sandbox, task.files, stop=live is None
+            )
+            if live is not None:
+                await live(sandbox)
         except BaseException:
             self._broken = True
             raise
-        self._broken = bool(loss) or not end.reusable
+        self._broken = bool(loss) or not end.reusable or live is not None
         return AgentResult(
             exit="failed" if loss else end.exit,
             tree=tree,
@@ -181,11 +189,12 @@ class SandboxWorker(ABC):
         return end
 
     async def _collect_results(
-        self, sandbox: Sandbox, base: Tree
+        self, sandbox: Sandbox, base: Tree, *, stop: bool
     ) -> tuple[Tree, Mapping[str, bytes], int | None, str]:
         """Return (work folder, artifacts, egress attempts, reason if the work folder was lost)."""
         used = self._template
-        tree, loss = await collect_tree(sandbox, used.backend, used.spec, plain=is_plain(used.setup))
+        plain = is_plain(used.setup)
+        tree, loss = await collect_tree(sandbox, used.backend, used.spec, plain=plain, stop=stop)
         if loss:
             return tree, {}, None, loss
         with contextlib.suppress(SandboxError):

@@ -56,6 +56,8 @@ class DiffPolicy:
     """More protected files, by path."""
     shadows: frozenset[str] = frozenset()
     """Files and folders that are dropped: they would shadow a protected module."""
+    roots: tuple[str, ...] = ()
+    """`Setup.roots`: absolute paths below one are judged too."""
     max_files: int = 200
     max_file_bytes: int = 1 << 20
     max_total_bytes: int = 4 << 20
@@ -118,7 +120,7 @@ def compare(base: Tree, after: Tree, policy: DiffPolicy = DEFAULT_POLICY) -> Dif
     left_out: list[str] = []
     refused = ""
     for path, entry in changed.items():
-        refused = refused or _leads_away(path)
+        refused = refused or _leads_away(path, policy)
         if _may_not_change(path, policy) or _hides_protected(path, gone, policy):
             dropped.append(path)
         elif _is_cache(path):
@@ -187,11 +189,12 @@ def _shadows_stdlib(path: str) -> bool:
 
 def bad_path(path: str, policy: DiffPolicy) -> str:
     """Return why a path is refused, or "" for a relative path in normal form."""
-    return _leads_away(path) or _unfit(path, policy)
+    return _leads_away(path, policy) or _unfit(path, policy)
 
 
-def _leads_away(path: str) -> str:
-    """Return why a path is outside of the folder, or ""."""
+def _leads_away(path: str, policy: DiffPolicy) -> str:
+    """Return why a path is outside of the folder and the roots, or ""."""
+    path = next((path[len(root) + 1 :] for root in policy.roots if path.startswith(f"{root}/")), path)
     if not path or path.startswith("/"):
         return f"path is not relative: {_printable(path)}"
     if any(part in ("", ".", "..") for part in path.split("/")):

@@ -34,6 +34,7 @@ from insitu.grading.verdict import NOTHING_CHANGED, make_verdict
 from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
 from insitu.sandbox.host_faults import host_fault
+from insitu.sandbox.pooled_sandbox import LeftRunning
 from insitu.stalls import awake_timeout
 from insitu.types import Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
 
@@ -109,6 +110,9 @@ class Grader:
         if found != task.content_hash:
             reason = "the task is not the one that was rolled out"
             report = RunReport(outcome=Outcome.TAMPERED, passed=0, total=total_of(oracle), reason=reason)
+        elif task.grading.where == "live":
+            reason = "it is graded in the agent's own sandbox, which is gone"
+            report = RunReport(outcome=Outcome.INFRA, passed=0, total=total_of(oracle), reason=reason)
         else:
             try:
                 base = await self.bases.of(task)
@@ -137,10 +141,40 @@ class Grader:
             image=image,
         )
 
+    async def grade_live(self, task: Task, oracle: Oracle, sandbox: Sandbox) -> Verdict:
+        """Return the verdict of the task's checks in the agent's own sandbox, as the agent left it.
+
+        A check that its sandbox ends is the agent's doing, unless a control sandbox fails too.
+        """
+        started = time.monotonic()
+        runner = runner_for(task, oracle)
+        outcome, reason = Outcome.INFRA, ""
+        try:
+            only_hidden = Candidate(base={}, tree={}, task_id=task.id, over_image=True)
+            report, _ = await self._run(LeftRunning(sandbox), runner, task, oracle, only_hidden)
+            if report.outcome is Outcome.TEST_TIMEOUT and not report.complete:
+                outcome, reason = Outcome.TEST_TIMEOUT, report.reason
+        except (SandboxError, GradeError) as error:
+            fault = await host_fault(sandbox) if isinstance(error, SandboxLost) else str(error)
+            outcome, reason = Outcome.INFRA if fault else Outcome.UNRESOLVED, fault or str(error)
+        if reason:
+            if outcome is not Outcome.INFRA and await self._pace(runner, task.setup, sandbox) is None:
+                outcome, reason = Outcome.INFRA, f"{reason}, and a control sandbox did no better"
+            report = RunReport(outcome=outcome, passed=0, total=total_of(oracle), reason=reason)
+        return make_verdict(
+            replace(report, reason=f"in the agent's own sandbox: {report.reason}"),
+            trust="weak",
+            task_hash=task.content_hash,
+            diff=None,
+            duration_s=time.monotonic() - started,
+            kind=task.grading.reward,
+            image=task.setup.image,
+        )
+
     async def prepare(self, task: Task) -> None:
         """Find the base and boot a spare sandbox, while the agent works. Raises SandboxError."""
         runner = runner_named(task.grading.runner)
-        if runner is None or is_plain(task.setup):
+        if runner is None or is_plain(task.setup) or task.grading.where == "live":
             return
         await self.bases.of(task)
         spec = self._spec(task, runner)
@@ -347,10 +381,8 @@ class Grader:
         limited = "resource_limits" in self._backend.capabilities
         plain = is_plain(task.setup)
         processes = MAX_PROCESSES if plain else IMAGE_PROCESSES
-        return SandboxSpec(
-            image=task.setup.image,
-            workdir=task.setup.workdir,
-            root_setup=bool(task.setup.root_commands),
+        return SandboxSpec.of(
+            task.setup,
             network="none",
             binds=runner.needs(),
             places=runner.places,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from insitu.backoff import backoff_s
 from insitu.concurrency import run_all
@@ -15,9 +16,10 @@ from insitu.grading.grader import Grader
 from insitu.grading.reward import RewardFunction, ToolEnvironment
 from insitu.grading.trust import below
 from insitu.grading.verdict import MAX_REASON_CHARS
+from insitu.sandbox.base import Sandbox
 from insitu.tasks.base import REWARD_ONLY, TaskSource
 from insitu.tasks.user_functions import FunctionFailed
-from insitu.types import FinishedRollout, Outcome, Rollout, Task, Tree, Trust, Verdict
+from insitu.types import FinishedRollout, Oracle, Outcome, Rollout, Task, Tree, Trust, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +55,16 @@ class TaskJudge:
                 reason="no hidden tests: the reward function decides",
                 task_hash=task.content_hash,
             )
+        return await self._checked(task, partial(self._grader.grade, after=tree))
+
+    async def live(self, task: Task, sandbox: Sandbox) -> Verdict:
+        """Return the verdict of a task that is graded in its agent's sandbox; see `__call__`."""
+        return await self._checked(task, partial(self._grader.grade_live, sandbox=sandbox))
+
+    async def _checked(self, task: Task, grade: Callable[[Task, Oracle], Awaitable[Verdict]]) -> Verdict:
         oracle = self._source.oracle(task)
         try:
-            verdict = await self._grader.grade(task, oracle, tree)
+            verdict = await grade(task, oracle)
             if verdict.outcome is not Outcome.INFRA and below(verdict.trust, self._min_trust):
                 raise TaskError(f"grade.min_trust = {self._min_trust}: the verdict is {verdict.trust}")
         except FunctionFailed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from insitu.grading.candidate import Candidate, restored
 from insitu.grading.diff import DiffPolicy
@@ -24,7 +25,7 @@ SOURCES = ("", "src/")
 
 def policy_of(task: Task, oracle: Oracle, base: Tree) -> DiffPolicy:
     """Return the policy for diffs of a task. Raises TaskError for a patch that does not fit the base."""
-    plain = DiffPolicy(protected=task.grading.protected)
+    plain = DiffPolicy(protected=task.grading.protected, roots=task.setup.roots)
     if task.grading.runner not in RUNNERS:
         return plain
     hidden = _hidden(task, oracle, base)
@@ -34,8 +35,8 @@ def policy_of(task: Task, oracle: Oracle, base: Tree) -> DiffPolicy:
     gold = {*oracle.gold, *(patched_paths(oracle.gold_patch) if oracle.gold_patch else ())}
     kept = frozenset(path for path in base if _inside(path, roots) and path not in gold)
     shadows = {*_beside(kept, roots), *_before(hidden, kept, base)} - gold
-    return DiffPolicy(
-        protected=task.grading.protected,
+    return replace(
+        plain,
         restored_paths=kept,
         shadows=frozenset(path for path in shadows if path not in base),
     )

@@ -199,6 +199,8 @@ def open_mix(config: Config, say: Callable[[str], None] = log.info) -> TaskMix:
         with _naming(arm):
             source = open_source(own, limits_of(own), runner_for)
             filter_by_trust(own, source, say)
+            if isinstance(source, RowSource) and source.live:
+                say(f"{source.live} tasks of {source.name} are graded in their agent's sandbox: weak")
         agents = (part for part, one in config.arms.items() if one.agent and arm.holds(one))
         return TaskSet(arm=arm, source=source, agents=tuple(agents))
 

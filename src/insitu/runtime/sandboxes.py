@@ -23,7 +23,7 @@ from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.docker_image import PULL_S
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import DEFAULT_MAX_SANDBOXES, Pool, PoolOptions
-from insitu.sandbox.rootfs import search_path
+from insitu.sandbox.rootfs import root_trouble, search_path
 from insitu.storage.temp_dirs import cache_folder
 from insitu.tasks.commands import FIND, programs_of
 from insitu.types import Oracle, Task
@@ -42,6 +42,7 @@ UNSUPPORTED: Mapping[str, Mapping[Capability, str]] = {
     "harbor": {
         "binds": "it cannot mount folders of this machine",
         "root_setup": "it runs no commands as root before the agent",
+        "roots": "it reads only the work folder",
     },
 }
 """Capabilities that a kind of backend never has, with the reason for the user."""
@@ -142,12 +143,18 @@ def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
     """Raise ConfigError for a task that could not run in the sandboxes of every backend."""
     lacks = {kind: UNSUPPORTED.get(kind, {}) for kind in config.sandbox.kinds}
     for task in tasks:
+        if task.grading.where == "live" and config.harness.agent == NO_AGENT:
+            raise ConfigError(f"task {task.id} is graded in the agent's own sandbox, and {NO_AGENT} has none")
         runner = runner_named(task.grading.runner)
         for kind, words in lacks.items():
             if task.setup.image and "images" in words:
                 what, why = f"its image is {task.setup.image}", words["images"]
             elif task.setup.root_commands and "root_setup" in words:
                 what, why = "it has root_commands", words["root_setup"]
+            elif task.setup.roots and "roots" in words:
+                what, why = f"its result is in {', '.join(task.setup.roots)}", words["roots"]
+            elif kind == "local" and (trouble := root_trouble(task.setup.roots, task.setup.workdir)):
+                what, why = "of its roots", trouble
             elif "binds" in words and runner is not None and runner.needs():
                 what, why = f"runner {runner.name} mounts a folder in its sandboxes", words["binds"]
             elif kind in ("docker", "harbor") and not task.setup.image and not config.sandbox.image:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-from insitu.types import WORKDIR, Tree
+from insitu.types import WORKDIR, Setup, Tree
 
 Network = Literal["none", "gateway_only", "allowlist", "public"]
 Capability = Literal[
@@ -29,6 +29,7 @@ Capability = Literal[
     "syscall_filter",
     "file_owner",
     "root_setup",
+    "roots",
 ]
 """`resource_limits`: `memory_bytes` and `max_processes` are enforced. `sandbox_memory`: a control group
 bounds all memory of a sandbox together."""
@@ -74,10 +75,18 @@ class SandboxSpec:
     """Processes and threads of the sandbox."""
     places: tuple[str, ...] = ()
     """More writable folders, inside paths; empty at the start."""
+    roots: tuple[str, ...] = ()
+    """More writable folders, part of the tree by absolute path; they start with what the image has there."""
     root_setup: bool = False
     """Start as root, see `SupportsRootSetup`; only for images."""
     label: str = ""
     """Purpose, for logs and container labels."""
+
+    @classmethod
+    def of(cls, setup: Setup, **more: Any) -> SandboxSpec:
+        """Return the specification of a task's sandbox, with more fields."""
+        root, at = bool(setup.root_commands), setup.workdir
+        return cls(image=setup.image, workdir=at, roots=setup.roots, root_setup=root, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +159,15 @@ class Sandbox(Protocol):
         """Replace the content of the work folder."""
 
     async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "sandbox") -> None:
-        """Remove paths from the work folder, then write `files` over the rest.
+        """Remove paths from the work folder and the roots, then write `files` over the rest.
 
         A link or file in place of a parent folder is replaced, never followed.
         """
 
     async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
-        """Return the regular files of the work folder; links, devices and sockets are left out.
+        """Return the regular files of work folder and roots; links, devices and sockets are left out.
 
-        Raises SandboxError over a cap.
+        Raises SandboxError over a cap of one of these folders.
         """
 
     async def kill_all(self) -> None:

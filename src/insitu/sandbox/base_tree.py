@@ -40,7 +40,7 @@ class _BaseTree:
 
 def is_plain(setup: Setup) -> bool:
     """Return whether a sandbox holds only the task's files."""
-    return not setup.image and not setup.commands and not setup.root_commands
+    return not (setup.image or setup.commands or setup.root_commands or setup.roots)
 
 
 class BaseTrees:
@@ -87,13 +87,7 @@ class BaseTrees:
         return h.hexdigest()
 
     async def _capture(self, task: Task) -> Tree:
-        spec = SandboxSpec(
-            image=task.setup.image,
-            workdir=task.setup.workdir,
-            root_setup=bool(task.setup.root_commands),
-            network="none",
-            label=f"base/{task.id}",
-        )
+        spec = SandboxSpec.of(task.setup, network="none", label=f"base/{task.id}")
         async with await self._backend.create(spec) as sandbox:
             await set_up(sandbox, task.setup)
             if task.files:

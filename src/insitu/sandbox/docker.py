@@ -104,7 +104,7 @@ class DockerBackend:
     @property
     def capabilities(self) -> frozenset[Capability]:
         some: set[Capability] = {"network_none", "gateway_only", "pid_isolation", "stdin_pipe"}
-        some |= {"images", "binds"}
+        some |= {"images", "binds", "roots"}
         if not self._podman:  # its memory places belong to the user of the start
             some.add("root_setup")
         if self._refused:
@@ -257,7 +257,9 @@ class DockerBackend:
         work, scratch = self._sizes
         owner = "U" if self._podman else f"uid={user},gid={group}"
         for place in self._places(spec):
-            if place != spec.workdir:
+            if place in spec.roots:  # an anonymous volume starts with what the image has there
+                argv += ["--volume", place]
+            elif place != spec.workdir:
                 argv += _memory_place(place, scratch, owner)
             elif not spec.image:
                 argv += _memory_place(place, work, owner)

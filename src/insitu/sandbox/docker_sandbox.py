@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
-from insitu.errors import BackendTimeout, SandboxError, boundary
+from insitu.errors import BackendTimeout, SandboxError
 from insitu.sandbox import tree
 from insitu.sandbox.base import ExecResult, Owner, SandboxSpec
 from insitu.sandbox.cgroup import OomCounter
@@ -61,8 +61,8 @@ class DockerSandbox(SupervisedSandbox):
             await self.lay(self._spec.files)
 
     async def _chown_work(self) -> None:
-        with boundary(SandboxError, "give the work folder to the sandbox"):
-            await asyncio.to_thread(tree.give, self._work(), self._owner)
+        for place in self._trees():
+            await self._give(place)
 
     async def exec_as_root(self, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
         """Run a command as root; see SupportsRootSetup."""

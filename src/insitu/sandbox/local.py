@@ -169,6 +169,7 @@ class LocalBackend:
             "pid_isolation",
             "stdin_pipe",
             "binds",
+            "roots",
         }
 
     def _choose(self, wanted: Mode) -> Mode:
@@ -273,6 +274,8 @@ class LocalBackend:
     def _check(self, spec: SandboxSpec) -> None:
         if spec.root_setup:
             raise PolicyUnsupported("the local sandbox has no root: its system is this machine's own")
+        if trouble := layout.root_trouble(spec.roots, spec.workdir):
+            raise PolicyUnsupported(f"the local sandbox: {trouble}")
         if spec.image:
             raise PolicyUnsupported(f"the local sandbox has no images; {spec.image} needs backend docker")
         if spec.network not in ("none", "gateway_only"):

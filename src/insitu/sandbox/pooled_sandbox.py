@@ -140,3 +140,14 @@ class PooledSandbox:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+
+class LeftRunning(PooledSandbox):
+    """A sandbox that another closes: its processes live on, and calls are not retried."""
+
+    def __init__(self, inner: Sandbox) -> None:
+        super().__init__(inner, "", lambda: None, lambda cause: None)
+
+    async def kill_all(self) -> None: ...
+
+    async def close(self) -> None: ...

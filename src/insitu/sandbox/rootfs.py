@@ -40,7 +40,17 @@ _ETC = (
 
 def writable(spec: SandboxSpec) -> tuple[str, ...]:
     """Return the writable places; the work folder first, the home second."""
-    return (spec.workdir, HOME, "/tmp", "/dev/shm", *spec.places)
+    return (spec.workdir, HOME, "/tmp", "/dev/shm", *spec.places, *spec.roots)
+
+
+def root_trouble(roots: Sequence[str], workdir: str) -> str:
+    """Return why one of `roots` cannot be written in a local sandbox; empty if all can."""
+    taken = (workdir, HOME, "/tmp", "/var/tmp", "/dev", "/proc", "/run", *(f"/{name}" for name in _SYSTEM))
+    for root in map(Path, roots):
+        for place in map(Path, taken):
+            if root.is_relative_to(place) or place.is_relative_to(root):
+                return f"{root} cannot be one of a task's roots, since {place} is this machine's or its own"
+    return ""
 
 
 def python_inside() -> str:
@@ -109,7 +119,7 @@ def search_path() -> str:
 
 def _system(hidden: Sequence[Path]) -> list[Step]:
     steps: list[Step] = []
-    for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+    for name in _SYSTEM:
         path = Path("/", name)
         if path.is_symlink():
             steps.append(("link", str(path.readlink()), str(path)))
@@ -128,6 +138,7 @@ def _system(hidden: Sequence[Path]) -> list[Step]:
     return steps
 
 
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _NEEDED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share", "local")
 
 
@@ -167,13 +178,14 @@ def plan(
 
     Raises PolicyUnsupported for a bind that is missing or covers a writable place.
     """
-    steps = _system(hidden)
-    steps += [("file", text, path) for path, text in _ETC]
+    # before the files of /etc, which may be one of them
+    steps: list[Step] = [("tmpfs", str(scratch_bytes), path) for path in spec.roots]
+    steps += _system(hidden) + [("file", text, path) for path, text in _ETC]
     steps += [("proc", "", "/proc"), ("dev", "", "/dev")]
     steps.append(("code", code.hex(), SUPERVISOR_AT))
     places = writable(spec)
     steps.append(("tmpfs", str(work_bytes), places[0]))
-    steps += [("tmpfs", str(scratch_bytes), path) for path in places[1:]]
+    steps += [("tmpfs", str(scratch_bytes), path) for path in places[1:] if path not in spec.roots]
     steps.append(("link", "/tmp", "/var/tmp"))
     for bind in spec.binds:
         source = bind.source.resolve()

@@ -63,7 +63,9 @@ class SupervisedSandbox(ABC):
         await self._fill()
 
     async def _fill(self) -> None:
-        """Write the spec's files."""
+        """Write the spec's files, and give the roots to the sandbox's user."""
+        for root in self._spec.roots:
+            await self._give(root)
         if self._spec.files:
             await self.put_tree(self._spec.files)
 
@@ -210,7 +212,28 @@ class SupervisedSandbox(ABC):
 
     async def lay(self, files: Tree, *, remove: Sequence[str] = (), owner: Owner = "sandbox") -> None:
         with boundary(SandboxError, "lay files over the work folder"):
-            await asyncio.to_thread(tree.lay_tree, self._work(), files, remove, self._owner_id(owner))
+            self._work()
+            await asyncio.to_thread(self._lay, files, remove, self._owner_id(owner))
+
+    def _lay(self, files: Tree, remove: Sequence[str], owner: int) -> None:
+        for root in self._trees():
+            gone = [self._inside(root, path) for path in remove if self._root_of(path) == root]
+            new = {self._inside(root, path): files[path] for path in files if self._root_of(path) == root}
+            tree.lay_tree(self._folders[root], new, gone, owner)
+
+    def _trees(self) -> tuple[str, ...]:
+        return (self._spec.workdir, *self._spec.roots)
+
+    def _root_of(self, path: str) -> str:
+        """Return the root of an absolute path, else the work folder."""
+        return next((root for root in self._spec.roots if path.startswith(f"{root}/")), self._spec.workdir)
+
+    def _inside(self, root: str, path: str) -> str:
+        return path if root == self._spec.workdir else path.removeprefix(f"{root}/")
+
+    async def _give(self, place: str) -> None:
+        with boundary(SandboxError, f"give {place} to the sandbox"):
+            await asyncio.to_thread(tree.give, self._folders[place], self._owner)
 
     def _owner_id(self, owner: Owner) -> int:
         """Return the uid for `owner`; without root on the host always the sandbox's."""
@@ -218,9 +241,16 @@ class SupervisedSandbox(ABC):
 
     async def get_tree(self, *, max_bytes: int = 64 << 20, max_files: int = 10_000) -> Tree:
         with boundary(SandboxError, "read the work folder"):
-            return await asyncio.to_thread(
-                tree.read_tree, self._work(), max_bytes=max_bytes, max_files=max_files
-            )
+            self._work()
+            return await asyncio.to_thread(self._read, max_bytes, max_files)
+
+    def _read(self, max_bytes: int, max_files: int) -> Tree:
+        found: dict[str, FileEntry] = {}
+        for root in self._trees():
+            inside = tree.read_tree(self._folders[root], max_bytes=max_bytes, max_files=max_files)
+            prefix = "" if root == self._spec.workdir else f"{root}/"
+            found |= {prefix + path: entry for path, entry in inside.items()}
+        return found
 
     def _work(self) -> int:
         if self._closing is not None or self._control.lost:

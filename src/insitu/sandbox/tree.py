@@ -124,8 +124,17 @@ def write_tree(root: int, files: Tree, owner: int) -> None:
         write_file(root, path, entry, owner)
 
 
+@contextlib.contextmanager
+def _unless_read_only() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+
+
 def give(root: int, owner: int) -> None:
-    """Change the owner of a folder tree; -1 is a no-op."""
+    """Change the owner of a folder tree, except of what is mounted read-only; -1 is a no-op."""
     if owner < 0:
         return
     waiting = [os.dup(root)]
@@ -133,13 +142,15 @@ def give(root: int, owner: int) -> None:
         folder = waiting.pop()
         try:
             if os.fstat(folder).st_uid != owner:
-                os.fchown(folder, owner, owner)
+                with _unless_read_only():
+                    os.fchown(folder, owner, owner)
             for name in os.listdir(folder):  # noqa: PTH208 - a descriptor, not a path
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode):
                     waiting.append(_open(name, _DIR, folder))
                 elif status.st_uid != owner:
-                    os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
+                    with _unless_read_only():
+                        os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
         finally:
             os.close(folder)
 

@@ -95,7 +95,7 @@ class _Entry:
     content_hash: str
     place: RowLocation
     needs: tuple[bool | str, ...]
-    """Whether it is made of an image, the runner that grades it, and programs of its checks."""
+    """Whether it is made of an image, whether it is graded live, its runner, and programs of its checks."""
 
 
 class RowSource:
@@ -163,6 +163,11 @@ class RowSource:
         """Return one task of each kind: with an image or without, by runner and by programs of its checks."""
         used = [entry for entries in self._split.values() for entry in entries]
         return [self._item(entry).task for entry in {entry.needs: entry for entry in used}.values()]
+
+    @property
+    def live(self) -> int:
+        """How many of its tasks are graded in their agent's sandbox."""
+        return sum(entry.needs[1] is True for entries in self._split.values() for entry in entries)
 
     def oracle(self, task: Task) -> Oracle:
         return self._found(task).oracle
@@ -252,7 +257,12 @@ class RowSource:
             id=task.id,
             content_hash=task.content_hash,
             place=place,
-            needs=(bool(task.setup.image), task.grading.runner, *programs_of(item.oracle)),
+            needs=(
+                bool(task.setup.image),
+                task.grading.where == "live",
+                task.grading.runner,
+                *programs_of(item.oracle),
+            ),
         )
 
 

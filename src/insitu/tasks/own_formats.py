@@ -74,6 +74,8 @@ class _PlainRow(OwnRow):
     root_setup: Texts = ()
     """Run before `setup`, as root of the image's system."""
     setup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    roots: Texts = ()
+    """Folders outside of the work folder that are graded too."""
     entry: str = ""
     cases: list[CaseRow] = Field(default_factory=list)
     io: list[_ExchangeRow] = Field(default_factory=list)
@@ -86,6 +88,7 @@ class _PlainRow(OwnRow):
     gold_patch: str = ""
     protected: Texts = ()
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    where: Literal["clean", "live"] = "clean"
     reward: Literal["binary", "fraction"] = "binary"
     limits: LimitsRow = LimitsRow()
     category: str = ""
@@ -137,6 +140,7 @@ def _plain_item(row: _PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tr
             commands=row.setup,
             timeout_s=row.setup_timeout_s,
             root_commands=row.root_setup,
+            roots=row.roots,
         ),
         grading=GradingPlan(
             runner=row.runner,
@@ -144,6 +148,7 @@ def _plain_item(row: _PlainRow, options: LoadOptions, more: tuple[Tree, Tree, Tr
             protected=row.protected,
             timeout_s=row.timeout_s,
             reward=row.reward,
+            where=row.where,
         ),
         limits=row.limits.over(options.limits),
         category=row.category,

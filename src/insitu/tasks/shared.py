@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +20,7 @@ from insitu.types.limits import LimitKeys
 MAX_TREE_FILES = 10_000
 MAX_TREE_BYTES = 64 << 20
 PLAIN_SANDBOX = Setup()
+_USER_HOME = re.compile(r"/home/user\b(?!-)")
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -47,6 +50,11 @@ def safe_tree(tree: Tree) -> Tree:
             if "/".join(folders[:depth]) in tree:
                 raise TaskError(f"{path} lies under a file")
     return tree
+
+
+def home_root(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return /home/user as a root if a task's texts name it: E2B's sandboxes have it as their home."""
+    return ("/home/user",) if any(map(_USER_HOME.search, texts)) else ()
 
 
 def text_tree(texts: Mapping[str, str], what: str) -> dict[str, FileEntry]:
@@ -121,6 +129,11 @@ def make_item(
     named = setup.workdir or not setup.image
     if (named and not setup.workdir.startswith("/")) or ".." in setup.workdir.split("/"):
         raise TaskError(f"workdir {ascii(setup.workdir)[:100]} is not an absolute path")
+    for root in setup.roots:
+        if root == "/" or posixpath.normpath(root) != root or not root.startswith("/"):
+            raise TaskError(f"root {ascii(root)[:100]} is not an absolute folder in normal form")
+        if any(root.startswith(f"{other}/") for other in setup.roots):
+            raise TaskError(f"root {root} lies in another one")
     if any(char.isspace() for char in setup.image):
         raise TaskError(f"image {ascii(setup.image)[:100]} is not an image reference")
     if oracle.gold and all(files.get(path) == entry for path, entry in oracle.gold.items()):

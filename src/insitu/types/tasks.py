@@ -23,7 +23,7 @@ class FileEntry(Value):
 
 
 Tree = Mapping[str, FileEntry]
-"""Relative POSIX path -> file. Empty directories are not kept."""
+"""POSIX path -> file: relative to the work folder, absolute below `Setup.roots`. Without empty folders."""
 
 
 RewardKind = Literal["binary", "fraction"]
@@ -46,6 +46,8 @@ class Setup(Value):
     """Shell commands run before `commands` as root, without network; Docker sandboxes only."""
     memory_mb: int = 0
     """Memory that a process may need, where that is more than it is given anyway."""
+    roots: tuple[str, ...] = ()
+    """Folders outside of the work folder that are writable and graded too, inside paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class GradingPlan(Value):
     timeout_s: float = 10.0
     memory_mb: int = 0
     """Memory of one process, where that is more than the grader gives anyway."""
+    where: Literal["clean", "live"] = "clean"
+    """clean = in a fresh sandbox with the diff; live = in the agent's own one as it left it (trust weak)."""
     reward: RewardKind = "binary"
     """binary = 1 when all required checks pass, else 0; fraction = the weighted share that passes."""
 
@@ -214,6 +218,10 @@ def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Set
         parts.append(f"root={setup.root_commands!r}".encode())
     if setup.memory_mb:
         parts.append(f"setup_memory_mb={setup.memory_mb}".encode())
+    if setup.roots:
+        parts.append(f"roots={setup.roots!r}".encode())
+    if grading.where != "clean":
+        parts.append(f"where={grading.where}".encode())
     for path in sorted(files):
         parts += [path.encode(), b"x" if files[path].executable else b"-", files[path].content]
     for part in parts:

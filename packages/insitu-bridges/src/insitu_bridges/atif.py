@@ -15,12 +15,12 @@ from typing import Any
 
 import orjson
 
-from insitu.capture.export import by_index, chain_ends, chain_of
-from insitu.chat.words import Words
 from insitu.config import Config
 from insitu.grading.reward import main_line
 from insitu.types import Turn
 from insitu_bridges.records import StoredRollout
+from insitu_train.branches import by_index, chain_ends, chain_of
+from insitu_train.words import Words
 
 VERSION = "ATIF-v1.7"
 _WHOLE = 1 << 40

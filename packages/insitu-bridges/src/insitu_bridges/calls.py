@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from insitu.capture.export import by_index, chain_ends, chain_of
 from insitu.errors import TrainError
 from insitu.types import Segment, Turn
 from insitu_bridges.rows import RolloutRows
+from insitu_train.branches import by_index, chain_ends, chain_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

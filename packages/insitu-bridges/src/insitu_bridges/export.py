@@ -18,12 +18,10 @@ from typing import IO, Any, Protocol
 
 import orjson
 
-from insitu.chat.words import Words, WordsCache
 from insitu.config import Config, dump_toml
 from insitu.errors import ConfigError, RecordError
 from insitu.storage.files import sha256_of, write_text
 from insitu.storage.queries import RunReader
-from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import TOKENIZER, TOKENIZER_FILES, read_config, tokenizer_folder
 from insitu.storage.store import add_ledgers
 from insitu.types import Ledger
@@ -41,6 +39,8 @@ from insitu_bridges.targets import REMOVED, TARGETS, check_payload, read_payload
 from insitu_train.plan.digest import is_plan
 from insitu_train.plan.step import PlanConfig, plan_step
 from insitu_train.plan.stored import stored_groups
+from insitu_train.redaction import Redaction
+from insitu_train.words import Words, WordsCache
 
 FILES = ("jsonl", "parquet", "hf")
 """Forms that `insitu import` reads."""

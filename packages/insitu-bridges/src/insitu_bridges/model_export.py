@@ -16,10 +16,10 @@ from insitu.config import Config, model_kind
 from insitu.config.base import HUB
 from insitu.errors import ConfigError, RecordError
 from insitu.storage.files import write_text
-from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import read_config, read_store
 from insitu_bridges.card import model_card
 from insitu_train.recovery import best_step, written_steps
+from insitu_train.redaction import Redaction
 
 MODEL_FORMS: Mapping[str, Sequence[str]] = {
     "hf": ("auto", "float32", "bfloat16"),

@@ -15,11 +15,11 @@ from typing import Any
 
 import orjson
 
-from insitu.chat.words import Words
 from insitu.config import Config
 from insitu.errors import SetupError
 from insitu.types import Rollout, Turn
 from insitu_bridges.records import StoredRollout
+from insitu_train.words import Words
 
 SEND_S = 10.0
 _WHOLE = 1 << 40

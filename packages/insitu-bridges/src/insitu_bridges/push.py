@@ -21,11 +21,11 @@ import orjson
 from insitu.errors import ConfigError, RecordError
 from insitu.install_hints import install_extra
 from insitu.storage.files import write_text
-from insitu.storage.redaction import Redaction
 from insitu_bridges.card import model_card
 from insitu_bridges.export import RolloutExport, write_export
 from insitu_bridges.imports import MANIFEST
 from insitu_train.hub_upload import HUB, upload
+from insitu_train.redaction import Redaction
 
 NOT_PUSHED = ("trainer", "*.part")
 """Files of a checkpoint that stay: the optimizer's state."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from insitu.capture.export import by_index, chain_ends, chain_of
 from insitu.config.training import RowRules
 from insitu.errors import RecordError, TrainError
 from insitu.types import (
@@ -33,6 +32,7 @@ from insitu.types import (
 from insitu.types.codec import head, pick, read
 from insitu.types.values import plain
 from insitu_bridges.rows import RolloutRows
+from insitu_train.branches import by_index, chain_ends, chain_of
 from insitu_train.plan.row_selection import choose_rows
 
 SCHEMA = 1

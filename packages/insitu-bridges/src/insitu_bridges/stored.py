@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from insitu.chat.words import Words
 from insitu.config import Config
 from insitu.errors import RecordError
 from insitu.grading.reward import main_line
@@ -23,6 +22,7 @@ from insitu_bridges.records import StoredRollout
 from insitu_bridges.rows import GroupRows, RolloutRows, rows_of
 from insitu_train.plan.step import PlanConfig
 from insitu_train.plan.stored import stored_groups
+from insitu_train.words import Words
 
 PLACE = {
     "rowid": "row",

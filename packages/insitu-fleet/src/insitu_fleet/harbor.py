@@ -117,6 +117,8 @@ class HarborBackend:
             )
         if not spec.workdir:
             raise PolicyUnsupported(f"{self.name} is not asked where an image starts: name a workdir")
+        if spec.roots:
+            raise PolicyUnsupported(f"{self.name} reads only the work folder, not {', '.join(spec.roots)}")
         if spec.root_setup:
             raise PolicyUnsupported(f"{self.name} sets no sandbox up as root")
         for bind in (bind for bind in spec.binds if not bind.may_copy):

@@ -17,7 +17,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -26,7 +26,7 @@ from insitu.storage.image_builds import register_build
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
 from insitu.tasks.own_formats import task_folders
-from insitu.tasks.row_files import RawRow, RowLocation, TaskRow
+from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Texts
 from insitu.tasks.shared import (
     LimitsRow,
     Seconds,
@@ -38,6 +38,7 @@ from insitu.tasks.shared import (
     yaml_value,
 )
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, Tree
+from insitu_tasksets.runners.harbor import HarborRunner
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,18 @@ class _HarborFile(TaskRow):
     steps: list[Any] = Field(default_factory=list)
 
 
+class _FolderRow(TaskRow):
+    """What `tasks.transform` may say of a folder."""
+
+    where: Literal["clean", "live"] = "clean"
+    roots: Texts = ()
+
+    @property
+    def all_roots(self) -> tuple[str, ...]:
+        """The roots of its sandboxes; the agent's own has the folders of the tests where it is judged."""
+        return self.roots + (HarborRunner.places if self.where == "live" else ())
+
+
 class HarborFormat:
     """Format `harbor`."""
 
@@ -97,7 +110,7 @@ class HarborFormat:
         if not (folder / "instruction.md").is_file():
             raise TaskError("instruction.md is missing")
         prompt = read_text(folder / "instruction.md").strip()
-        parsed = _HarborFile.model_validate(keys)
+        parsed, asked = _HarborFile.model_validate(keys), _FolderRow.model_validate(row)
         tests, solve = tree_of_folder(folder / "tests"), tree_of_folder(folder / "solution")
         if "test.sh" not in tests:
             raise TaskError("tests/test.sh is missing: nothing can be graded")
@@ -111,9 +124,13 @@ class HarborFormat:
                 image=_image(folder, parsed.environment.docker_image, environment, options),
                 workdir=parsed.environment.workdir or _workdir(environment / "Dockerfile"),
                 memory_mb=memory_mb,
+                roots=asked.all_roots,
             ),
             grading=GradingPlan(
-                runner="harbor", timeout_s=parsed.verifier.timeout_sec or TEST_TIMEOUT_S, reward="fraction"
+                runner="harbor",
+                timeout_s=parsed.verifier.timeout_sec or TEST_TIMEOUT_S,
+                reward="fraction",
+                where=asked.where,
             ),
             limits=LimitsRow.model_validate({"wall_s": parsed.agent.timeout_sec}),
             tests=tests,
@@ -301,6 +318,7 @@ class TerminalBenchFormat:
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         folder = place.path
         parsed = _TerminalBenchFile.model_validate(yaml_mapping(folder / "task.yaml"))
+        asked = _FolderRow.model_validate(row)
         _check_one_service(folder)
         run, solution = folder / "run-tests.sh", folder / "solution.sh"
         if not run.is_file():
@@ -318,8 +336,12 @@ class TerminalBenchFormat:
         return _item(
             folder,
             parsed.instruction,
-            setup=Setup(image=_image(folder, "", folder, options), workdir=_workdir(folder / "Dockerfile")),
-            grading=GradingPlan(runner="harbor", timeout_s=timeout),
+            setup=Setup(
+                image=_image(folder, "", folder, options),
+                workdir=_workdir(folder / "Dockerfile"),
+                roots=asked.all_roots,
+            ),
+            grading=GradingPlan(runner="harbor", timeout_s=timeout, where=asked.where),
             limits=LimitsRow.model_validate({"wall_s": parsed.max_agent_timeout_sec}),
             tests=tests,
             env={},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
@@ -11,7 +11,7 @@ from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowFormat
 from insitu.tasks.own_formats import CheckRow, checks_of
 from insitu.tasks.row_files import RawRow, RowLocation, TaskRow, Text, Texts, parse_texts
-from insitu.tasks.shared import LimitsRow, Positive, Seconds, make_item, text_tree
+from insitu.tasks.shared import LimitsRow, Positive, Seconds, home_root, make_item, text_tree
 from insitu.types import WORKDIR, GradingPlan, HiddenTests, Oracle, Setup
 
 VERIFY_TIMEOUT_S = 60.0
@@ -38,6 +38,8 @@ class _TerminusRow(TaskRow):
     sandbox_timeout: Seconds | None = None
     verify_timeout: Seconds = VERIFY_TIMEOUT_S
     workdir: str = WORKDIR
+    roots: Texts = ()
+    where: Literal["clean", "live"] = "clean"
     max_steps: Positive | None = None
     max_turns: Positive | None = None
     max_completion_length: Positive | None = None
@@ -62,6 +64,7 @@ class TerminusFormat(RowFormat):
             }
         )
         checks = checks_of(parsed.verify, "verify")
+        texts = (parsed.prompt, *parsed.setup, *(check.command for check in checks))
         solve = {"solve.sh": "set -e\n" + "\n".join(parsed.solution) + "\n"} if parsed.solution else {}
         return make_item(
             id=name,
@@ -71,9 +74,13 @@ class TerminusFormat(RowFormat):
                 image=options.image(parsed.sandbox_image, name),
                 workdir=parsed.workdir,
                 commands=parsed.setup,
+                roots=parsed.roots or home_root(texts),
             ),
             grading=GradingPlan(
-                runner="command", timeout_s=parsed.verify_timeout * len(checks), reward="fraction"
+                runner="command",
+                timeout_s=parsed.verify_timeout * len(checks),
+                reward="fraction",
+                where=parsed.where,
             ),
             limits=limits.over(options.limits),
             category="terminus",

@@ -28,14 +28,14 @@ from insitu.grading.trust import trust_of
 from insitu.progress.base import View
 from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks, make_pool
-from insitu.sandbox.base import SandboxBackend, SandboxSpec
-from insitu.sandbox.base_tree import set_up
+from insitu.sandbox.base import SandboxBackend
 from insitu.storage.files import write_text
 from insitu.tasks.allowlist import SCHEMA, TaskFinding, read_allowlist
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import open_source
 from insitu.types import Oracle, Task
+from insitu_tasksets.live import opened, solve, validate_live
 
 COUNTS = ("tasks", "passed", "failed", "no_gold", "infra", "refused_rows")
 GENERATED_TASKS = 64
@@ -224,8 +224,11 @@ async def check_item(grader: Grader, backend: SandboxBackend, item: Item, repeat
     began = time.monotonic()
     image = task.setup.image
     try:
-        solved = await with_gold(backend, task, oracle)
-        await grader.validate(task, solved, repeats=repeats)
+        if task.grading.where == "live":
+            await validate_live(grader, backend, task, oracle, repeats=repeats)
+        else:
+            solved = await with_gold(backend, task, oracle)
+            await grader.validate(task, solved, repeats=repeats)
         image = (await grader.bases.of(task)).image
     except InsituError as error:
         status: Any = "infra" if error.infra else "failed"
@@ -317,7 +320,9 @@ def show_task(config: Config, task_id: str, *, tests: bool = False) -> Mapping[s
         "workdir": task.setup.workdir,
         "setup": list(task.setup.commands),
         "root_setup": list(task.setup.root_commands),
+        "roots": list(task.setup.roots),
         "runner": task.grading.runner,
+        "where": task.grading.where,
         "reward": task.grading.reward,
         "protected": list(task.grading.protected),
         "trust": trust_of(item.task, item.oracle)[0],
@@ -342,7 +347,6 @@ def required(oracle: Oracle) -> list[str]:
     return found
 
 
-SOLUTION_AT = "/solution"
 MAX_BYTES, MAX_FILES = 512 << 20, 200_000
 
 
@@ -353,28 +357,9 @@ async def with_gold(backend: SandboxBackend, task: Task, oracle: Oracle) -> Orac
     """
     if oracle.gold or oracle.gold_patch or not oracle.solve:
         return oracle
-    spec = SandboxSpec(
-        image=task.setup.image,
-        workdir=task.setup.workdir,
-        root_setup=bool(task.setup.root_commands),
-        network="none",
-        places=(SOLUTION_AT,),
-        label=f"solve/{task.id}",
-    )
-    async with await backend.create(spec) as sandbox:
-        await set_up(sandbox, task.setup)
-        if task.files:
-            await sandbox.lay(task.files)
+    async with opened(backend, task) as sandbox:
         before = await sandbox.get_tree(max_bytes=MAX_BYTES, max_files=MAX_FILES)
-        for path, entry in oracle.solve.items():
-            executable = entry.executable or path == "solve.sh"
-            await sandbox.put(f"{SOLUTION_AT}/{path}", entry.content, executable=executable)
-        # By its shebang; bash runs a script without one.
-        argv = ["bash", "-c", f"exec {SOLUTION_AT}/solve.sh"]
-        done = await sandbox.exec(argv, timeout_s=task.limits.wall_s, env=oracle.solve_env)
-        if done.exit_code != 0:
-            how = "took too long" if done.timed_out else f"ended with {done.exit_code}"
-            raise TaskError(f"task {task.id}: the solution {how}")
+        await solve(sandbox, task, oracle)
         await sandbox.kill_all()
         after = await sandbox.get_tree(max_bytes=MAX_BYTES, max_files=MAX_FILES)
     changed, deleted = changes(before, after)

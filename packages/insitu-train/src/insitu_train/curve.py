@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from insitu.progress.base import rounded
-from insitu.storage.phases import is_heldout
 from insitu.storage.score import Score
 from insitu.storage.store import Store
+from insitu_train.phases import is_heldout
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 56

@@ -28,13 +28,13 @@ from insitu.evaluate.result import EvalResult
 from insitu.progress.base import View
 from insitu.storage.metrics import MetricsFile
 from insitu.storage.pass_at_k import PassAtK, covered, estimate, reported_ks, title
-from insitu.storage.phases import When, eval_phase
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
 from insitu.tasks.mix import TaskMix
 from insitu.types import Group
 from insitu_train.alarms import InfraFailureRate
 from insitu_train.paired import mean_change
+from insitu_train.phases import When, eval_phase
 from insitu_train.unparsed import unparsed_counts
 
 _STAGES: Mapping[When, str] = {

@@ -12,7 +12,7 @@ from typing import Any
 from insitu.engines.safetensors_file import check_complete
 from insitu.errors import ConfigError, EngineError, SetupError
 from insitu.install_hints import install_extra
-from insitu.storage.redaction import Redaction
+from insitu_train.redaction import Redaction
 
 MODEL = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*")

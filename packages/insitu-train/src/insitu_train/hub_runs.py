@@ -25,11 +25,11 @@ from insitu.config import Config
 from insitu.errors import ConfigError, InsituError, RecordError
 from insitu.install_hints import install_extra
 from insitu.storage.files import sha256_of, write_text
-from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import TOKENIZER, has_rollouts, read_store
 from insitu.storage.temp_dirs import part_folder
 from insitu_train.hub_download import download
 from insitu_train.hub_upload import HUB, upload
+from insitu_train.redaction import Redaction
 
 log = logging.getLogger(__name__)
 

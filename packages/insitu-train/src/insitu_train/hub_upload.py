@@ -10,7 +10,7 @@ from typing import Literal
 
 from insitu.backoff import retry
 from insitu.errors import ConfigError, SetupError
-from insitu.storage.redaction import Redaction
+from insitu_train.redaction import Redaction
 
 HUB = re.compile(r"hub:([\w.-]+/[\w.-]+)")
 ATTEMPTS, FIRST_S = 4, 1.0

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from insitu.errors import RecordError
-from insitu.storage.phases import is_heldout
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import StepRecord, Store
+from insitu_train.phases import is_heldout
 from insitu_train.plan.digest import is_plan
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.plan.stored import stored_groups

@@ -12,13 +12,13 @@ from insitu.config import Arm, Config
 from insitu.errors import RecordError
 from insitu.progress.base import rate_text
 from insitu.storage.files import write_text
-from insitu.storage.phases import When, eval_name, eval_phase
 from insitu.storage.run_dir import KIND, REPORT, read_config, read_store, read_summary
 from insitu.storage.score import Score
 from insitu.storage.store import ScoresBy, Store
 from insitu.types import DriftNote, Ledger
 from insitu_train.alarms import describe_rewards
 from insitu_train.curve import curve_of, curve_svg
+from insitu_train.phases import When, eval_name, eval_phase
 from insitu_train.report import (
     EvaluationReport,
     FinalReport,

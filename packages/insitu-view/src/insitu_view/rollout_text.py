@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from insitu.chat.words import WordsCache
 from insitu.errors import RecordError
 from insitu.progress.base import duration, printable
 from insitu.storage.queries import IDS, PAGE, STATE
+from insitu_train.words import WordsCache
 from insitu_view.web.credit import Credits
 from insitu_view.web.rollout_page import MAX_TURNS, diff_page, rollout_page, transcript
 from insitu_view.web.runs import RunHandle, one_run

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from insitu.progress.base import change_text, duration, printable, rounded
-from insitu.storage.phases import is_heldout
+from insitu_train.phases import is_heldout
 from insitu_view.web.findings import compare_runs, compare_tasks
 from insitu_view.web.runs import RunHandle, Runs, run_info
 

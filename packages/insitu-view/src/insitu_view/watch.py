@@ -13,11 +13,11 @@ from insitu.errors import RecordError
 from insitu.progress.base import SHOWN, View, printable
 from insitu.progress.plain import eval_text, step_text
 from insitu.storage.metrics import new_lines, tail_metrics
-from insitu.storage.phases import eval_name
 from insitu.storage.queries import NEW_ROLLOUTS, RUNNING, RunReader
 from insitu.storage.run_dir import check_store, read_config, run_state
 from insitu.storage.score import Score
 from insitu.storage.timeline import TIMELINE
+from insitu_train.phases import eval_name
 
 POLL_S = 1.0
 _STAGES = {

@@ -10,6 +10,8 @@ from insitu.errors import TaskError
 from insitu.grading.runners.base import GradingRunner
 from insitu.types import Oracle, Task
 
+LIVE = frozenset({"command", "harbor"})
+"""Runners that can judge in the agent's own sandbox."""
 _opened: dict[str, GradingRunner] = {}
 """One of each kind for the whole process: they hold idle processes of checkers."""
 
@@ -44,5 +46,7 @@ def runner_for(task: Task, oracle: Oracle) -> GradingRunner:
         raise TaskError(f"task {task.id} has the oracle of {oracle.task_id}")
     if not task.content_hash:
         raise TaskError(f"task {task.id} has no content_hash")
+    if task.grading.where == "live" and runner.name not in LIVE:
+        raise TaskError(f"task {task.id}: where = live needs checks, not runner {runner.name}")
     runner.check(task, oracle)
     return runner

@@ -74,10 +74,8 @@ class Episode:
         self._sandbox: Sandbox | None = None
         self._lost: str | None = None
         """Why the sandbox was lost by the agent's doing."""
-        self._spec = SandboxSpec(
-            image=task.setup.image,
-            workdir=task.setup.workdir,
-            root_setup=bool(task.setup.root_commands),
+        self._spec = SandboxSpec.of(
+            task.setup,
             env={"PYTHONDONTWRITEBYTECODE": "1"},
             network="none",
             memory_bytes=AGENT_MEMORY_BYTES if "resource_limits" in backend.capabilities else None,
@@ -121,12 +119,17 @@ class Episode:
         """End the sandbox and grade what was in its work folder."""
         tree: Tree = {}
         try:
-            if self._sandbox is not None:
-                plain = is_plain(self.task.setup)
-                tree, lost = await collect_tree(self._sandbox, self._backend, self._spec, plain=plain)
-                self._lost = lost or self._lost
-            await self.close()
-            verdict = await self._judge(self.task, tree)
+            if self.task.grading.where == "live":
+                if self._sandbox is None:
+                    return Graded(reward=0.0, outcome=str(Outcome.UNRESOLVED), reason=self._lost or "")
+                verdict = await self._judge.live(self.task, self._sandbox)
+            else:
+                if self._sandbox is not None:
+                    plain = is_plain(self.task.setup)
+                    tree, lost = await collect_tree(self._sandbox, self._backend, self._spec, plain=plain)
+                    self._lost = lost or self._lost
+                await self.close()
+                verdict = await self._judge(self.task, tree)
         except InsituError as error:
             log.warning("episode task=%s reason=%s", self.task.id, error)
             return Graded(reward=None, reason=str(error))

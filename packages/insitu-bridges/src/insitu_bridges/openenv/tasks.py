@@ -13,6 +13,7 @@ from insitu.runtime.agents import limits_of
 from insitu.runtime.sandboxes import check_tasks
 from insitu.tasks.base import ENDLESS_TASKS, Split, TaskSource
 from insitu.tasks.factory import open_source
+from insitu.tasks.shared import home_root
 from insitu.types import Check, FailingCheck, GradingPlan, HiddenTests, Oracle, Setup, Task, task_hash
 from insitu_bridges.tasks_by_id import TasksById
 
@@ -59,9 +60,11 @@ class EpisodeTasks:
     ) -> Task:
         """Return a task of shell commands: `setup` makes the work folder, `verify` grades a copy of it.
 
-        The reward is the share of `verify` that passes. Raises TaskError, ConfigError.
+        /home/user, if they name it, is graded too. The reward is the share of `verify` that passes.
+        Raises TaskError, ConfigError.
         """
-        initial = Setup(image=image, workdir="" if image else Setup().workdir, commands=tuple(setup))
+        roots, workdir = home_root((instruction, *setup, *verify)), "" if image else Setup().workdir
+        initial = Setup(image=image, workdir=workdir, commands=tuple(setup), roots=roots)
         grading = GradingPlan(runner="command", reward="fraction", timeout_s=self._config.grade.timeout_s)
         task = Task(
             id=name, prompt=instruction, files={}, setup=initial, grading=grading, category="caller",

@@ -140,6 +140,26 @@ class FileContract:
             assert await run(sandbox, "echo 1 > /logs/reward && ls -A /logs") == "reward"
             assert await sandbox.get("/logs/reward") == b"1\n"
 
+    async def test_roots_belong_to_the_tree_by_their_absolute_paths(self, backend: SandboxBackend) -> None:
+        if "roots" not in backend.capabilities:
+            pytest.skip("only the work folder is read")
+        async with await backend.create(SandboxSpec(roots=("/home/user/work", "/etc"))) as sandbox:
+            named = {"a": b"a", "/home/user/work/b/c": b"c", "/etc/app/conf": b"d"}
+            await sandbox.lay({path: FileEntry(content=content) for path, content in named.items()})
+            assert await run(sandbox, "cat a /home/user/work/b/c /etc/app/conf; id -un") == "acdagent"
+            await shell(
+                sandbox, "echo 42 > /home/user/work/answer; echo x >> /etc/app/conf; rm /home/user/work/b/c"
+            )
+            tree = await sandbox.get_tree()
+            assert tree["/home/user/work/answer"].content == b"42\n"
+            assert tree["/etc/app/conf"].content == b"dx\n"
+            assert {"a", "/etc/passwd"} <= {*tree}
+            assert "/home/user/work/b/c" not in tree
+            await sandbox.lay({}, remove=["/home/user/work/answer", "a"])
+            assert {"/home/user/work/answer", "a"}.isdisjoint(await sandbox.get_tree())
+            with pytest.raises(SandboxError):
+                await sandbox.lay({"/home/user/other": FileEntry(content=b"")})
+
     async def test_wipe_empties_every_writable_place(self, sandbox: Sandbox) -> None:
         await shell(
             sandbox,

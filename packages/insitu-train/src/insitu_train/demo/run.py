@@ -16,13 +16,13 @@ from insitu.chat.load import load_renderer
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, model_folder
 from insitu.progress.base import View
-from insitu.storage.phases import eval_phase
 from insitu.storage.run_dir import read_config, read_store
 from insitu.storage.store import Store
 from insitu.types import IntArray, Rollout
 from insitu_train.demo.smollm2 import fetch_smollm2, smollm2_file
 from insitu_train.learner.process import require_learner
 from insitu_train.loop import TrainOptions
+from insitu_train.phases import eval_phase
 from insitu_train.report import ShownRollout, ShownTurn
 from insitu_train.run import run_training
 from insitu_train.run_report import finish

@@ -28,9 +28,9 @@ from insitu.errors import InsituError, RecordError, SetupError, boundary, user_c
 from insitu.storage.files import write_text
 from insitu.storage.metrics import tail_metrics
 from insitu.storage.queries import RunReader
-from insitu.storage.redaction import Redaction
 from insitu.storage.run_dir import read_config, read_summary, run_state
 from insitu.storage.ulid import new_ulid
+from insitu_train.redaction import Redaction
 from insitu_view.tracking.base import TrackedRun, Tracker
 from insitu_view.tracking.names import numbers
 

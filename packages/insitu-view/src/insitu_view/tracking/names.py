@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from insitu.storage.phases import eval_name
+from insitu_train.phases import eval_name
 
 HELDOUT = "heldout"
 EFFECTIVE = "effective_"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from insitu.chat.words import Words, WordsCache
+from insitu_train.words import Words, WordsCache
 from insitu_view.web.credit import Credits
 from insitu_view.web.runs import RunHandle, Runs
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from insitu.errors import ConfigError, InsituError, SetupError
-from insitu.storage.redaction import Redaction
+from insitu_train.redaction import Redaction
 from insitu_view.web.bundle import bundle, icon
 from insitu_view.web.context import Context
 from insitu_view.web.findings import compare_runs, compare_tasks

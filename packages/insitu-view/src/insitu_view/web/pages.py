@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import orjson
 
-from insitu.chat.words import Words, message_spans, prompt_of
 from insitu.config import tables_of
 from insitu.errors import RecordError
 from insitu.storage import queries as sql
@@ -19,6 +18,7 @@ from insitu.storage.pass_at_k import wilson_interval
 from insitu.storage.queries import RunReader
 from insitu.storage.store import EmptyStore
 from insitu.types.keys import description
+from insitu_train.words import Words, message_spans, prompt_of
 from insitu_view import evidence
 from insitu_view.web.credit import Credits, StepCredit
 from insitu_view.web.runs import RunHandle, evaluation_scores, run_info, summary_of

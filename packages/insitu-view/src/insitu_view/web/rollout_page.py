@@ -10,12 +10,12 @@ import numpy as np
 import orjson
 
 from insitu.chat.message_text import MAX_CHARS, clamped
-from insitu.chat.words import Words, message_spans
 from insitu.errors import RecordError
 from insitu.storage import queries as sql
 from insitu.storage.logs import MAX_LOG_BYTES
 from insitu.storage.queries import RunReader
 from insitu.storage.run_dir import KIND
+from insitu_train.words import Words, message_spans
 from insitu_view.web.credit import Credits
 from insitu_view.web.runs import RunHandle, open_inside
 from insitu_view.web.token_page import row_spans

@@ -14,11 +14,11 @@ from insitu.config import Config
 from insitu.errors import InsituError, RecordError
 from insitu.storage.open_run import kind_of
 from insitu.storage.pass_at_k import TaskCounts
-from insitu.storage.phases import is_heldout
 from insitu.storage.queries import HELDOUT_TASKS, LAST_ROLLOUT, RunReader, ulid_seconds
 from insitu.storage.run_dir import check_store, read_config, read_summary, run_state
 from insitu.storage.score import Score
 from insitu.storage.store import EmptyStore
+from insitu_train.phases import is_heldout
 
 SPARK_POINTS = 60
 WATCHED = (

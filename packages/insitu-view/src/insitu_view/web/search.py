@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from insitu.chat.words import Words
 from insitu.storage import queries as sql
+from insitu_train.words import Words
 from insitu_view.web.runs import RunHandle
 
 SEARCH_S = 1.0

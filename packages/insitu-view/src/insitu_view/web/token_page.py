@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from insitu.capture.export import by_index, chain_ends, chain_of
-from insitu.chat.words import Words
 from insitu.errors import RecordError
 from insitu.storage.queries import ONE_STEP, SEGMENT_HEADS, STATE, TURN_HEADS, TURN_ROWS, RunReader
 from insitu.storage.run_dir import SCORES
 from insitu.types import Turn
+from insitu_train.branches import by_index, chain_ends, chain_of
 from insitu_train.scores import RowScores, read_row
+from insitu_train.words import Words
 
 MAX_TOKENS = 8192
 BUCKETS = 2000

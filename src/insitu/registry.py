@@ -63,6 +63,7 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
         "jsonl": "insitu.tasks.own_formats:PlainJsonl",
         "folder": "insitu.tasks.own_formats:PlainFolder",
     },
+    "models": {"hermes": "insitu.chat.hermes:hermes_folder"},
     "runners": {
         "json_io": "insitu.grading.runners.json_io:JsonIoRunner",
         "command": "insitu.grading.runners.command:CommandRunner",

@@ -44,6 +44,8 @@ def test_the_examples_are_all_here() -> None:
         "one-80gb.toml",
         "qwen3-vllm.toml",
         "rollout.toml",
+        "small-agent-teacher.toml",
+        "small-agent.toml",
         "small-model.toml",
         "two-agents.toml",
         "two-engines.toml",

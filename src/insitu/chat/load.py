@@ -23,12 +23,12 @@ log = logging.getLogger("insitu.chat")
 def load_renderer(folder: Path, renderer: str = "auto") -> CodecRenderer:
     """Load and check the renderer of a model folder.
 
-    `renderer`: auto, template, or a name of the `renderers` package. Raises RenderError if none passes its
-    checks.
+    `renderer`: auto, template, hermes (the template of a folder that `config.model_folder` made), or a name
+    of the `renderers` package. Raises RenderError if none passes its checks.
     """
     files = read_folder(folder)
     codec = Codec(files.tokenizer_json, files.renderer.control_tokens)
-    if renderer == "template":
+    if renderer in ("template", "hermes"):
         return template_renderer(files, codec)
     if renderer != "auto":
         named: CodecRenderer = find("parts", "named_renderer")(renderer, codec, files)

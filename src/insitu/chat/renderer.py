@@ -199,7 +199,7 @@ def check_tools(
     if caps.no_tools:
         raise kind(
             f"{offers}this model takes none: {caps.no_tools}; use an agent without tools, such as"
-            " single_turn, or see docs/models.md, Tools"
+            ' single_turn, or model.renderer = "hermes"; see docs/models.md, Tools'
         )
 
 

@@ -242,7 +242,8 @@ def model_folder(config: Config, say: Callable[[str], None] = log.info) -> Path:
         folder = registry.find("models", kind)(config.model.path, say)
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(f"model.path: {folder} is not a model folder: it has no tokenizer.json")
-    return folder
+    tools = config.model.renderer == "hermes"
+    return registry.find("models", "hermes")(str(folder), say) if tools else folder
 
 
 def model_kind(path: str) -> str:

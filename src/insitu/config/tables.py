@@ -85,7 +85,8 @@ class _ModelTable(Table):
     """Folder with weights, tokenizer and chat template, a GGUF file of them, or hub:ORG/NAME[@REVISION];
     empty = the warm start of the demo."""
     renderer: str = "auto"
-    """Token rules: auto, template (the folder's own), or the name of rules in the renderers package."""
+    """Token rules: auto, template (the folder's own), hermes (a template with tools for models that have none
+    and write <|im_start|>), or the name of rules in the renderers package."""
     max_context_tokens: Count = 4096
     """Prompt plus sampled tokens of one model call."""
     keep_reasoning: Literal["all", "template"] = "all"

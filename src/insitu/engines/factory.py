@@ -127,7 +127,8 @@ async def open_engine(
             yield engines
         return
     async with _attach(config, announce) as engine:
-        await _check_engine(engine, config, renderer, probe=probe)
+        scripted = engine.info.kind == "demonstrated"  # has no logprobs, and no run trains by them
+        await _check_engine(engine, config, renderer, probe=probe and not scripted)
         yield engine
 
 

@@ -34,13 +34,15 @@ class GuardedEngine:
         """Return the engine's reply, checked as that of a server."""
         with user_code(EngineError, f"{self._name}: generate"):
             reply = await self._engine.generate(ids, params, key)
-            if not isinstance(reply, Generation) or reply.logprobs is None:
-                raise EngineError(f"{self._name}: generate returned no Generation with logprobs")
+            scripted = self._engine.info.kind == "demonstrated"
+            if not isinstance(reply, Generation) or (reply.logprobs is None) != scripted:
+                wanted = "without" if scripted else "with"
+                raise EngineError(f"{self._name}: generate returned no Generation {wanted} logprobs")
             raw = RawReply(
                 ids=np.asarray(reply.ids).tolist(),
-                logprobs=np.asarray(reply.logprobs, dtype=np.float64).tolist(),
+                logprobs=None if scripted else np.asarray(reply.logprobs, dtype=np.float64).tolist(),
                 experts=reply.experts,
                 finish=reply.finish,
                 version_runs=reply.version_runs,
             )
-            return checked(raw, ids, params, self._name)
+            return checked(raw, ids, params, self._name, demonstrated=scripted)

@@ -51,8 +51,13 @@ class RawReply:
     """Chosen experts, an array or a .npy file in base64; None = the server returns none."""
 
 
-def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -> Generation:
-    """Return a Generation that satisfies the contract of `Engine.generate`; raise EngineError."""
+def checked(
+    raw: RawReply, sent: IntArray, params: SamplingParams, where: str, *, demonstrated: bool = False
+) -> Generation:
+    """Return a Generation that satisfies the contract of `Engine.generate`; raise EngineError.
+
+    demonstrated: of a scripted policy, whose ids have no logprobs.
+    """
     ids = int_row(raw.ids, f"{where}: ids")
     if raw.prompt is not None and not np.array_equal(int_row(raw.prompt, f"{where}: prompt ids"), sent):
         raise EngineError(f"{where}: the engine saw other prompt ids than were sent")
@@ -63,8 +68,10 @@ def checked(raw: RawReply, sent: IntArray, params: SamplingParams, where: str) -
     if len(ids) > params.max_tokens:
         raise EngineError(f"{where}: {len(ids)} tokens where 1 to {params.max_tokens} were asked for")
     _check_stop(ids, finish, params, where)
-    logprobs = _logprobs(raw.logprobs, len(ids), where)
-    _check_vary(logprobs, params, where)
+    logprobs = None
+    if not demonstrated:
+        logprobs = _logprobs(raw.logprobs, len(ids), where)
+        _check_vary(logprobs, params, where)
     _check_runs(raw.version_runs, len(ids), where)
     times = CallTimes(cached=raw.cached if type(raw.cached) is int else None)
     known = len(sent) - params.experts_from + len(ids) - 1

@@ -41,6 +41,15 @@ def part_folder(target: Path) -> contextlib.AbstractContextManager[Path]:
     return _locked_folder(target.parent, f"{target.name}.part")
 
 
+def keep(part: Path, folder: Path) -> None:
+    """Rename a complete folder; what another process has put there before stays. Raises OSError."""
+    try:
+        part.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
 @contextlib.contextmanager
 def _locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=parent))

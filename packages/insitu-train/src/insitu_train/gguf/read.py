@@ -6,7 +6,6 @@ float32, by the package `gguf`; bfloat16 ones stay.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from insitu.engines.safetensors_file import Bytes, TensorSpec, write_stream
 from insitu.errors import ConfigError, boundary
 from insitu.install_hints import install_extra
 from insitu.storage.files import sha256_of
-from insitu.storage.temp_dirs import cache_folder, part_folder, remove_stale_parts
+from insitu.storage.temp_dirs import cache_folder, keep, part_folder, remove_stale_parts
 from insitu_train.gguf.families import (
     FAMILIES,
     ROPE_DIVISORS,
@@ -69,8 +68,7 @@ def gguf_folder(path: str, say: Callable[[str], None]) -> Path:
         remove_stale_parts(folder.parent)
         with part_folder(folder) as part:
             convert(file, part)
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                part.rename(folder)
+            keep(part, folder)
     return folder
 
 

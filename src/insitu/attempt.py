@@ -275,7 +275,7 @@ class AttemptExecutor:
                 access = self._access(session, spec.task.limits)
                 async with self._preparing(spec.task):
                     result = await worker.run(
-                        spec.task, access, lambda: session.left, self._live(session, spec.task, state)
+                        spec.task, access, lambda: session.done, self._live(session, spec.task, state)
                     )
             except asyncio.CancelledError:
                 max_wait_s = 0.0  # the replies are no longer needed

@@ -106,6 +106,22 @@ async def test_a_right_edit_is_resolved_and_every_token_kept(stage: Stage) -> No
     assert rollout.egress_attempts == 0
 
 
+async def test_an_answer_ends_the_rollout_and_is_graded(stage: Stage, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(
+        '[{"name": "answer", "ends": true, "parameters": {"type": "object", "required": ["text"]}}]'
+    )
+    own = load_config(
+        None, {"gateway.tools": f"{tmp_path}/tools.json"}, stage.config.model_dump(exclude_unset=True)
+    )
+    p = stage.problem
+    script = [edit(p, p.fault.old, p.fault.new), call("answer"), call("answer", text="fixed"), DONE]
+    rollout, engine = await replace(stage, config=own).run(script)
+    assert (rollout.status, rollout.reward, len(engine.sent)) == (Status.OK, 1.0, 3)
+    ledger = rollout.trajectory.ledger
+    assert ledger.balanced
+    assert ledger.trained == ledger.captured > 0
+
+
 async def test_a_wrong_edit_and_no_edit_earn_nothing(stage: Stage) -> None:
     p = stage.problem
     wrong, _ = await stage.run([edit(p, p.fault.old, "0"), DONE])

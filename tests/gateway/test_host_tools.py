@@ -38,10 +38,15 @@ NOTE = HostTool(name="note", description="Say something.", parameters={"type": "
 class ToolRig(Rig):
     """A rig whose session has host tools."""
 
+    host_tools = (SUBMIT, NOTE)
+
     async def __aenter__(self) -> ToolRig:
         await super().__aenter__()
         self.session = self.gateway.open_session(
-            "r/tools", seed=7, limits=Limits(max_calls=32, max_context_tokens=100_000), tools=(SUBMIT, NOTE)
+            "r/tools",
+            seed=7,
+            limits=Limits(max_calls=32, max_context_tokens=100_000),
+            tools=self.host_tools,
         )
         self.base = f"{self.origin}/s/{self.session.public_id}/v1"
         self.auth = {"Authorization": f"Bearer {self.session.secret}"}
@@ -148,6 +153,33 @@ async def test_injected_tools_are_part_of_the_root_and_answered_by_the_gateway(
         trajectory = await rig.session.seal(1.0)
         assert len(trajectory.segments) == 1
         assert trajectory.ledger.trained == trajectory.ledger.captured
+
+
+@pytest.mark.parametrize("source", ["model", "agent"])
+async def test_an_accepted_call_of_a_tool_that_ends_is_the_last_the_agent_does(
+    renderer: TemplateRenderer, source: str
+) -> None:
+    class Answers(ToolRig):
+        host_tools = (replace(SUBMIT, name="answer", ends=True), NOTE)
+
+    wrong = Message(role="assistant", tool_calls=(call("answer", '{"answer": 1}'),))
+    right = Message(role="assistant", tool_calls=(call("answer", '{"answer": "42"}'),))
+    script = [wrong, right, said("More.")] if source == "model" else [wrong, said("More.")]
+    async with Answers(renderer, script) as rig:
+        messages: list[Any] = [*ASK]
+        for number in range(3):
+            if source == "agent" and number == 1:
+                assert (await rig.use("answer", {"answer": "42"}))[0] == 200
+            status, body = await rig.post({"messages": messages, "tools": TOOLS})
+            assert (status, rig.session.done) == (200, number > 0), body
+            messages.append(body["choices"][0]["message"])
+            for made in messages[-1].get("tool_calls", []):
+                messages.append({"role": "tool", "tool_call_id": made["id"], "content": "not found"})
+        assert "The answer was accepted" in messages[-1]["content"]
+        assert len(rig.engine.sent) == (2 if source == "model" else 1)
+        assert rig.session.stats.budget_stop == ""
+        trajectory = await rig.session.seal(1.0)
+        assert trajectory.ledger.trained == trajectory.ledger.captured > 0
 
 
 async def test_after_a_call_of_an_injected_tool_only_what_is_new_is_read(renderer: TemplateRenderer) -> None:

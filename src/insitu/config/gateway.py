@@ -23,8 +23,9 @@ class GatewayTable(Table):
     """Side calls (titles, summaries without tools, commit messages): exclude = not trained; train = trained
     like a sub-agent's."""
     tools: OwnPath = ""
-    """JSON file with host tools, a list of {name, description, parameters}: offered to the model in every
-    session beside the agent's own tools, checked, acknowledged and recorded; empty = none."""
+    """JSON file with host tools, a list of {name, description, parameters, ends}: offered to the model in
+    every session beside the agent's own tools, checked, acknowledged and recorded; with `ends` the first
+    accepted call ends the rollout. Empty = none."""
     shim_tool: str = ""
     """For a model that cannot call tools: TOOL or TOOL:ARGUMENT of the agent that runs a command. A reply
     with a command as text (JSON, fenced shell block, Python call) becomes a call of it; empty = off."""

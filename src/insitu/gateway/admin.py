@@ -60,6 +60,7 @@ class ToolBody(_Body):
     name: str
     description: str = ""
     parameters: dict[str, object]
+    ends: bool = False
 
 
 class _ShimBody(_Body):

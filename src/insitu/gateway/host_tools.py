@@ -54,6 +54,8 @@ class HostTool:
     """JSON schema (2020-12) of the arguments, an object; `$ref` only within itself."""
     answer: Callable[[Mapping[str, object]], Awaitable[str]] | None = None
     """Returns what the model reads; None = an acknowledgement. Its errors are infrastructure failures."""
+    ends: bool = False
+    """An accepted call ends the rollout: later model calls get a last reply that is not sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,8 @@ class ToolBox:
         self.calls: list[HostCall] = []
         self.on_call: Callable[[HostCall], None] = lambda call: None
         """Callback for each call; must not raise."""
+        self.ended = False
+        """A tool that ends the rollout was called."""
         self._checks = {tool.name: _validator(tool) for tool in tools}
         self._max_calls, self._bytes_left = max_calls, max_bytes
         self._answers: dict[str, str] = {}
@@ -129,6 +133,7 @@ class ToolBox:
         error = _schema_error(check, arguments)
         call = HostCall(index=len(self.calls), name=name, arguments=text, source=source, error=error)
         self.calls.append(call)
+        self.ended |= not error and any(tool.ends for tool in self.tools if tool.name == name)
         self.on_call(call)
         return {"ok": False, "error": error} if error else {"ok": True}
 

@@ -239,6 +239,8 @@ class ProviderSession(Session):
         if self.backend.cost_reached:
             stats.infra_error = "the cost limit of this run is reached"
             raise WireError("session_failed", "The cost limit of this run is reached. Stop here.")
+        if self.tools.ended:
+            raise WireError("session_closed", "The answer was accepted. Stop here.")
         budget = next((name for name, out in self.used_up(self.turns).items() if out), "")
         if budget:
             if route.kind == "call":

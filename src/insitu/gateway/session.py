@@ -218,6 +218,11 @@ class Session(ABC):
         known = hmac.compare_digest(held, secret_digest(secret))
         return known and (self.listener is None or listener is None or self.listener == listener)
 
+    @property
+    def done(self) -> bool:
+        """Whether the agent has no more to do: it said so, or a host tool that ends was called."""
+        return self.left or self.tools.ended
+
     def check_open(self) -> None:
         """Raise WireError when no more calls are accepted."""
         if self.left or self.state not in ("open", "live"):

@@ -239,8 +239,9 @@ class TokenSession(Session):
 
     def spent(self) -> bool:
         """Return whether a budget is used up; record the first one."""
-        self.spend(self._out_of())
-        return bool(self.stats.budget_stop)
+        if not self.tools.ended:
+            self.spend(self._out_of())
+        return self.tools.ended or bool(self.stats.budget_stop)
 
     def stop(self) -> Reply:
         """Return a reply that ends the agent's loop: plain text, no call, finish stop; never trained.
@@ -250,7 +251,8 @@ class TokenSession(Session):
         self.stats.stops += 1
         if self.stats.stops > MAX_STOPS:
             raise WireError("session_failed", "The budget of this session is used up.")
-        stopped = f"The budget of this session is used up ({self.stats.budget_stop}). Stopping here."
+        used_up = f"The budget of this session is used up ({self.stats.budget_stop})."
+        stopped = f"{'The answer was accepted.' if self.tools.ended else used_up} Stopping here."
         return Reply(text=f"[insitu] {stopped}")
 
     @asynccontextmanager

@@ -270,14 +270,16 @@ def tables_of(config: Config) -> Iterator[tuple[str, Table]]:
         yield from ((name, one) for one in (value if name in REPEATED else (value,)))
 
 
-def table_classes() -> dict[str, type[Table]]:
+@functools.cache
+def table_classes() -> Mapping[str, type[Table]]:
     """Return the class of each table by its name."""
     return {name: type(one) for name, one in tables_of(Config())}
 
 
-def dotted_keys() -> list[str]:
+@functools.cache
+def dotted_keys() -> tuple[str, ...]:
     """Return every key of the configuration as table.key."""
-    return [f"{table}.{key}" for table, kind in table_classes().items() for key in kind.model_fields]
+    return tuple(f"{table}.{key}" for table, kind in table_classes().items() for key in kind.model_fields)
 
 
 def known_keys(tables: Raw) -> dict[str, Any]:

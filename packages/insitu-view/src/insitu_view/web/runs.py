@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class RunHandle:
     path: Path
 
     def config(self) -> Config:
-        return read_config(self.path)
+        return _config(self.path, _size_and_time(self.path / "config.toml"))
 
     def reader(self) -> RunReader:
         """Open the store; raise EmptyStore when there is none yet, RecordError when it cannot be read."""
@@ -55,6 +56,11 @@ class RunHandle:
     def state(self) -> str:
         """Return `running`, `finished` or `stopped`."""
         return run_state(self.path)
+
+
+@lru_cache(maxsize=64)
+def _config(path: Path, _stamp: tuple[int, int]) -> Config:
+    return read_config(path)
 
 
 class Runs:

@@ -218,7 +218,7 @@ def test_the_dump_parses_back_equal(text: str, kinds: list[str], lr: float, comm
 def test_the_dump_holds_every_key_and_says_what_it_means() -> None:
     parsed = tomllib.loads(dump_toml(Config()))
     tables = {table: keys[0] if isinstance(keys, list) else keys for table, keys in parsed.items()}
-    assert [f"{table}.{key}" for table, keys in tables.items() for key in keys] == dotted_keys()
+    assert tuple(f"{table}.{key}" for table, keys in tables.items() for key in keys) == dotted_keys()
     values = [line for line in dump_toml(Config()).splitlines() if "=" in line]
     assert all("  # " in line and line.endswith(".") for line in values)
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import axe
 import pytest
-from addresses import addresses
+from addresses import addresses, task_of
 from browser_lab import Served, open_tab
-from test_pages import task_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

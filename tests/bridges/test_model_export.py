@@ -118,7 +118,7 @@ def test_adapters_are_merged_or_given_to_peft(adapted: Path, tmp_path: Path) -> 
     assert f"Adapters of `{WARM_START.name}`" in (tmp_path / "adapters" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_checkpoint_is_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
     pytest.importorskip("gguf")
     monkeypatch.setenv("INSITU_CACHE", str(tmp_path / "cache"))

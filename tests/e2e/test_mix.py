@@ -97,6 +97,7 @@ def test_a_killed_mix_resumes_to_the_same_bits(
     assert plans(run_dir) == plans(reference[0])
 
 
+@pytest.mark.full
 def test_a_group_of_two_agents_is_one_group(tmp_path: Path) -> None:
     file, run_dir = "examples/two-agents.toml", tmp_path / "run"
     one_step = ["run.steps=1", *SMALL[1:]]

@@ -101,7 +101,7 @@ def test_the_same_seed_gives_the_same_bits(reference: tuple[Path, dict[str, Any]
     assert plans(tmp_path / "again") == plans(reference[0])
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_finished_run_goes_on_for_more_steps(
     reference: tuple[Path, dict[str, Any]], tmp_path: Path, *, damaged: bool
 ) -> None:

@@ -52,8 +52,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("lora", [None, LORA.changed(merged="sampler")], ids=["full", "lora"])
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(
+    ("lora", "dtype", "limit"),
+    [
+        pytest.param(None, "float32", 1e-4, id="full"),
+        pytest.param(LORA.changed(merged="sampler"), "float32", 1e-4, id="lora", marks=pytest.mark.full),
+        pytest.param(None, "bfloat16", 0.1, id="full-bfloat16", marks=pytest.mark.full),
+        pytest.param(LORA.changed(merged="sampler"), "bfloat16", 0.1, id="lora-bfloat16"),
+    ],
+)
 async def test_the_embedded_engine_samples_a_llama_while_it_is_trained(
     tmp_path: Path, lora: Lora | None, dtype: str, limit: float
 ) -> None:

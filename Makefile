@@ -32,8 +32,9 @@ test-numeric:
 	@ATEN_CPU_CAPABILITY=avx2 scripts/test -m numeric $(ARGS)
 	@ATEN_CPU_CAPABILITY=default scripts/test -m numeric $(ARGS)
 
-# Agents at older versions than the pinned ones; Pi 1.5.2 could not be installed (its parts are not on npm).
-OTHER_VERSIONS = pi@0.85.1,pi@0.86.1,qwen_code@0.23.4,codex@0.166.0
+# Agents at other versions than the pinned ones. Pi 1.6 is not the pin: the demo's warm start has learnt the prompts
+# of 0.87.1 and solves nothing inside 1.6.0.
+OTHER_VERSIONS = pi@1.6.0,pi@0.85.1,pi@0.86.1,qwen_code@0.23.4,codex@0.166.0
 
 # What takes too long for every change: a real vLLM server, a docker daemon, large
 # fuzz counts, the real agents. CI runs it too.

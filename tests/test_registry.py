@@ -50,7 +50,7 @@ def test_an_unknown_name_gets_a_hint_and_the_list() -> None:
         registry.find("agents", "codxe")
     assert str(raised.value) == (
         "unknown name 'codxe' of kind agents; did you mean codex? known: "
-        + ", ".join([*registry.BUILT_IN["agents"], "module:attribute", "file.py:attribute"])
+        + ", ".join([*registry.names("agents"), "module:attribute", "file.py:attribute"])
     )
 
 

@@ -16,6 +16,7 @@ from insitu.agents.install import install
 from insitu.agents.recipe import parse_agent
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
+from insitu.registry import SATELLITES
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.rootfs import python_inside
 from insitu.types import Message
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples/agents").glob("*.toml"))
+NAMED = SATELLITES["tasksets"]["agents"].split()
 LOOK = Message(
     role="assistant",
     text="I look.",
@@ -42,6 +44,14 @@ async def test_an_example_conforms_token_by_token(name: str, monkeypatch: pytest
     assert finding.failures == ()
     assert finding.calls >= (1 if name == "aider" else 5)  # aider has no tools
     assert finding.sampled == finding.trained > 0
+
+
+@pytest.mark.parametrize("name", NAMED)
+async def test_a_named_agent_conforms_token_by_token(name: str) -> None:
+    finding = await conform(parse_agent(name), LocalBackend("auto"))
+    assert finding.failures == ()
+    assert finding.unexplained == 0
+    assert finding.calls >= (1 if name == "aider" else 4)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ def test_what_fits_depends_on_context_and_vocabulary(tmp_path: Path) -> None:
     shipped = PromptFit(WARM_START, 8192)
     assert [agent for agent in agent_names() if shipped.fits(agent)] == ["pi", "mini_swe"]
     assert "8,192" in shipped.note("codex")
-    assert "35,800" in shipped.note("codex")
+    assert "36,700" in shipped.note("codex")
     assert "can serve pi, mini_swe;" in shipped.summary(agent_names())
     assert shipped.summary(["pi"]) == shipped.note("pi") == ""
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -59,6 +59,8 @@ HABITS = {
     "claude_code": Habits(
         arguments=frozenset({"spelled anew", "reordered", "default added"}),
         pointers="reasoning",
+        # Its summary is asked without the last exchange, which stays behind the summary as it was.
+        edits={"missing": 1},
     ),
     "codex": Habits(arguments=frozenset({"verbatim"}), pointers="reasoning"),
     "gemini_cli": Habits(

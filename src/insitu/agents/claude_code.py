@@ -27,7 +27,7 @@ def _rule(result: ExecResult) -> tuple[AgentExit, str]:
 RECIPE = Recipe(
     name="claude_code",
     protocol="anthropic",
-    npm=("@anthropic-ai/claude-code@2.1.329",),
+    npm=("@anthropic-ai/claude-code@2.1.332",),
     # For an older Node npm silently picks 2.1.197.
     node=(22, 0),
     command=(

@@ -7,7 +7,7 @@ from insitu.agents.recipe import Recipe
 RECIPE = Recipe(
     name="codex",
     protocol="responses",
-    npm=("@openai/codex@0.169.0",),
+    npm=("@openai/codex@0.171.0",),
     command=(
         *("node_modules/@openai/codex-linux-*/vendor/*/bin/codex", "exec", "--skip-git-repo-check"),
         *("--dangerously-bypass-approvals-and-sandbox", "--json", "-"),

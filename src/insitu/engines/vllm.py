@@ -122,8 +122,7 @@ class VllmEngine(VllmControl):
         """Return the experts of a reply, None where they are not wanted; raise EngineError without them."""
         if not self._http.options.experts:
             return None
-        found = choice.get("routed_experts")
-        if found is None:
+        if (found := choice.get("routed_experts")) is None:
             raise EngineError(
                 f"{self._http.name} returns no experts, which engine.replay_experts needs: start it with"
                 " --enable-return-routed-experts and VLLM_USE_V2_MODEL_RUNNER=1, or set it to false"

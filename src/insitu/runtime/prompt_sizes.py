@@ -27,7 +27,7 @@ class _FirstCall:
 FIRST_CALLS: Mapping[str, _FirstCall] = {
     "pi": _FirstCall(characters=5_800, shipped_tokens=476),
     "claude_code": _FirstCall(characters=48_600, shipped_tokens=46_300),
-    "codex": _FirstCall(characters=37_800, shipped_tokens=35_800),
+    "codex": _FirstCall(characters=38_700, shipped_tokens=36_700),
     "opencode": _FirstCall(characters=31_000, shipped_tokens=29_200),
     "qwen_code": _FirstCall(characters=71_100, shipped_tokens=68_400),
     "gemini_cli": _FirstCall(characters=48_700, shipped_tokens=46_400),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -133,8 +135,77 @@ def test_every_recipe_can_be_configured_in_another_version(name: str) -> None:
 
 def test_only_pi_has_a_switch_for_compaction() -> None:
     assert load_config(None, ["harness.compact=true"]).harness.compact
-    with pytest.raises(ConfigError, match=r"harness.compact only applies to pi, not to codex"):
+    with pytest.raises(ConfigError, match=r"harness.compact = true is pi's own, not of codex"):
         load_config(None, ["harness.compact=true", "harness.agent=codex"])
+
+
+@pytest.mark.parametrize("name", ["claude_code", "codex", "pi"])
+def test_a_number_says_from_where_an_agent_compacts(name: str) -> None:
+    table = load_config(None, [f"harness.agent={name}", "harness.compact=400"]).harness
+    found, start = resolve_agent(table), dataclasses.replace(START, compact=table.compact)
+    given = [*found.environment(start).values(), *(text.decode() for _, text, _ in found.home_files(start))]
+    wanted = {"claude_code": "40", "codex": "token_limit = 400", "pi": '"reserveTokens": 600'}[name]
+    assert any(wanted in text for text in given)
+    assert found.compacts
+    assert not resolve_agent(load_config(None, ["harness.agent=mini_swe"]).harness).compacts
+
+
+def test_a_shipped_agent_takes_arguments_variables_files_and_a_prompt() -> None:
+    settings = json.dumps({"compaction": {"more": 1}, "theme": "{model}"})
+    table = load_config(
+        None,
+        {
+            "harness.command": ["{agent}", "--more", "{model}"],
+            "harness.env": {"PI_OFFLINE": "0", "OWN": "{context_tokens}"},
+            "harness.config_files": {
+                ".pi/agent/settings.json": settings,
+                "own.md": "I am {model}.",
+                "prompt.txt": "Think of {model}.\n{prompt}",
+            },
+        },
+    ).harness
+    assert table.label == "pi"
+    found, plain = resolve_agent(table), pi_module.RECIPE
+    assert found.command == (*plain.command, "--more", "{model}")
+    assert found.without_pipes == (*plain.without_pipes, "--more", "{model}")
+    assert found.env == {**plain.env, "PI_OFFLINE": "0", "OWN": "{context_tokens}"}
+    files = {path: content.decode() for path, content, _ in found.home_files(START)}
+    own = json.loads(files[f"{HOME}/.pi/agent/settings.json"])
+    assert own == {**pi_module.SETTINGS, "compaction": {"enabled": False, "more": 1}, "theme": "tiny"}
+    assert files[f"{HOME}/own.md"] == "I am tiny."
+    assert f"{HOME}/prompt.txt" not in files
+    curly = dataclasses.replace(START, prompt="Fix {model}.")
+    assert found.asked(curly) == "Think of tiny.\nFix {model}."
+    assert plain.asked(curly) == "Fix {model}."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["harness.command=['{agent}', 'x']", "harness.npm=['a@1']"], 'npm has no effect with "{agent}"'),
+        (["harness.agent=single_turn", "harness.env={A='b'}"], "single_turn has no command, env"),
+        (
+            ["harness.command=['mine']", "harness.agent=codex"],
+            "agent and version have no effect with command",
+        ),
+    ],
+)
+def test_keys_that_would_change_nothing_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(None, overrides)
+
+
+@pytest.mark.slow
+async def test_an_agent_is_asked_by_the_template(
+    backend: LocalBackend, server: ScriptedServer, task: Task, installed: Installed
+) -> None:
+    made = recipe("exit 0")
+    asking = dataclasses.replace(
+        made, config_files={**made.config_files, "prompt.txt": "First plan. {prompt}"}
+    )
+    async with RecipeHarness(asking, backend, installed=installed).worker(server.path) as worker:
+        result = await worker.run(task, ACCESS)
+    assert result.tree["in"].content == b"First plan. Fix f."
 
 
 @pytest.mark.slow

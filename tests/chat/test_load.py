@@ -60,6 +60,23 @@ def test_arguments_of_the_rules_come_from_the_folder(tmp_path: Path, cache: Path
         load_renderer(folder, "qwen3")
 
 
+def test_arguments_of_the_template_stand_behind_the_rules(tmp_path: Path, cache: Path) -> None:
+    folder = qwen_folder(tmp_path, cache)
+    closing = "{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    closing += "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    (folder / "chat_template.jinja").write_text(qwen3_template() + closing, encoding="utf-8")
+    for rules in ("template", "qwen3"):
+        plain, closed = load_renderer(folder, rules), load_renderer(folder, f"{rules}?enable_thinking=false")
+        ends = [one.decode(one.generation_prompt()) for one in (plain, closed)]
+        assert ends[1] == f"{ends[0]}<think>\n\n</think>\n\n"
+    for renderer, message in (
+        ("auto?enable_thought=true", "the chat template has no argument 'enable_thought'"),
+        ("auto?enable_thinking=no", "'enable_thinking=no' is not NAME=JSON"),
+    ):
+        with pytest.raises(RenderError, match=message):
+            load_renderer(folder, renderer)
+
+
 def test_a_small_folder_still_loads_by_its_template(tmp_path: Path) -> None:
     assert load_renderer(write_renderer(tmp_path / "a")).caps.tool_format == "hermes"
     assert load_renderer(write_renderer(tmp_path / "b", QWEN3_REASONING)).caps.reasoning

@@ -41,7 +41,7 @@ class Launch:
     """Rollouts per sandbox."""
     access: ModelAccess
     """Model and limits of agents that start before their first session; without address and key."""
-    compact: bool
+    compact: bool | int
     verified_images: set[str] = field(default_factory=set)
     """Images in which the agent starts."""
 
@@ -49,7 +49,7 @@ class Launch:
         self, template: SandboxTemplate, sandbox: Sandbox, access: ModelAccess, prompt: str = ""
     ) -> Start:
         origin = gateway_url(sandbox) or f"http://127.0.0.1:{template.spec.gateway_port}"
-        return Start(
+        start = Start(
             address=f"{origin}/s/{access.public_id}",
             api_key=access.secret,
             model=access.model,
@@ -59,6 +59,7 @@ class Launch:
             compact=self.compact,
             root=self.recipe.root,
         )
+        return replace(start, prompt=self.recipe.asked(start)) if prompt else start
 
     def argv(self, start: Start) -> list[str]:
         return [start.fill(word) for word in (*self.program, *self.recipe.command[1:])]
@@ -75,7 +76,7 @@ class RecipeHarness:
         installed: Installed | None = None,
         uses: int = 1,
         access: ModelAccess | None = None,
-        compact: bool = False,
+        compact: bool | int = False,
         artifacts: Artifacts = NOTHING,
     ) -> None:
         """Set up an agent and install it if missing; a sandbox serves `uses` rollouts.

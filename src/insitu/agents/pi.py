@@ -41,7 +41,8 @@ ROOMY_CONTEXT = 1 << 17
 def _settings(start: Start) -> str:
     if not start.compact:
         return json.dumps(SETTINGS)
-    kept = {"reserveTokens": 2 * start.max_call_tokens, "keepRecentTokens": start.context_tokens // 8}
+    reserved = start.context_tokens - start.compact_tokens if start.compact > 1 else 2 * start.max_call_tokens
+    kept = {"reserveTokens": reserved, "keepRecentTokens": start.context_tokens // 8}
     return json.dumps(SETTINGS | {"compaction": {"enabled": True, **kept}})
 
 
@@ -101,7 +102,8 @@ class _PiWorker(SandboxWorker):
 
     async def _spawn(self, sandbox: Sandbox, start: Start) -> PiRpc:
         """Start Pi and wait until it is ready, so that its start does not count as rollout time."""
-        self._process = await sandbox.spawn(self._launch.argv(start), env=self._launch.recipe.env)
+        env = {name: start.fill(text) for name, text in self._launch.recipe.env.items()}
+        self._process = await sandbox.spawn(self._launch.argv(start), env=env)
         rpc = PiRpc(self._process)
         await rpc.command("get_state")
         return rpc
@@ -128,7 +130,8 @@ class _PiWorker(SandboxWorker):
         if process is None or rpc is None:
             raise HarnessError("Pi was not started")
         try:
-            run = await rpc.run(task.prompt, task.limits.wall_s, access.clock)
+            prompt = self._launch.start(self._template, sandbox, access, task.prompt).prompt
+            run = await rpc.run(prompt, task.limits.wall_s, access.clock)
         except TimeoutError:
             await ask_to_stop(sandbox)
             with contextlib.suppress(TimeoutError):

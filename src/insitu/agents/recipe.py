@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ SDK_ENV: Mapping[WireProtocol, Mapping[str, str]] = {
     },
 }
 """Variables read by the vendor's SDK, by wire format."""
+PROMPT_FILE = "prompt.txt"
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -76,21 +78,23 @@ class Start:
     max_call_tokens: int
     context_tokens: int
     """Context window: prompt plus sampled tokens of one call, counted by the policy's tokenizer."""
-    compact: bool = False
-    """`harness.compact`: Pi may compact its context."""
+    compact: bool | int = False
+    """`harness.compact`."""
     home: str = HOME
     root: str = ROOT
 
     @property
     def compact_tokens(self) -> int:
         """Prompt length from which the agent should compact."""
+        if self.compact > 1:
+            return min(self.compact, self.context_tokens)
         # The next tool outputs and the summary itself must still fit into the context.
         return max(1, min(3 * self.context_tokens // 4, self.context_tokens - 2 * self.max_call_tokens))
 
     def values(self) -> dict[str, str]:
         """Return the placeholders' values by name."""
         return {
-            "prompt_file": f"{self.home}/prompt.txt",
+            "prompt_file": f"{self.home}/{PROMPT_FILE}",
             "prompt": self.prompt,
             "address": self.address,
             "api_key": self.api_key,
@@ -151,7 +155,8 @@ class Recipe:
     files: Tree = field(default_factory=dict, repr=False)
     """Files that are copied unchanged below {files}."""
     config_files: Mapping[str, str | Callable[[Start], str]] = field(default_factory=dict)
-    """Text with placeholders, or a function that returns the text, by path below the home folder."""
+    """Text with placeholders, or a function that returns the text, by path below the home folder. The text
+    of PROMPT_FILE is what the agent is asked."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of the process. If nothing in it contains {api_key}, the variables of SDK_ENV are added."""
     rule: Rule = exit_code_rule
@@ -197,6 +202,12 @@ class Recipe:
         content = repr((tuple(self.command), sorted(self.files.items())))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
+    @property
+    def compacts(self) -> bool:
+        """Whether something of it may say where it compacts its context."""
+        texts = (*self.command, *self.env.values(), *self.config_files.values())
+        return any(not isinstance(text, str) or "{compact_" in text for text in texts)
+
     def at_version(self, version: str) -> Recipe:
         """Return the recipe with another version of its first package; "" = unchanged.
 
@@ -209,6 +220,27 @@ class Recipe:
         if self.pip:
             return replace(self, pip=(self.pip[0].removesuffix(self.version) + version, *self.pip[1:]))
         raise ConfigError(f"agent {self.name} has no version to choose: it installs no package")
+
+    def extended(self, table: HarnessTable) -> Recipe:
+        """Return the recipe with the arguments, environment and files of [harness] over its own."""
+        if not (table.command or table.env or table.config_files):
+            return self
+        files, more = dict(self.config_files), table.command[1:]
+        for path, text in table.config_files.items():
+            files[path] = _merged(files[path], text) if path in files else text
+        without_pipes = (*self.without_pipes, *more) if self.without_pipes else ()
+        return replace(
+            self,
+            command=(*self.command, *more),
+            without_pipes=without_pipes,
+            env={**self.env, **table.env},
+            config_files=files,
+        )
+
+    def asked(self, start: Start) -> str:
+        """Return what the agent is asked, with the task in place of {prompt}."""
+        text = self.config_files.get(PROMPT_FILE, "{prompt}")
+        return start.fill(text) if isinstance(text, str) else text(start)
 
     def environment(self, start: Start) -> dict[str, str]:
         own = any("{api_key}" in text for text in self.env.values())
@@ -223,6 +255,8 @@ class Recipe:
         for path, entry in self.files.items():
             yield start.fill(f"{{files}}/{path}"), entry.content, entry.executable
         for path, text in self.config_files.items():
+            if path == PROMPT_FILE:
+                continue
             content = start.fill(text) if isinstance(text, str) else text(start)
             yield f"{start.home}/{path}", content.encode(), False
         if any("{prompt_file}" in text for text in (*self.command, *self.env.values())):
@@ -231,6 +265,27 @@ class Recipe:
     @property
     def _prompt_as_argument(self) -> bool:
         return any("{prompt}" in word or "{prompt_file}" in word for word in self.command)
+
+
+def _merged(below: str | Callable[[Start], str], text: str) -> Callable[[Start], str]:
+    """Return a file of the user's over the recipe's: objects of JSON are merged."""
+
+    def merge(start: Start) -> str:
+        own = start.fill(text)
+        try:
+            over = json.loads(own)
+            under = json.loads(start.fill(below) if isinstance(below, str) else below(start))
+        except json.JSONDecodeError:
+            return own
+        return json.dumps(_over(under, over)) if isinstance(over, dict) else own
+
+    return merge
+
+
+def _over(under: object, own: object) -> object:
+    if not (isinstance(under, dict) and isinstance(own, dict)):
+        return own
+    return {**under, **{key: _over(under.get(key), value) for key, value in own.items()}}
 
 
 def read_files(paths: Iterable[Path]) -> dict[str, FileEntry]:
@@ -258,9 +313,9 @@ def resolve_agent(agent: HarnessTable | Recipe) -> Recipe:
     """
     if isinstance(agent, Recipe):
         return agent
-    if agent.command:
+    if agent.is_command:
         return _from_table(agent)
-    return named_recipe(agent.agent).at_version(agent.version)
+    return named_recipe(agent.agent).at_version(agent.version).extended(agent)
 
 
 def named_recipe(name: str) -> Recipe:

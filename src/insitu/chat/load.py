@@ -7,14 +7,16 @@ model's name: fine-tunes often carry another template.
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from insitu.chat.codec import Codec
-from insitu.chat.model_files import read_folder
+from insitu.chat.model_files import ModelFiles, read_folder
 from insitu.chat.template import template_renderer
 from insitu.chat.validation import CodecRenderer
-from insitu.errors import ConfigError, RenderError
+from insitu.errors import ConfigError, RenderError, boundary
 from insitu.registry import find
 
 log = logging.getLogger("insitu.chat")
@@ -24,9 +26,11 @@ def load_renderer(folder: Path, renderer: str = "auto") -> CodecRenderer:
     """Load and check the renderer of a model folder.
 
     `renderer`: auto, template, hermes (the template of a folder that `config.model_folder` made), or a name
-    of the `renderers` package. Raises RenderError if none passes its checks.
+    of the `renderers` package; behind a "?" arguments of the chat template, as NAME=JSON&... Raises
+    RenderError if none passes its checks.
     """
-    files = read_folder(folder)
+    renderer, _, query = renderer.partition("?")
+    files = _with_arguments(read_folder(folder), query)
     codec = Codec(files.tokenizer_json, files.renderer.control_tokens)
     if renderer in ("template", "hermes"):
         return template_renderer(files, codec)
@@ -48,3 +52,14 @@ def load_renderer(folder: Path, renderer: str = "auto") -> CodecRenderer:
         raise RenderError(f"{folder}: {'; '.join([f'template: {error}', *rejected])}") from error
     log.info("renderer chosen folder=%s renderer=template rejected=%r", folder, rejected)
     return chosen
+
+
+def _with_arguments(files: ModelFiles, query: str) -> ModelFiles:
+    """Return the files with more arguments of the template. Raises RenderError for one that it has not."""
+    given = dict(part.partition("=")[::2] for part in query.split("&") if part)
+    if unknown := sorted(name for name in given if files.template and name not in files.template):
+        raise RenderError(f"model.renderer: the chat template has no argument {unknown[0]!a}")
+    with boundary(RenderError, f"model.renderer: {query!a} is not NAME=JSON"):
+        values = {name: json.loads(text) for name, text in given.items()}
+    own = replace(files.renderer, template_arguments={**files.renderer.template_arguments, **values})
+    return replace(files, renderer=own)

@@ -86,7 +86,8 @@ class _ModelTable(Table):
     empty = the warm start of the demo."""
     renderer: str = "auto"
     """Token rules: auto, template (the folder's own), hermes (a template with tools for models that have none
-    and write <|im_start|>), or the name of rules in the renderers package."""
+    and write <|im_start|>), or the name of rules in the renderers package; arguments of the chat template
+    stand behind a ?: "auto?enable_thinking=false"."""
     max_context_tokens: Count = 4096
     """Prompt plus sampled tokens of one model call."""
     keep_reasoning: Literal["all", "template"] = "all"
@@ -384,8 +385,8 @@ class Config(Table):
                 f" {self.harness.workers} harness.workers and {self.grade.workers} grade.workers"
                 f" need {self.sandboxes_needed} sandboxes (0 = enough)"
             )
-        if self.harness.compact and self.harness.agent != "pi":
-            raise ValueError(f"harness.compact only applies to pi, not to {self.harness.agent}")
+        if self.harness.compact is True and (self.harness.is_command or self.harness.agent != "pi"):
+            raise ValueError(f"harness.compact = true is pi's own, not of {self.harness.label}")
         if self.collect.group_min > self.collect.group_size:
             raise ValueError("collect.group_min is larger than collect.group_size")
         if self.train.min_groups > self.collect.groups_per_step:

@@ -14,6 +14,7 @@ from insitu.agents.install import install
 from insitu.agents.recipe import resolve_agent
 from insitu.agents.single_turn import SingleTurn
 from insitu.config import Arm, Config, SandboxTable
+from insitu.errors import ConfigError
 from insitu.gateway.listeners import check_port
 from insitu.runtime.gateway import gateway_config
 from insitu.runtime.sandboxes import NO_AGENT, check_network, make_pool
@@ -55,7 +56,9 @@ def make_harness(
     if config.harness.agent == NO_AGENT:
         return SingleTurn(action_of(config))
     recipe = resolve_agent(config.harness)
-    if config.harness.command:  # nothing is known of it: a process may take what its sandbox has
+    if config.harness.compact > 1 and not recipe.compacts:
+        raise ConfigError(f"harness.compact has no effect: nothing of {recipe.name} says where it compacts")
+    if config.harness.is_command:  # nothing is known of it: a process may take what its sandbox has
         recipe = replace(recipe, process_memory_bytes=config.sandbox.memory_mb << 20)
     check_network(config, backend, log_line)
     access = ModelAccess(

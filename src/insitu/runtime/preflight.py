@@ -247,7 +247,7 @@ def _check_context(config: Config) -> None:
     """Raise ConfigError if a shipped agent's first prompt exceeds the model's context."""
     agent, context = config.harness.agent, config.model.max_context_tokens
     measured = agent in FIRST_CALLS or agent in OWN_FIRST_CALLS
-    if config.engine.kind == "upstream" or config.harness.command or not measured:
+    if config.engine.kind == "upstream" or config.harness.is_command or not measured:
         return
     size = PromptFit(model_folder(config), context).tokens(agent)
     if size >= context:
@@ -278,7 +278,7 @@ def check_rendering(config: Config) -> ChatRenderer | None:
     for arm in () if config.sft.run else config.arms.values():
         harness = arm.config.harness
         call = FIRST_CALLS.get(harness.agent) or OWN_FIRST_CALLS.get(harness.agent)
-        if call is not None and call.tools and not harness.command:
+        if call is not None and call.tools and not harness.is_command:
             with _naming(arm):
                 check_tools(renderer.caps, f"harness.agent {harness.agent} offers tools: ", ConfigError)
     return renderer

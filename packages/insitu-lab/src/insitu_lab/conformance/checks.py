@@ -43,6 +43,8 @@ class ConformanceResult:
     compactions: int | None = None
     subagents: int | None = None
     """None = the agent was not asked for any."""
+    segments: tuple[str, ...] = ()
+    """Labels of the rows that the session makes, in order."""
     calls: int = 0
     split: float = 0.0
     """Share of the replies with tokens that no tokenizer would choose."""
@@ -69,6 +71,7 @@ class ConformanceResult:
             "unexplained": self.unexplained,
             "compactions": self.compactions,
             "subagents": self.subagents,
+            "segments": list(self.segments),
             "notes": list(self.notes),
         }
 
@@ -103,6 +106,7 @@ def judge(
         unexplained=sampled - explained,
         compactions=policy.compactions if tools.compacts else None,
         subagents=len(policy.finished_parts) if tools.spawn is not None else None,
+        segments=tuple(segment.label for segment in trajectory.segments),
         calls=len(engine.sent),
         split=sum(split) / max(1, len(split)),
         duration_s=result.duration_s,

@@ -41,24 +41,34 @@ MOST_WINDOW_TOKENS = 160_000
 SEAL_S = 10.0
 
 
-def make_harness(recipe: Recipe, backend: SandboxBackend, access: ModelAccess) -> Harness:
+def make_harness(
+    recipe: Recipe, backend: SandboxBackend, access: ModelAccess, compact: bool | int = True
+) -> Harness:
     """Return the agent, installed if missing.
 
     Raises SetupError.
     """
-    return RecipeHarness(recipe, backend, access=access, compact=True)
+    return RecipeHarness(recipe, backend, access=access, compact=compact)
 
 
-async def conform(recipe: Recipe, backend: SandboxBackend, record: Path | None = None) -> ConformanceResult:
+async def conform(
+    recipe: Recipe,
+    backend: SandboxBackend,
+    record: Path | None = None,
+    *,
+    tools: AgentTools | None = None,
+    compact: bool | int = True,
+) -> ConformanceResult:
     """Run one agent and check it; failures of any kind are in the result.
 
-    An agent that failed and whose own prompt nearly fills the window is run again with a larger one.
+    An agent that failed and whose own prompt nearly fills the window is run again with a larger one. `tools`:
+    what the policy does with the agent, None = all it can; `compact` as `harness.compact`.
     """
-    tools = AGENT_TOOLS.get(recipe.name, OWN_AGENT)
-    finding = await _conform(recipe, tools, backend, record)
+    tools = tools or AGENT_TOOLS.get(recipe.name, OWN_AGENT)
+    finding = await _conform(recipe, tools, backend, record, compact)
     while finding.window_too_small and not finding.ok and tools.window_tokens < MOST_WINDOW_TOKENS:
         tools = replace(tools, window_tokens=tools.window_tokens * 3 // 2)
-        finding = await _conform(recipe, tools, backend, record)
+        finding = await _conform(recipe, tools, backend, record, compact)
     return finding
 
 
@@ -76,13 +86,13 @@ async def conform_all(
 
 
 async def _conform(
-    recipe: Recipe, tools: AgentTools, backend: SandboxBackend, record: Path | None
+    recipe: Recipe, tools: AgentTools, backend: SandboxBackend, record: Path | None, compact: bool | int
 ) -> ConformanceResult:
     access = ModelAccess(
         public_id="", secret="", max_call_tokens=MAX_CALL_TOKENS, max_context_tokens=tools.window_tokens
     )
     try:
-        harness = await asyncio.to_thread(make_harness, recipe, backend, access)
+        harness = await asyncio.to_thread(make_harness, recipe, backend, access, compact)
         with tempfile.TemporaryDirectory(prefix="insitu-") as folder:
             return await _run(harness, tools, Path(folder), record)
     except InsituError as error:

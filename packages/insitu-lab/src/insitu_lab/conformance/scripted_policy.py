@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -164,6 +164,8 @@ class ScriptedPolicy:
             return "bare", ScriptedReply(text=DONE)
         if self.tools is OWN_AGENT:
             self.tools = tools_from_schemas(seen.tools)
+        elif self.tools.spawn and not any(tool.endswith(self.tools.spawn("")[0]) for tool in seen.tools):
+            self.tools = replace(self.tools, spawn=None)
         shown = [int(number) for number in _SUMMARY.findall(text)]
         self.compactions = max([self.compactions, *(n for n in shown if n <= self._summaries)])
         return "main", self._next(seen)

@@ -53,6 +53,20 @@ SETS: list[tuple[str, Callable[[], dict[str, Any]], str, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("name", "made"), [("swe_bench", rows.swe), ("swe_smith", rows.smith), ("r2e_gym", rows.r2e)]
+)
+def test_a_transform_may_ask_for_a_fraction_and_another_time_for_the_checkout(
+    tmp_path: Path, name: str, made: Callable[[], dict[str, Any]]
+) -> None:
+    (plain,) = load(tmp_path, name, made())
+    assert (plain.task.grading.reward, plain.task.setup.timeout_s) == ("binary", 600.0)
+    (item,) = load(tmp_path, name, made() | {"reward": "fraction", "setup_timeout_s": 90.0})
+    assert (item.task.grading.reward, item.task.setup.timeout_s) == ("fraction", 90.0)
+    with pytest.raises(TaskError, match="reward: Input should be 'binary' or 'fraction'"):
+        load(tmp_path, name, made() | {"reward": "half"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "made", "image", "workdir"), SETS)
 def test_a_row_in_the_sets_shape(

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, field_validator
 
@@ -31,8 +31,8 @@ from insitu.tasks.row_files import (
     parse_literal,
     parse_object,
 )
-from insitu.tasks.shared import make_item, read_text, yaml_mapping
-from insitu.types import GradingPlan, HiddenTests, Limits, Oracle, Setup
+from insitu.tasks.shared import Seconds, make_item, read_text, yaml_mapping
+from insitu.types import GradingPlan, HiddenTests, Limits, Oracle, RewardKind, Setup
 from insitu_tasksets.swe_script import (
     ACTIVATE,
     REPOSITORIES,
@@ -86,7 +86,16 @@ class _InstallConfig(TaskRow):
         return self.docker_specs is not None or self.base_image_name is not None
 
 
-class SweRow(TaskRow):
+class RowChoices(TaskRow):
+    """What `tasks.transform` may say of a row of these sets."""
+
+    reward: Literal["binary", "fraction"] = "binary"
+    """fraction: the share of fail_to_pass that passes, times that of pass_to_pass."""
+    setup_timeout_s: Seconds = 600.0
+    """Of the commands that check the repository out."""
+
+
+class SweRow(RowChoices):
     """The columns that insitu uses. Agents do not get the hints."""
 
     instance_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$")]
@@ -143,9 +152,10 @@ class _SweFormat(RowFormat):
                 image=options.image(self._image(row), row.instance_id),
                 workdir=workdir,
                 commands=scrubbed(),
-                timeout_s=600.0,
+                timeout_s=row.setup_timeout_s,
             ),
             limits=options.limits,
+            reward=row.reward,
             oracle=Oracle(
                 task_id=row.instance_id,
                 tests=HiddenTests(
@@ -177,6 +187,7 @@ def swe_item(
     limits: Limits,
     oracle: Oracle,
     protected: Sequence[str] = (),
+    reward: RewardKind = "binary",
 ) -> Item:
     """Return the task of a set whose base is a repository in an image; raise TaskError."""
     if not setup.image:
@@ -193,6 +204,7 @@ def swe_item(
             runner="swebench_log",
             protected=tuple(dict.fromkeys([*paths, *protected])),
             timeout_s=TEST_TIMEOUT_S,
+            reward=reward,
         ),
         limits=limits,
         category=set_name,

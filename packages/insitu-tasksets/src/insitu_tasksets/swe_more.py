@@ -19,7 +19,6 @@ from insitu.tasks.dataset import LoadOptions, RowFormat
 from insitu.tasks.row_files import (
     RawRow,
     RowLocation,
-    TaskRow,
     TestIds,
     Text,
     Texts,
@@ -27,7 +26,7 @@ from insitu.tasks.row_files import (
 )
 from insitu.tasks.shared import read_text, safe_path, text_tree
 from insitu.types import FileEntry, HiddenTests, Oracle, Setup, Tree
-from insitu_tasksets.swe import SomeTestIds, SweRow, commit, parser_name, swe_item
+from insitu_tasksets.swe import RowChoices, SomeTestIds, SweRow, commit, parser_name, swe_item
 from insitu_tasksets.swe_script import END, EXIT, START, framed, scrubbed
 
 MAX_TAG = 128
@@ -89,9 +88,10 @@ class ProFormat(RowFormat):
                 image=options.image(_pro_image(parsed), parsed.instance_id),
                 workdir=parsed.workdir or "/app",
                 commands=scrubbed(*reset),
-                timeout_s=600.0,
+                timeout_s=parsed.setup_timeout_s,
             ),
             limits=options.limits,
+            reward=parsed.reward,
             oracle=Oracle(
                 task_id=parsed.instance_id,
                 tests=HiddenTests(
@@ -125,7 +125,7 @@ def _asset(options: LoadOptions, instance_id: str, name: str) -> str:
     raise TaskError(f"no {name} for this row under {options.assets}")
 
 
-class _SmithRow(TaskRow):
+class _SmithRow(RowChoices):
     """`patch` is what broke the repository."""
 
     instance_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$")]
@@ -172,9 +172,10 @@ class SmithFormat(RowFormat):
                 image=options.image(_smith_image(parsed.image_name), parsed.instance_id),
                 workdir="/testbed",
                 commands=scrubbed(*checkout),
-                timeout_s=600.0,
+                timeout_s=parsed.setup_timeout_s,
             ),
             limits=options.limits,
+            reward=parsed.reward,
             protected=[path for path in files if "::" in "".join(ids)],
             oracle=Oracle(
                 task_id=parsed.instance_id,
@@ -210,7 +211,7 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_statuses)]
 R2eStatus = Literal["PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"]
 
 
-class _R2eRow(TaskRow):
+class _R2eRow(RowChoices):
     """Its columns hold JSON as text."""
 
     docker_image: Text
@@ -250,9 +251,10 @@ class R2eFormat(RowFormat):
                 image=options.image(parsed.docker_image, task_id),
                 workdir="/testbed",
                 commands=scrubbed(gone),
-                timeout_s=600.0,
+                timeout_s=parsed.setup_timeout_s,
             ),
             limits=options.limits,
+            reward=parsed.reward,
             protected=["r2e_tests/*"],
             oracle=Oracle(
                 task_id=task_id,

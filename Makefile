@@ -48,6 +48,7 @@ test-full:
 	@scripts/test-fleet
 	@$(MAKE) --no-print-directory conformance ARGS=
 	@$(MAKE) --no-print-directory conformance ARGS="--agents $(OTHER_VERSIONS)"
+	@scripts/newest
 
 setup:
 	@scripts/setup test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from environments import check_openenv, check_verifiers, rows, taskset
@@ -76,3 +77,11 @@ def test_a_missing_package_is_named(source: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(sys.modules, name, None)
     with serve_guess() as url, pytest.raises(ConfigError, match=f"{source} is not installed: "):
         rows(source, url)
+
+
+def test_an_openenv_without_the_client_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openenv", ModuleType("openenv"))
+    with pytest.raises(
+        ConfigError, match=r"^openenv: module 'openenv' has no attribute 'GenericEnvClient'; op"
+    ):
+        openenv._client("http://127.0.0.1:1")

@@ -178,6 +178,8 @@ def _client(url: str) -> Any:
         return import_module("openenv").GenericEnvClient(base_url=url)
     except ImportError as error:
         raise ConfigError(f"openenv is not installed: {install_package('openenv')}") from error
+    except AttributeError as error:
+        raise ConfigError(f"openenv: {error}; openenv 0.10 has it") from error
 
 
 def _actions(answer: str, schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -274,9 +274,9 @@ class AttemptExecutor:
             try:
                 access = self._access(session, spec.task.limits)
                 async with self._preparing(spec.task):
-                    result = await worker.run(
-                        spec.task, access, lambda: session.done, self._live(session, spec.task, state)
-                    )
+                    live = self._live(session, spec.task, state)
+                    run = partial(worker.run, spec.task, access, lambda: session.done)
+                    result = await (run() if live is None else run(live))
             except asyncio.CancelledError:
                 max_wait_s = 0.0  # the replies are no longer needed
                 raise

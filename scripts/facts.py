@@ -377,6 +377,14 @@ def over_budget(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     return problems
 
 
+def wrong_extras(project: dict[str, Any]) -> list[str]:
+    """Return one line for each extra that is no list: tool.insitu.lines has keys of the same names."""
+    extras = project["project"]["optional-dependencies"]
+    return [
+        f"pyproject.toml: extra {name} is no list" for name, held in extras.items() if type(held) is not list
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -385,7 +393,7 @@ def main() -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found = facts()
     if arguments.check:
-        problems = over_budget(found, project["tool"]["insitu"])
+        problems = [*over_budget(found, project["tool"]["insitu"]), *wrong_extras(project)]
         print("\n".join(problems))
         return int(bool(problems))
     found["first_import_cpu_s"] = first_import_cpu_s()

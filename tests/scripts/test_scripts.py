@@ -77,6 +77,11 @@ def test_each_budget_is_enforced(facts: ModuleType) -> None:
     ]
 
 
+def test_a_size_in_the_place_of_an_extra_is_named(facts: ModuleType) -> None:
+    held = {"project": {"optional-dependencies": {"view": 4418, "lab": ["insitu-lab==0.1.0"]}}}
+    assert facts.wrong_extras(held) == ["pyproject.toml: extra view is no list"]
+
+
 def test_a_package_imports_what_its_project_requires_and_nothing_else(
     facts: ModuleType, tmp_path: Path
 ) -> None:

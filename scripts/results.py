@@ -1,6 +1,6 @@
-"""Write docs/results.md from the records in benchmarks/results.
+"""Write docs/results.md from the records in benchmarks/results, and the counts of docs/workflows.md.
 
-`python scripts/results.py` writes the page. `--check` compares it and looks up the figures that the README
+`python scripts/results.py` writes the pages. `--check` compares them and looks up the figures that the README
 and docs quote. `--record NAME COMMAND...` runs a command whose last line on stdout is JSON and stores it.
 `page.md` beside the records is the template (Jinja): prose, and tables with figures taken from records.
 """
@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src"), *map(str, (ROOT / "packages").glob("*/src"))]
 RECORDS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
+STATUSES = ("run", "contract", "differs", "needs", "open")
+ROW = re.compile(r"^\| (\d+) \| ([^|]+) \| (\w+) \| ([^|]+) \|$", re.MULTILINE)
+"""A row of docs/workflows.md: number, what it is, status, test or reason."""
 FIGURE = re.compile(
     r"(?<![\w.])\d[\d,]*(?:\.\d+)? (?:ms|\u00d7)|(?<![\w.])\d+\.\d+ %|(?<![\w.])0\.\d{3}(?!\d)"
 )
@@ -58,6 +61,24 @@ def page() -> str:
     environment.filters |= {"duration": duration, "thousands": thousands}
     found = records()
     return environment.get_template("page.md").render(found, records=found)
+
+
+def counted(text: str) -> str:
+    """Return the text of docs/workflows.md with the table below `<!-- counts -->` made from its rows."""
+    lines = [f"| | rows | {' | '.join(STATUSES)} |", "|---" * (len(STATUSES) + 2) + "|"]
+    systems = {part[:2]: ROW.findall(part) for part in text.split("\n### Rows of ")[1:]}
+    for name, rows in {**systems, "all": ROW.findall(text)}.items():
+        numbers = [len(rows), *(sum(row[2] == status for row in rows) for status in STATUSES)]
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
+    table = "\n".join(lines)
+    return re.sub(r"(<!-- counts -->\n)(?:\|.*\n)*", lambda found: f"{found[1]}{table}\n", text)
+
+
+def pages() -> dict[Path, str]:
+    """Return path -> text of every page that is made, and of every picture."""
+    rows = PAGE.with_name("workflows.md")
+    of_rows = {rows: counted(rows.read_text(encoding="utf-8"))} if rows.exists() else {}
+    return {PAGE: page(), **of_rows, **pictures()}
 
 
 def pictures() -> dict[Path, str]:
@@ -103,17 +124,15 @@ def main(arguments: list[str]) -> int:
         record(arguments[1], arguments[2:])
     elif arguments == ["--check"]:
         wrong = unknown_figures()
-        if PAGE.read_text(encoding="utf-8") != page():
-            wrong.append("docs/results.md differs from its records: run python scripts/results.py")
         wrong += [
-            f"docs/{path.name} differs from its record: run python scripts/results.py"
-            for path, drawn in pictures().items()
-            if not path.exists() or path.read_text(encoding="utf-8") != drawn
+            f"docs/{path.name} differs from its records or rows: run python scripts/results.py"
+            for path, made in pages().items()
+            if not path.exists() or path.read_text(encoding="utf-8") != made
         ]
         print("\n".join(wrong), end="\n" if wrong else "")
         return 1 if wrong else 0
     else:
-        for path, text in {PAGE: page(), **pictures()}.items():
+        for path, text in pages().items():
             path.write_text(text, encoding="utf-8")
     return 0
 

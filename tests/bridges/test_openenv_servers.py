@@ -118,6 +118,25 @@ async def test_the_solution_earns_1_and_nothing_else_does(url: str) -> None:
         assert text_of(after) == "Error: no episode is running; reset first."
 
 
+def test_openenvs_session_adapter_plays_an_episode(url: str) -> None:
+    from openenv.core.env_server.mcp_types import Tool
+    from openenv.core.harness import StepEnvSessionAdapter
+
+    session = StepEnvSessionAdapter(
+        client(url),
+        tool_specs=[Tool(name="terminal", description="A shell.", input_schema={"type": "object"})],
+        action_builder=lambda name, arguments: call(**arguments),
+        initial_messages_builder=lambda result, task: [],
+        reset_kwargs=TASK,
+    )
+    # Of a call with both, the command is run and the answer is still to come, as in upstream's shim.
+    worked = session.call_tool("terminal", {"command": SOLVE, "final_answer": "done"})
+    assert not worked.done
+    ended = session.call_tool("terminal", {"final_answer": "done"})
+    assert (ended.done, ended.metadata["reward"], ended.metadata["state"]["step_count"]) == (True, 1.0, 2)
+    session.close()
+
+
 async def test_upstreams_options_and_state() -> None:
     """The options of `reset` and the state of OpenEnv's own terminus_env."""
     setup, verify = ["echo 41 > question", "echo ready"], ["grep -qx 42 answer.txt", "echo no; exit 3"]
@@ -407,9 +426,10 @@ async def test_a_rollout_of_an_agent_is_graded(tmp_path: Path) -> None:
                 assert [one.exit_code for one in (*own.setup_results, *own.verify_results)] == [0, 0, 1]
                 late = await env.run_swe_rollout(task_id="toy-1", timeout_s=0.01, **access)
                 assert (late.reward, late.wall_s > 0) == (None, True)
-                lost = await env.run_swe_rollout(task_id="toy-1", **access | {"api_key": "wrong"})
+                lost = await env.run_swe_rollout(task_id="toy-1", **access | {"api_key": "sk-not-the-key"})
                 assert lost.reward is None
-                assert lost.error
+                assert "HTTP 401" in str(lost.error)
+                assert "sk-not-the-key" not in lost.model_dump_json()
 
 
 @pytest.mark.parametrize(

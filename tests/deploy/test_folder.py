@@ -54,7 +54,7 @@ def test_a_folder_is_complete_and_holds_no_secret(
         monkeypatch.setenv(name, "s3cr3t-value")
     out = made(target, config, gpus=gpus)
     texts = {path.name: path.read_text() for path in out.rglob("*") if path.is_file()}
-    assert not [name for name, text in texts.items() if re.search(r"@[A-Z_]+@|s3cr3t", text)]
+    assert not [name for name, text in texts.items() if re.search(r"@[A-Z_]+@|s3cr3t|hf\.space", text)]
     assert texts["insitu.toml"] == CONFIG
     docker = texts["Dockerfile"]
     assert docker.index("COPY --chown") < docker.index("\nUSER 1000\n") < docker.index("\nHEALTHCHECK ")
@@ -75,9 +75,9 @@ def test_a_folder_is_complete_and_holds_no_secret(
 
 
 def test_each_target_has_its_file(config: Path) -> None:
-    head = made("space", config, gpus=1) / "README.md"
+    head = made("space", config, gpus=4) / "README.md"
     front = yaml.safe_load(head.read_text().split("---")[1])
-    assert (front["sdk"], front["app_port"], front["suggested_hardware"]) == ("docker", 7860, "a10g-small")
+    assert (front["sdk"], front["app_port"], front["suggested_hardware"]) == ("docker", 7860, "a10g-largex4")
     script = (made("slurm", config, nodes=4, gpus=8) / "job.sbatch").read_text()
     assert "#SBATCH --nodes=4\n" in script
     assert "#SBATCH --gpus-per-node=8\n" in script

@@ -89,7 +89,7 @@ async def test_the_compatibility_prefix_serves_by_both_ids(renderer: TemplateRen
 async def test_hello_health_and_models(renderer: TemplateRenderer) -> None:
     async with Rig(renderer, [said("x")]) as rig:
         prefix = f"{rig.origin}/s/{rig.session.public_id}"
-        for path in ("/api/hello", prefix.removeprefix(rig.origin) + "/api/hello", "/health"):
+        for path in ("/api/hello", prefix.removeprefix(rig.origin) + "/api/hello", "/health", "/healthz"):
             async with rig.http.head(rig.origin + path) as response:
                 assert response.status == 200
         async with rig.http.get(f"{prefix}/v1/models") as response:

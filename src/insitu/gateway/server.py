@@ -211,7 +211,7 @@ class Gateway:
     async def _answer(
         self, listener: Path | None, http: web.BaseRequest, route: Route | None, dialect: Dialect
     ) -> web.StreamResponse:
-        if http.path == "/health" or (route is not None and route.kind == "hello"):
+        if http.path in ("/health", "/healthz") or (route is not None and route.kind == "hello"):
             nonce = http.query.get("nonce")
             return json_response({"status": "ok"} | ({"proof": self.proof(nonce)} if nonce else {}))
         if route is None or not self._backend.serves(route):

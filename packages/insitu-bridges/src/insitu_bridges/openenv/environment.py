@@ -269,9 +269,9 @@ class TerminalEnvironment(TaskEnvironment):
 
             Args:
                 command: Shell command; each starts in the work folder.
-                final_answer: Ends the episode; the files of the work folder are what counts.
+                final_answer: Without a command, ends the episode; the files of the work folder count.
             """
-            work = self._submit(final_answer) if final_answer else self._run(command)
+            work = self._submit(final_answer) if final_answer and not command else self._run(command)
             return await asyncio.wrap_future(self.episodes.submit(work))
 
         server.tool(terminal)

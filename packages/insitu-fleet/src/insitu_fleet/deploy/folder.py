@@ -128,7 +128,7 @@ def _values(options: DeployOptions, config: Config) -> dict[str, str]:
         "ENGINE_ENV": variables,
         "ENGINE_URL": url,
         "EXTRAS": ",".join(extras),
-        "HARDWARE": "a10g-small" if gpus else "cpu-basic",
+        "HARDWARE": ("cpu-basic", "a10g-small", "a10g-largex2", "a10g-largex4")[min(gpus, 3)],
         "IMAGE": options.image or f"{options.name}:latest",
         "K8S_LIMITS": json.dumps(limits),
         "NAME": options.name,

@@ -49,7 +49,6 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "agents": {
         "pi": "insitu.agents.pi:RECIPE",
         "script": "insitu.agents.script:RECIPE",
-        "terminus": "insitu.agents.terminus:RECIPE",
         "claude_code": "insitu.agents.claude_code:RECIPE",
         "codex": "insitu.agents.codex:RECIPE",
         "opencode": "insitu.agents.opencode:RECIPE",
@@ -112,7 +111,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "verbs": "tasks",
         "commands": "tasksets",
         "api": "export_tasks list_tasks show_task validate validate_async",
-        "agents": "kimi_code continue_cn grok_cli cline gptme aider",
+        "agents": "terminus kimi_code continue_cn grok_cli cline gptme aider",
         "tasks": (
             "swe_bench swe_bench_folders swe_bench_live swe_gym swe_rebench swe_pro swe_smith r2e_gym slime"
             " terminus apps taco code_contests live_code_bench humaneval mbpp evalplus bigcodebench"

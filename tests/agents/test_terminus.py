@@ -14,12 +14,12 @@ from scripted_server import ScriptedServer, play
 from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.harness import RecipeHarness
 from insitu.agents.pool import Sockets, WorkerPool
-from insitu.agents.terminus import RECIPE
-from insitu.agents.terminus_agent.terminal import ROWS, Screen, Terminal
 from insitu.config import load_config
 from insitu.runtime.agents import make_harness
 from insitu.sandbox.local import LocalBackend
 from insitu.types import Task
+from insitu_tasksets.terminus import RECIPE
+from insitu_tasksets.terminus_agent.terminal import ROWS, Screen, Terminal
 
 ACCESS = ModelAccess(public_id="pub", secret="secret-of-rollout", max_call_tokens=50, max_context_tokens=4000)
 

@@ -11,13 +11,13 @@ import pytest
 
 from insitu.agents.base import AgentResult, ModelAccess
 from insitu.agents.harness import RecipeHarness
-from insitu.agents.terminus import RECIPE
 from insitu.chat.template import TemplateRenderer
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
 from insitu.sandbox.local import LocalBackend
 from insitu.types import IntArray, Limits, Message, RequestKey, Task, Trajectory
 from insitu_lab.open_renderer import open_renderer
+from insitu_tasksets.terminus import RECIPE
 from insitu_train.demo.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slow

@@ -211,6 +211,17 @@ async def test_a_test_that_must_not_break_has_to_run(grader: Grader) -> None:
 
 
 @pytest.mark.slow
+async def test_a_fraction_of_a_log_is_the_share_fixed_times_the_share_kept(grader: Grader) -> None:
+    tests = HiddenTests(
+        script="python3 app.py", parser="pytest", fail_to_pass=("a", "b"), pass_to_pass=("c", "d", "e", "f")
+    )
+    task, oracle = make("swebench_log", tests, "fraction")
+    said = "PASSED a\\nFAILED b\\nPASSED c\\nPASSED d\\nPASSED e\\nFAILED f"
+    verdict = await judge(grader, task, oracle, f"print('{said}')\n")
+    assert (verdict.outcome, verdict.reward) == (Outcome.UNRESOLVED, pytest.approx(1 / 2 * 3 / 4))
+
+
+@pytest.mark.slow
 async def test_a_patch_of_the_tests_meets_the_bases_version_of_them(grader: Grader) -> None:
     patch = "--- a/tests/test_app.py\n+++ b/tests/test_app.py\n@@ -1 +1 @@\n-old\n+PASSED a::new\n"
     task, oracle = log_task("cat tests/test_app.py; echo; echo PASSED a::old", patch=patch)

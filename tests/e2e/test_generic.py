@@ -160,3 +160,5 @@ def test_the_two_configurations_differ_only_in_the_language() -> None:
     assert python.model_copy(update={"tasks": julia.tasks}) == julia
     [ours], [theirs] = python.tasks, julia.tasks
     assert ours.model_copy(update={"path": theirs.path}) == theirs
+    # The proposal's own limits.
+    assert (python.collect.stall_timeout_s, python.collect.max_consecutive_failures) == (60.0, 50)

@@ -286,8 +286,11 @@ def _derive(draft: AdaptedRenderer) -> AdaptedRenderer:
 
 def _renderer(name: str, settings: Mapping[str, object], codec: Codec) -> _Renderer:
     """Return the package's renderer over an insitu tokenizer; raise RenderError if it cannot be made."""
+    try:
+        package, configs = import_module("renderers"), import_module("renderers.configs")
+    except ImportError as error:
+        raise RenderError(f"this renderer needs an extra: {install_extra('renderers')} ({error})") from error
     _found()
-    configs = import_module("renderers.configs")
     kinds: dict[str, Any] = {
         kind.model_fields["name"].default: kind
         for kind in vars(configs).values()
@@ -295,7 +298,7 @@ def _renderer(name: str, settings: Mapping[str, object], codec: Codec) -> _Rende
     }
     with _render_errors(name):
         config = kinds[name](**settings)
-        made: _Renderer = CREATE.get()(_CodecTokenizer(codec), config)
+        made: _Renderer = package.create_renderer(_CodecTokenizer(codec), config)
     return made
 
 

@@ -197,7 +197,7 @@ def test_json_lines_go_to_stdout(run: Path, capfdbinary: pytest.CaptureFixture[b
         (["--to", "csv", "--out", "OUT"], "no such form: csv; there are: jsonl, parquet, hf, atif"),
         (
             ["--to", "atif", "--check", "--out", "OUT"],
-            "--check reads back jsonl, parquet, hf, openenv, prime",
+            "--check reads back jsonl, parquet, hf, dpo, openenv, prime",
         ),
         (["--to", "areal", "--out", "OUT"], "there is no form areal: AReaL groups rows by their number"),
         (["--to", "nemo"], "NeMo-RL takes tensors of its own loop; use --to parquet"),

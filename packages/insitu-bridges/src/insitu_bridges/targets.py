@@ -13,6 +13,7 @@ from insitu.install_hints import install_extra
 from insitu.types import Segment
 from insitu_bridges.rows import Conversion, GroupRows, RolloutRows
 from insitu_bridges.target_rows import TargetRow, all_rows, check_rows, graded_rows, scored_rows, trained_rows
+from insitu_bridges.to_dpo import pair_rows, read_dpo, to_dpo
 from insitu_bridges.to_openenv import read_openenv, to_openenv
 from insitu_bridges.to_prime import read_prime, to_prime
 from insitu_bridges.to_skyrl import read_skyrl, to_skyrl
@@ -32,6 +33,7 @@ class ExportTarget(NamedTuple):
 
 
 TARGETS: Mapping[str, ExportTarget] = {
+    "dpo": ExportTarget(to_dpo, read_dpo, pair_rows),
     "openenv": ExportTarget(to_openenv, read_openenv, graded_rows),
     "prime": ExportTarget(to_prime, read_prime, trained_rows),
     "skyrl": ExportTarget(to_skyrl, read_skyrl),

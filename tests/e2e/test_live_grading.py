@@ -97,6 +97,7 @@ async def test_a_server_that_the_agent_left_running_is_asked(tmp_path: Path) -> 
         ("echo page >> page", {}, Outcome.UNRESOLVED),
         (SERVE, {"where": "clean"}, Outcome.UNRESOLVED),
         ("echo 'kill -9 -1' > ~/.profile; (sleep 1; kill -9 -1) & kill -9 -1", {}, Outcome.UNRESOLVED),
+        ("cat /dev/zero > full; true", {}, Outcome.UNRESOLVED),
     ],
 )
 async def test_nothing_else_earns_it(
@@ -162,6 +163,9 @@ async def test_a_task_of_terminal_bench_that_leaves_a_server_is_validated(tmp_pa
     assert broken.reason.startswith(
         "the gold fails (unresolved): in the agent's own sandbox: the tests gave 0"
     )
+    claimed = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json"
+    forged = await check_item(grader, backend, terminal_bench(tmp_path, claimed), 1)
+    assert (forged.status, forged.reason) == (broken.status, broken.reason)
     verdict = await grader.grade(item.task, item.oracle, {})
     assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None), (
         "a stored rollout cannot be graded again"

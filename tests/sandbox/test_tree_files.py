@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from sandbox_rig import out, python, sh
 
 from insitu.errors import SandboxError
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
+from insitu.sandbox.supervised_sandbox import SupervisedSandbox
 from insitu.sandbox.tree import TreeTooLarge
 from insitu.types import FileEntry
 
@@ -119,3 +124,19 @@ async def test_a_tool_s_folder_that_does_not_fit_is_left_out_and_the_rest_is_rea
             sandbox, "for n in $(seq 9); do mkdir -p $n/dist; truncate -s 900K $n/dist/a $n/dist/b; done"
         )
         assert "zz/app.py" in await sandbox.get_tree(max_bytes=1 << 20)
+
+
+def test_a_file_of_the_work_folder_has_no_second_name_by_a_root_around_it(tmp_path: Path) -> None:
+    """Protected files are known by their names in the work folder."""
+    places = {"/home/user/work": tmp_path / "work", "/home/user": tmp_path}
+    (tmp_path / "work").mkdir()
+    for name in ("work/check.py", "answer"):
+        (tmp_path / name).write_text("x")
+    folders = {place: os.open(path, os.O_RDONLY) for place, path in places.items()}
+    spec = SandboxSpec(workdir="/home/user/work", roots=("/home/user",))
+    held = SimpleNamespace(_spec=spec, _folders=folders, _trees=lambda: tuple(places))
+    try:
+        assert {*SupervisedSandbox._read(held, 100, 10)} == {"check.py", "/home/user/answer"}  # type: ignore[arg-type]
+    finally:
+        for folder in folders.values():
+            os.close(folder)

@@ -49,15 +49,16 @@ def test_other_spellings(tmp_path: Path) -> None:
 
 
 def test_what_a_row_has_outside_of_the_work_folder_is_graded(tmp_path: Path) -> None:
-    named, home, other = load(
+    named, home, other, inside = load(
         tmp_path,
         rows.terminus(id="1", roots=["/srv/www", "/etc"]),
         rows.terminus(id="2", verify=["grep -qx 42 /home/user/work/answer.txt"]),
         rows.terminus(id="3", verify=["test -f /home/user-2/answer.txt"]),
+        rows.terminus(id="4", verify=["test -f /home/user/work/answer.txt"], workdir="/home/user/work"),
     )
     assert named.task.setup.roots == ("/srv/www", "/etc")
     assert home.task.setup.roots == ("/home/user",)
-    assert other.task.setup.roots == ()
+    assert other.task.setup.roots == inside.task.setup.roots == ()
     assert len({item.task.content_hash for item in (named, home, other)}) == 3
 
 
@@ -66,6 +67,9 @@ def test_what_a_row_has_outside_of_the_work_folder_is_graded(tmp_path: Path) -> 
     [
         ({"roots": ["etc"]}, "root 'etc' is not an absolute folder in normal form"),
         ({"roots": ["/"]}, "root '/' is not an absolute folder"),
+        ({"roots": ["//etc"]}, "root '//etc' is not an absolute folder"),
+        ({"roots": ["/etc:/host"]}, "root '/etc:/host' is not an absolute folder"),
+        ({"roots": ["/srv", "/srv"]}, "root /srv lies in another one"),
         ({"roots": ["/etc", "/etc/app"]}, "root /etc/app lies in another one"),
         ({"verify": []}, "row words: verify is empty"),
         ({"verify": [3]}, "row words: verify: must be a text or a list of texts"),

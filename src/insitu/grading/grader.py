@@ -144,7 +144,7 @@ class Grader:
     async def grade_live(self, task: Task, oracle: Oracle, sandbox: Sandbox) -> Verdict:
         """Return the verdict of the task's checks in the agent's own sandbox, as the agent left it.
 
-        A check that its sandbox ends is the agent's doing, unless a control sandbox fails too.
+        A check that its sandbox ends or refuses is the agent's doing, unless a control sandbox fails too.
         """
         started = time.monotonic()
         runner = runner_for(task, oracle)
@@ -155,7 +155,7 @@ class Grader:
             if report.outcome is Outcome.TEST_TIMEOUT and not report.complete:
                 outcome, reason = Outcome.TEST_TIMEOUT, report.reason
         except (SandboxError, GradeError) as error:
-            fault = await host_fault(sandbox) if isinstance(error, SandboxLost) else str(error)
+            fault = await host_fault(sandbox) if isinstance(error, SandboxLost) else ""
             outcome, reason = Outcome.INFRA if fault else Outcome.UNRESOLVED, fault or str(error)
         if reason:
             if outcome is not Outcome.INFRA and await self._pace(runner, task.setup, sandbox) is None:

@@ -140,6 +140,8 @@ class DockerBackend:
             raise PolicyUnsupported(
                 "a docker sandbox needs an image: name one in the task or in sandbox.image"
             )
+        if any(":" in root for root in spec.roots):  # to docker, two folders: the first of this machine
+            raise PolicyUnsupported(f"a docker sandbox takes no colon in a root: {', '.join(spec.roots)}")
         if spec.root_setup and self._podman:
             raise PolicyUnsupported(f"{self._cli.name} sets no sandbox up as root")
         if spec.network not in ("none", "gateway_only"):

@@ -248,8 +248,10 @@ class SupervisedSandbox(ABC):
         found: dict[str, FileEntry] = {}
         for root in self._trees():
             inside = tree.read_tree(self._folders[root], max_bytes=max_bytes, max_files=max_files)
-            prefix = "" if root == self._spec.workdir else f"{root}/"
-            found |= {prefix + path: entry for path, entry in inside.items()}
+            prefix, work = ("", "/") if root == self._spec.workdir else (f"{root}/", f"{self._spec.workdir}/")
+            # a file has one name: protected ones are known by that in the work folder
+            named = ((prefix + path, entry) for path, entry in inside.items())
+            found |= {path: entry for path, entry in named if not path.startswith(work)}
         return found
 
     def _work(self) -> int:

@@ -21,6 +21,8 @@ MAX_TREE_FILES = 10_000
 MAX_TREE_BYTES = 64 << 20
 PLAIN_SANDBOX = Setup()
 _USER_HOME = re.compile(r"/home/user\b(?!-)")
+_ROOT = re.compile(r"(/[^/:,\s\x00-\x1f\x7f]+)+")
+"""Docker takes a colon for two folders, the first of them this machine's."""
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -52,9 +54,12 @@ def safe_tree(tree: Tree) -> Tree:
     return tree
 
 
-def home_root(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return /home/user as a root if a task's texts name it: E2B's sandboxes have it as their home."""
-    return ("/home/user",) if any(map(_USER_HOME.search, texts)) else ()
+def home_root(texts: Iterable[str], workdir: str) -> tuple[str, ...]:
+    """Return /home/user as a root if a task's texts name it and it does not hold the work folder.
+
+    E2B's sandboxes have it as their home.
+    """
+    return ("/home/user",) if any(map(_USER_HOME.search, texts)) and not _USER_HOME.match(workdir) else ()
 
 
 def text_tree(texts: Mapping[str, str], what: str) -> dict[str, FileEntry]:
@@ -130,9 +135,9 @@ def make_item(
     if (named and not setup.workdir.startswith("/")) or ".." in setup.workdir.split("/"):
         raise TaskError(f"workdir {ascii(setup.workdir)[:100]} is not an absolute path")
     for root in setup.roots:
-        if root == "/" or posixpath.normpath(root) != root or not root.startswith("/"):
+        if posixpath.normpath(root) != root or not _ROOT.fullmatch(root):
             raise TaskError(f"root {ascii(root)[:100]} is not an absolute folder in normal form")
-        if any(root.startswith(f"{other}/") for other in setup.roots):
+        if any(root.startswith(f"{other}/") for other in setup.roots) or setup.roots.count(root) > 1:
             raise TaskError(f"root {root} lies in another one")
     if any(char.isspace() for char in setup.image):
         raise TaskError(f"image {ascii(setup.image)[:100]} is not an image reference")

@@ -74,7 +74,7 @@ class TerminusFormat(RowFormat):
                 image=options.image(parsed.sandbox_image, name),
                 workdir=parsed.workdir,
                 commands=parsed.setup,
-                roots=parsed.roots or home_root(texts),
+                roots=parsed.roots or home_root(texts, parsed.workdir),
             ),
             grading=GradingPlan(
                 runner="command",

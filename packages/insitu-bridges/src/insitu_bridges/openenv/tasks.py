@@ -63,7 +63,8 @@ class EpisodeTasks:
         /home/user, if they name it, is graded too. The reward is the share of `verify` that passes.
         Raises TaskError, ConfigError.
         """
-        roots, workdir = home_root((instruction, *setup, *verify)), "" if image else Setup().workdir
+        workdir = "" if image else Setup().workdir
+        roots = home_root((instruction, *setup, *verify), workdir)
         initial = Setup(image=image, workdir=workdir, commands=tuple(setup), roots=roots)
         grading = GradingPlan(runner="command", reward="fraction", timeout_s=self._config.grade.timeout_s)
         task = Task(

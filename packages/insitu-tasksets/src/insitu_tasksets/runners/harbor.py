@@ -33,8 +33,11 @@ TESTS, LOGS = "/tests", "/logs"
 SCRIPT = "tests/test.sh"
 REWARDS = (f"{LOGS}/verifier/reward.json", f"{LOGS}/verifier/reward.txt")
 MAX_REWARD_BYTES = 4096
-RUN = f"{LIMIT_CPU}; mkdir -p {LOGS}/verifier {LOGS}/agent {LOGS}/artifacts && exec {TESTS}/test.sh"
-"""Runs the script by its shebang; bash runs one without."""
+RUN = (
+    f"{LIMIT_CPU}; rm -rf {LOGS}/verifier; mkdir -p {LOGS}/verifier {LOGS}/agent {LOGS}/artifacts"
+    f" && exec {TESTS}/test.sh"
+)
+"""Runs the script by its shebang; bash runs one without. A reward that the agent left is not the script's."""
 NUMBER = re.compile(r"\+?([0-9]{1,20}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?")
 
 

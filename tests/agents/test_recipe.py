@@ -179,10 +179,17 @@ def test_a_shipped_agent_takes_arguments_variables_files_and_a_prompt() -> None:
     assert plain.asked(curly) == "Fix {model}."
 
 
+def test_a_variable_with_the_key_comes_beside_those_of_the_sdk() -> None:
+    table = load_config(None, {"harness.agent": "script", "harness.env": {"OWN_KEY": "{api_key}"}}).harness
+    plain = resolve_agent(load_config(None, ["harness.agent=script"]).harness).environment(START)
+    assert resolve_agent(table).environment(START) == {**plain, "OWN_KEY": START.api_key}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["harness.command=['{agent}', 'x']", "harness.npm=['a@1']"], 'npm has no effect with "{agent}"'),
+        (["harness.config_files={'prompt.txt'='Work.'}"], "the agent would not know its task"),
         (["harness.agent=single_turn", "harness.env={A='b'}"], "single_turn has no command, env"),
         (
             ["harness.command=['mine']", "harness.agent=codex"],

@@ -44,8 +44,9 @@ async def test_a_request_is_taken_once_and_answered_once() -> None:
         url = f"{queue.url}/v1/chat/completions"
         assert (await post(url, ASK, Authorization="Bearer other"))[0] == 401
         assert await queue.take() == []
-        asking = asyncio.create_task(post(url, ASK))
+        asking = asyncio.create_task(post(url, {**ASK, "name": "request-9"}))
         request = await taken(queue)
+        assert request["name"] != "request-9", "what an agent writes names no request"
         assert (request["messages"], await queue.take()) == (ASK["messages"], [])
         for message, why in (({}, "one of them is needed"), ({"tool_calls": [{}]}, "a call must be")):
             with pytest.raises(DeliveryRejected, match=why):

@@ -75,3 +75,12 @@ def test_a_model_with_other_turn_marks_is_refused_in_a_line(tmp_path: Path) -> N
     (source / "tokenizer.json").write_text(tokenizer_json(control), encoding="utf-8")
     with pytest.raises(RenderError, match="does not begin with a control token in this template"):
         load_renderer(folder_of(source), "hermes")
+
+
+def test_arguments_leave_the_template_in_place(tmp_path: Path) -> None:
+    source = write_renderer(tmp_path / "model", "{# enable_thinking #}" + PLAIN)
+    named = "hermes?enable_thinking=false"
+    folder = model_folder(load_config(None, [f"model.path={source}", f"model.renderer={named}"]))
+    assert folder == folder_of(source)
+    with pytest.raises(RenderError, match="the chat template has no argument 'enable_thinking'"):
+        load_renderer(folder, named)

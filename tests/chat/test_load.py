@@ -72,6 +72,7 @@ def test_arguments_of_the_template_stand_behind_the_rules(tmp_path: Path, cache:
     for renderer, message in (
         ("auto?enable_thought=true", "the chat template has no argument 'enable_thought'"),
         ("auto?enable_thinking=no", "'enable_thinking=no' is not NAME=JSON"),
+        ("auto?enable_think=false", "the chat template has no argument 'enable_think'"),
     ):
         with pytest.raises(RenderError, match=message):
             load_renderer(folder, renderer)

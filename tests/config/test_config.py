@@ -359,3 +359,9 @@ def test_an_address_may_be_a_port_and_an_engine_needs_one() -> None:
 def test_a_key_that_is_gone_gets_no_similar_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown key sandbox\.mode; it is gone$"):
         load_config(None, ["sandbox.mode=fresh"])
+
+
+@pytest.mark.parametrize("command", [5, "pi", {"a": 1}])
+def test_a_command_of_a_task_set_that_is_no_list_is_refused_in_a_line(command: object) -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.harness\.command: Input should be a valid tuple"):
+        load_config(None, {}, {"tasks": [{"harness": {"command": command}}]})

@@ -229,11 +229,12 @@ class Recipe:
         for path, text in table.config_files.items():
             files[path] = _merged(files[path], text) if path in files else text
         without_pipes = (*self.without_pipes, *more) if self.without_pipes else ()
+        keyed = any("{api_key}" in text for text in table.env.values()) and not self._has_key
         return replace(
             self,
             command=(*self.command, *more),
             without_pipes=without_pipes,
-            env={**self.env, **table.env},
+            env={**(SDK_ENV[self.protocol] if keyed else {}), **self.env, **table.env},
             config_files=files,
         )
 
@@ -243,8 +244,7 @@ class Recipe:
         return start.fill(text) if isinstance(text, str) else text(start)
 
     def environment(self, start: Start) -> dict[str, str]:
-        own = any("{api_key}" in text for text in self.env.values())
-        templates = {**({} if own else SDK_ENV[self.protocol]), **self.env}
+        templates = {**({} if self._has_key else SDK_ENV[self.protocol]), **self.env}
         return {name: start.fill(text) for name, text in templates.items()}
 
     def stdin(self, start: Start) -> bytes:
@@ -261,6 +261,10 @@ class Recipe:
             yield f"{start.home}/{path}", content.encode(), False
         if any("{prompt_file}" in text for text in (*self.command, *self.env.values())):
             yield start.fill("{prompt_file}"), start.prompt.encode(), False
+
+    @property
+    def _has_key(self) -> bool:
+        return any("{api_key}" in text for text in self.env.values())
 
     @property
     def _prompt_as_argument(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def load_renderer(folder: Path, renderer: str = "auto") -> CodecRenderer:
 def _with_arguments(files: ModelFiles, query: str) -> ModelFiles:
     """Return the files with more arguments of the template. Raises RenderError for one that it has not."""
     given = dict(part.partition("=")[::2] for part in query.split("&") if part)
-    if unknown := sorted(name for name in given if files.template and name not in files.template):
+    words = {*re.findall(r"\w+", files.template or "")}
+    if unknown := sorted(name for name in given if words and name not in words):
         raise RenderError(f"model.renderer: the chat template has no argument {unknown[0]!a}")
     with boundary(RenderError, f"model.renderer: {query!a} is not NAME=JSON"):
         values = {name: json.loads(text) for name, text in given.items()}

@@ -67,6 +67,9 @@ class HarnessTable(AgentCommand):
                 name for name in own if getattr(self, name) != type(self).model_fields[name].default
             ]:
                 raise ValueError(f'{given[0]} has no effect with "{{agent}}" in command')
+        texts = (*self.command, *self.env.values(), *self.config_files.values())
+        if "prompt.txt" in self.config_files and not any("{prompt}" in text for text in texts):
+            raise ValueError('config_files."prompt.txt" needs {prompt}: the agent would not know its task')
         if self.agent == "single_turn" and (self.command or self.env or self.config_files or self.compact):
             raise ValueError("single_turn has no command, env, config_files and compaction")
         return self

@@ -242,7 +242,7 @@ def model_folder(config: Config, say: Callable[[str], None] = log.info) -> Path:
         folder = registry.find("models", kind)(config.model.path, say)
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(f"model.path: {folder} is not a model folder: it has no tokenizer.json")
-    tools = config.model.renderer == "hermes"
+    tools = config.model.renderer.partition("?")[0] == "hermes"
     return registry.find("models", "hermes")(str(folder), say) if tools else folder
 
 

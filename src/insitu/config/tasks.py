@@ -36,7 +36,8 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")]
 def laid_over(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a layer and those below it, without those of an agent that the layer replaces."""
     replaced: set[str] = set()
-    if own.get("command") and own["command"][0] != "{agent}":
+    command = own.get("command")
+    if command and (not isinstance(command, list | tuple) or command[0] != "{agent}"):
         replaced = {"agent", "version"}
     elif "agent" in own:
         replaced = {*AgentCommand.model_fields}

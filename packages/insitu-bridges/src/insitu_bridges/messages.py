@@ -81,7 +81,7 @@ class MessageQueue:
                 return []
         taken = [self._queue.popleft() for _ in range(min(limit, len(self._queue)))]
         self._taken |= {asked.name: asked for asked in taken}
-        return [{"name": asked.name, **asked.body} for asked in taken]
+        return [{**asked.body, "name": asked.name} for asked in taken]
 
     def deliver(self, name: str, message: Mapping[str, Any], finish: str = "") -> None:
         """Answer a request with `{"content": ..., "tool_calls": [...]}` of chat completions.

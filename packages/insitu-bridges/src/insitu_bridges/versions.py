@@ -43,7 +43,7 @@ class Need:
             module, _, name = place.partition(":")
             try:
                 found = getattr(import_module(module), name, None)
-            except ImportError:
+            except (ImportError, RuntimeError):  # the latter of lazy modules whose own imports fail
                 continue
             if found is not None:
                 return found

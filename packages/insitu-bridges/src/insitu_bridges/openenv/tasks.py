@@ -63,9 +63,8 @@ class EpisodeTasks:
         /home/user, if they name it, is graded too. The reward is the share of `verify` that passes.
         Raises TaskError, ConfigError.
         """
-        workdir = "" if image else Setup().workdir
-        roots = home_root((instruction, *setup, *verify), workdir)
-        initial = Setup(image=image, workdir=workdir, commands=tuple(setup), roots=roots)
+        workdir, texts = "" if image else Setup().workdir, (instruction, *setup, *verify)
+        initial = Setup(image=image, workdir=workdir, commands=tuple(setup), roots=home_root(texts, workdir))
         grading = GradingPlan(runner="command", reward="fraction", timeout_s=self._config.grade.timeout_s)
         task = Task(
             id=name, prompt=instruction, files={}, setup=initial, grading=grading, category="caller",

@@ -277,6 +277,10 @@ class AttemptExecutor:
                     live = self._live(session, spec.task, state)
                     run = partial(worker.run, spec.task, access, lambda: session.done)
                     result = await (run() if live is None else run(live))
+                if (
+                    session.tools.ended and result.exit == "failed"
+                ):  # what it does after its answer counts no more
+                    result = replace(result, exit="finished")
             except asyncio.CancelledError:
                 max_wait_s = 0.0  # the replies are no longer needed
                 raise

@@ -48,7 +48,13 @@ async def test_a_request_is_taken_once_and_answered_once() -> None:
         request = await taken(queue)
         assert request["name"] != "request-9", "what an agent writes names no request"
         assert (request["messages"], await queue.take()) == (ASK["messages"], [])
-        for message, why in (({}, "one of them is needed"), ({"tool_calls": [{}]}, "a call must be")):
+        call = {"function": {"name": "f", "arguments": {"x": {1}}}}
+        for message, why in (
+            ({}, "one of them is needed"),
+            ({"tool_calls": [{}]}, "a call must be"),
+            ({"content": "\ud800"}, "the message is not JSON: str is not valid UTF-8"),
+            ({"tool_calls": [call]}, "the message is not JSON: Type is not JSON serializable: set"),
+        ):
             with pytest.raises(DeliveryRejected, match=why):
                 queue.deliver(request["name"], message)
         queue.deliver(request["name"], {"content": "Hello."})

@@ -21,6 +21,8 @@ from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import load_config
 from insitu.errors import HarnessError, SandboxLost
+from insitu.gateway.host_tools import HostTool
+from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.verdict import NOTHING_CHANGED
@@ -29,6 +31,7 @@ from insitu.runtime.run import open_runtime
 from insitu.storage.logs import AgentLogs
 from insitu.tasks.toy import ToySource
 from insitu.types import FileEntry, Limits, Message, Outcome, Rollout, Setup, Status, Task, Tree, Verdict
+from insitu_train.demo.demonstrator import call
 from insitu_train.demo.make_warm_start import write_renderer
 from insitu_train.demo.scripted import ScriptedEngine
 
@@ -46,6 +49,7 @@ class Agent:
     name: str = "inside"
     version: str = "1"
     healthy: bool = True
+    tools: tuple[str, ...] = ()
 
     def worker(self, gateway_socket: Path, setup: Setup, gateway_url: str = "") -> Self:
         return self
@@ -58,7 +62,9 @@ class Agent:
     ) -> None: ...
 
     async def run(self, task: Task, access: ModelAccess, finished: FinishedCheck) -> AgentResult:
-        body = {"messages": [{"role": "user", "content": task.prompt}]}
+        body: dict[str, object] = {"messages": [{"role": "user", "content": task.prompt}]}
+        if self.tools:
+            body["tools"] = [{"type": "function", "function": {"name": name}} for name in self.tools]
         url = f"http://gateway/s/{access.public_id}/v1/chat/completions"
         connector = aiohttp.UnixConnector(str(self.gateway_socket))
         async with aiohttp.ClientSession(connector=connector) as http:
@@ -78,19 +84,29 @@ def renderer(tmp_path: Path) -> TemplateRenderer:
     return template_renderer(read_folder(tmp_path / "family"))
 
 
-def scripted(renderer: TemplateRenderer) -> ScriptedEngine:
-    reply = Message(role="assistant", text="done")
-    return ScriptedEngine(renderer, lambda ids, key: reply, sampled=True)
+DONE = Message(role="assistant", text="done")
+
+
+def scripted(renderer: TemplateRenderer, said: Message = DONE) -> ScriptedEngine:
+    return ScriptedEngine(renderer, lambda ids, key: said, sampled=True)
 
 
 @asynccontextmanager
 async def attempts(
-    renderer: TemplateRenderer, tmp_path: Path, end: End, judge: Judge = unresolved
+    renderer: TemplateRenderer,
+    tmp_path: Path,
+    end: End,
+    judge: Judge = unresolved,
+    *,
+    said: Message = DONE,
+    tools: tuple[HostTool, ...] = (),
 ) -> AsyncIterator[AttemptExecutor]:
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(Gateway(TokenBackend(scripted(renderer), renderer)))
+        gateway = await stack.enter_async_context(
+            Gateway(TokenBackend(scripted(renderer, said), renderer), GatewayConfig(tools=tools))
+        )
         await stack.enter_async_context(gateway.listen_unix(tmp_path / "g"))
-        agent = Agent(tmp_path / "g", end)
+        agent = Agent(tmp_path / "g", end, tools=("own",) if tools else ())
         pool = await stack.enter_async_context(WorkerPool(agent, 1, Sockets([tmp_path / "g"])))
         (tmp_path / "logs").mkdir()
         keep = AgentLogs(tmp_path / "logs").keep
@@ -166,6 +182,19 @@ async def test_the_log_of_a_failed_agent_is_kept_and_that_of_a_good_one_is_not(
     (log,) = (tmp_path / "logs").iterdir()
     assert log.name == "train-00001-000-00.log"
     assert log.read_text() == "--- attempt 1: agent_failed exit code 3\nTraceback: boom\n"
+
+
+async def test_an_agent_that_fails_after_its_answer_has_ended_well(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    def end(task: Task) -> AgentResult:
+        return AgentResult(exit="failed", tree=task.files, detail="the provider closed the session")
+
+    for name, status in (("other", Status.AGENT_FAILED), ("answer", Status.OK)):
+        (tmp_path / name).mkdir()
+        ends = HostTool(name=name, description="", parameters={"type": "object"}, ends=name == "answer")
+        async with attempts(renderer, tmp_path / name, end, said=call(name), tools=(ends,)) as under_test:
+            assert (await under_test.run(SPEC)).status is status
 
 
 @pytest.mark.slow

@@ -89,7 +89,11 @@ class MessageQueue:
         Ids of calls may be missing, and arguments may be objects. Raises DeliveryRejected, for a bad message
         too, whose request stays open.
         """
-        said = _checked(message)
+        try:
+            said = _checked(message)
+            orjson.dumps(said)
+        except TypeError as error:
+            raise DeliveryRejected(f"the message is not JSON: {error}") from error
         usual = "tool_calls" if said.get("tool_calls") else "stop"
         if finish not in ("", *FINISHES):
             raise DeliveryRejected(f"finish is {finish!a}; known: {', '.join(FINISHES)}")

@@ -8,6 +8,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
+from insitu.cli.options import commands
 from insitu.config import RENAMED, dotted_keys, table_classes
 from insitu_view.tracking.names import table as metrics
 
@@ -47,3 +48,9 @@ def test_a_page_names_keys_and_choices_that_exist(page: Path) -> None:
         if get_origin(field) is Literal and value not in get_args(field):
             wrong.add(f"{table}.{key} = {value}")
     assert wrong == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_commands_that_exist(page: Path) -> None:
+    named = set(re.findall(r"`insitu ([a-z][a-z-]*)", page.read_text(encoding="utf-8")))
+    assert named - {*commands(), "mine"} == set(), "mine is the reader's own"

@@ -114,7 +114,7 @@ class Faulty(ScriptedEngine):
 @asynccontextmanager
 async def faulty(config):
     assert config.engine.url == "http://127.0.0.1:9"
-    yield Faulty(None, None)
+    yield Faulty(None, None, sampled=True)
 """
 
 

@@ -272,9 +272,9 @@ def test_models_of_transformers_need_one_extra_only() -> None:
 
 NAMED = {"yaml": "pyyaml", "pytest_asyncio": "pytest-asyncio"}
 """Module -> distribution, where they differ."""
-ALIKE = {"triton", "trl", "verl", "openenv", "verifiers", "fastmcp", "liger_kernel"}
-"""Used where they are, never needed: triton comes with a torch for GPUs, TRL and verl with the trainer of a
-bridge, OpenEnv, verifiers and fastmcp with environments, the other is a benchmark's peer."""
+ALIKE = {"triton", "trl", "verl", "openenv", "verifiers", "fastmcp", "liger_kernel", "datasets"}
+"""Used where they are, never needed: triton comes with a torch for GPUs, TRL, its datasets and verl with the
+trainer of a bridge, OpenEnv, verifiers and fastmcp with environments, the other is a benchmark's peer."""
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_a_wrong_override_of_one_set_is_named(tmp_path: Path, override: str, why
         ({"weight": -1.0}, "^tasks.own.weight: input should be greater than or equal to 0, got -1.0$"),
         ({"limits": {"wal_s": 1}}, r"in tasks: unknown key limits.wal_s; did you mean limits.wall_s"),
         ({"limits": {"wall_s": -1.0}}, "tasks.own.limits.wall_s: Input should be greater than 0"),
-        ({"harness": {"agent": "script", "compact": True}}, "tasks.own: harness.compact only applies to pi"),
+        ({"harness": {"agent": "script", "compact": True}}, "tasks.own: harness.compact = true is pi's own"),
         ({"harness": {"workers": 2}}, "tasks.own: harness.workers is that of the run"),
         ({"sampler": "epoch"}, "tasks.own.sampler: unknown name 'epoch'"),
     ],

@@ -168,7 +168,10 @@ def test_agents_are_answered_in_their_own_forms(renderer: TemplateRenderer, spli
     gemini.ask(user("[[part 2]] Read"), tools=("complete_task",))
     answer = gemini.ask(user("[[part 1]] Read"), looked, tools=("complete_task",))
     assert [call.name for call in answer.calls] == ["complete_task"]
-    replies = [gemini.ask(user(PROMPT), tools=("run_shell_command",)) for _ in range(11)]
+    spawn = AGENT_TOOLS["gemini_cli"].spawn
+    assert spawn is not None
+    having = ("run_shell_command", spawn("")[0])
+    replies = [gemini.ask(user(PROMPT), tools=having) for _ in range(11)]
     assert len({reply.calls[0].arguments for reply in replies[5:10]}) == 1
     assert replies[10].calls != replies[9].calls
     mini = Playing(renderer, splitter, "mini_swe")

@@ -142,7 +142,7 @@ class FileContract:
 
     async def test_roots_belong_to_the_tree_by_their_absolute_paths(self, backend: SandboxBackend) -> None:
         if "roots" not in backend.capabilities:
-            pytest.skip("only the work folder is read")
+            pytest.skip("harbor: only the work folder is read")
         async with await backend.create(SandboxSpec(roots=("/home/user/work", "/etc"))) as sandbox:
             named = {"a": b"a", "/home/user/work/b/c": b"c", "/etc/app/conf": b"d"}
             await sandbox.lay({path: FileEntry(content=content) for path, content in named.items()})

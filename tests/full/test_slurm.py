@@ -49,7 +49,6 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 TOY = """
 [run]
 steps = 3
-plain = true
 [eval]
 count = 2
 [model]

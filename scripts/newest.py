@@ -26,8 +26,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "support.md"
 LIMIT_S = 1800
-ALSO = {"pi": "1.6.0, 0.86.1, 0.85.1", "qwen_code": "0.23.4", "codex": "0.166.0", "vllm": "0.26"}
-"""Other versions that tests ran with."""
 BRIDGES = "scripts/test-bridges"
 
 
@@ -183,12 +181,21 @@ Made by `scripts/newest --write`, which asks npm and PyPI for releases newer tha
 """  # noqa: E501 - a paragraph of the page
 
 
+def also() -> dict[str, str]:
+    """Return the other versions that tests ran with, by name: those of the Makefile, and vLLM's."""
+    (line,) = re.findall(r"^OTHER_VERSIONS = (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    found: dict[str, str] = {"vllm": "0.26"}
+    for name, _, version in (one.partition("@") for one in line.split(",")):
+        found[name] = f"{found[name]}, {version}" if name in found else version
+    return found
+
+
 def page(found: Iterable[Row], date: str) -> str:
     """Return the text of docs/support.md."""
-    lines = []
+    lines, others = [], also()
     for row in found:
         one = row.subject
-        proven = f"{one.pin}, {ALSO[one.name]}" if one.name in ALSO else one.pin
+        proven = f"{one.pin}, {others[one.name]}" if one.name in others else one.pin
         lines.append(f"| {one.kind} | {one.name} | {proven} | {row.newest} | {row.result} | {date} |\n")
     return HEAD + "".join(lines)
 

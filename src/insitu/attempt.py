@@ -276,10 +276,10 @@ class AttemptExecutor:
                 async with self._preparing(spec.task):
                     live = self._live(session, spec.task, state)
                     run = partial(worker.run, spec.task, access, lambda: session.done)
+                    # a worker of the user's own may not know the hook
                     result = await (run() if live is None else run(live))
-                if (
-                    session.tools.ended and result.exit == "failed"
-                ):  # what it does after its answer counts no more
+                # what it does after its answer counts no more
+                if session.tools.ended and result.exit == "failed":
                     result = replace(result, exit="finished")
             except asyncio.CancelledError:
                 max_wait_s = 0.0  # the replies are no longer needed

@@ -26,5 +26,5 @@ def test_a_step_samples_plans_trains_and_publishes(tmp_path: Path) -> None:
     assert found["pass_tokens"] == 2 * (20 + 4 * 5)
     # after the first step the sampler has the new weights, or the step would be refused
     assert 0 < found["gap"] < 1e-4
-    # CPU time is counted in ticks, and so small a model may take none for its samples
+    # rounded to hundredths: so small a model may take less for its samples
     assert 0 <= found["sample_cpu_s"] < found["cpu_s"]

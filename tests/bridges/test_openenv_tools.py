@@ -194,7 +194,11 @@ def test_an_environment_that_dies_is_infrastructure(tmp_path: Path, tasks: str) 
 
 @pytest.mark.parametrize(
     ("agent", "why"),
-    [("single_turn", "harness.agent single_turn: it offers the model no tools"), ("terminus", "no tools")],
+    [
+        ("single_turn", "harness.agent single_turn: it offers the model no tools"),
+        ("terminus", "no tools"),
+        ("aider", "no tools"),
+    ],
 )
 def test_an_agent_without_tools_is_refused_before_anything_starts(
     tmp_path: Path, tasks: str, agent: str, why: str

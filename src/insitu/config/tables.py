@@ -350,7 +350,7 @@ class Config(Table):
         if self.engine.kind == "upstream":
             return "engine.kind upstream: request bodies are passed on unchanged"
         agent = self.harness.agent
-        no_tools = agent in ("single_turn", "terminus")
+        no_tools = agent in ("single_turn", "terminus", "aider")
         return f"harness.agent {agent}: it offers the model no tools" if no_tools else ""
 
     @model_validator(mode="after")

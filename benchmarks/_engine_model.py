@@ -8,19 +8,24 @@ prefill N      prompt tokens per second of one prompt of N tokens.
 
 Sides: insitu in float32 and, where the CPU multiplies it, in bfloat16; `generate` and `generate_batch` of
 transformers, and llama.cpp's server (where `xllamacpp` is installed; scripts/setup-extras does), all in
-float32. The time of prompts is that of a call for one token; insitu holds them by then. Where a side took
-longer than `TURN_S` for a shape, it is measured there once, and not again.
+float32; with --vllm, vLLM's compiled server in both types, a process of its own whose CPU time counts. The
+time of prompts is that of a call for one token; insitu and vLLM hold them by then. Where a side took longer
+than `TURN_S` for a shape, it is measured there once, and not again.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -44,7 +49,9 @@ DECODE = ((1, 128), (8, 128), (32, 128), (64, 128), (32, 1024))
 PREFILL = 512
 ROOM = 256
 """Tokens of a context beyond its prompt."""
-TURN_S = 120.0
+TURN_S = 60.0
+VLLM_START_S = 600.0
+"""It compiles the model at its first start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +177,81 @@ def llama_cpp_side(folder: Path, threads: int) -> Iterator[Run]:
         del server
 
 
+@contextmanager
+def vllm_side(folder: Path, venv: Path, dtype: str, threads: int) -> Iterator[Run]:
+    """vLLM's server on this CPU as it comes, compiled, with room for the largest shape."""
+    context = max(c for _, c in DECODE) + ROOM
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
+    command += ["--dtype", dtype, "--max-model-len", str(context), "--max-num-seqs", "64"]
+    command += ["--kv-cache-memory-bytes", "4000000000"]
+    cpus = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:threads])
+    settings = {
+        "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": cpus, "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    null = subprocess.DEVNULL
+    server = subprocess.Popen(command, env=os.environ | settings, stdin=null, stdout=null, stderr=null)
+
+    def one(prompt: list[int], tokens: int) -> int:
+        body = {
+            "model": "policy", "prompt": prompt, "max_tokens": tokens, "temperature": 1.0, "ignore_eos": True,
+        }  # fmt: skip
+        url, kind = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), kind)
+        with urllib.request.urlopen(request, timeout=3600) as answer:
+            return int(json.load(answer)["usage"]["completion_tokens"])
+
+    try:
+        _await_vllm(server, f"http://127.0.0.1:{port}/health")
+        with ThreadPoolExecutor(64) as pool:
+
+            def run(prompts: IntArray, tokens: int) -> None:
+                found = list(pool.map(one, prompts.tolist(), [tokens] * len(prompts)))
+                if found != [tokens] * len(prompts):
+                    raise RuntimeError(f"asked for {tokens} tokens each, got {found}")
+
+            yield run
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def _await_vllm(server: subprocess.Popen[bytes], url: str) -> None:
+    end = time.monotonic() + VLLM_START_S
+    while time.monotonic() < end:
+        if server.poll() is not None:
+            raise RuntimeError(f"vLLM ended with status {server.returncode} at its start")
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise RuntimeError(f"vLLM did not answer within {VLLM_START_S:g} s")
+
+
 def _spent(run: Run, prompts: IntArray, tokens: int) -> Any:
-    start = np.array([time.perf_counter(), time.process_time()])
+    """Return the wall and CPU seconds of a call, those of child processes with them."""
+    start = np.array([time.perf_counter(), _cpu_s()])
     run(prompts, tokens)
-    return np.array([time.perf_counter(), time.process_time()]) - start
+    return np.array([time.perf_counter(), _cpu_s()]) - start
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of this process and of those that descend from it."""
+    found: dict[int, tuple[int, int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            found[int(stat.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    mine = {os.getpid()}
+    while more := {pid for pid, (parent, _) in found.items() if parent in mine} - mine:
+        mine |= more
+    ticks = sum(found[pid][1] for pid in mine if pid != os.getpid())
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def measure_model(
@@ -200,8 +278,9 @@ def measure_model(
                 if case in slow:
                     continue
                 began = time.perf_counter()
-                # insitu holds a prompt after its first call
-                rate = decode(run, rows, context, held="insitu" in name) if rows else prefill(run)
+                # these hold a prompt after its first call
+                held = name.startswith(("insitu", "vLLM"))
+                rate = decode(run, rows, context, held=held) if rows else prefill(run)
                 if time.perf_counter() - began > TURN_S:
                     slow.add(case)
                 if turn or case in slow:
@@ -214,8 +293,8 @@ def measure_model(
 
 
 @contextmanager
-def model_sides(folder: Path, threads: int) -> Iterator[dict[str, Run]]:
-    """Yield the sides that this machine has."""
+def model_sides(folder: Path, threads: int, vllm: Path | None = None) -> Iterator[dict[str, Run]]:
+    """Yield the sides that this machine has; vllm: the environment of one."""
     sides = {"insitu float32": insitu_side(folder, "float32", threads)}
     if BFLOAT16:
         sides["insitu bfloat16"] = insitu_side(folder, "bfloat16", threads)
@@ -224,4 +303,7 @@ def model_sides(folder: Path, threads: int) -> Iterator[dict[str, Run]]:
     with ExitStack() as stack:
         if find_spec("xllamacpp") is not None:
             sides["llama.cpp"] = stack.enter_context(llama_cpp_side(folder, threads))
+        if vllm is not None:
+            for dtype in ("float32", "bfloat16")[: 1 + BFLOAT16]:
+                sides[f"vLLM {dtype}"] = stack.enter_context(vllm_side(folder, vllm, dtype, threads))
         yield sides

@@ -198,14 +198,19 @@ def report(rates: list[Rate]) -> dict[str, float]:
 def _real(args: argparse.Namespace) -> int:
     vocab = read_architecture(args.model).vocab_size
     began = os.getloadavg()[0]
-    with model_sides(args.model, args.threads) as sides:
+    with model_sides(args.model, args.threads, args.vllm) as sides:
         rates = measure_model(sides, vocab, args.tokens, args.repeats)
     if not args.json:
         table = Table("shape", "side", "tokens/s", "per CPU second", title=str(args.model))
         for rate in rates:
             table.add_row(rate.shape, rate.side, f"{rate.tokens_s:,.1f}", f"{rate.tokens_cpu_s:,.1f}")
         Console(stderr=True).print(table)
-    settings = {**vars(args), "model": args.model.name, "cpu": torch.backends.cpu.get_cpu_capability()}
+    settings = {
+        **vars(args),
+        "model": args.model.name,
+        "vllm": args.vllm and args.vllm.name,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
     settings["load"] = [round(began, 1), round(os.getloadavg()[0], 1)]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"rates": [asdict(rate) for rate in rates], "settings": settings, **versions}))
@@ -222,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab", type=count, default=1024)
     parser.add_argument("--at-least", type=float, default=0.0, help="wanted ratio, conversations at batch 8")
     parser.add_argument("--model", type=Path, help="measure a real model's folder beside its peers instead")
+    parser.add_argument("--vllm", type=Path, help="environment of a vLLM, as scripts/setup-vllm prints")
     parser.add_argument("--json", action="store_true", help="with --model: no table on standard error")
     args = parser.parse_args(argv)
     if args.model is not None:

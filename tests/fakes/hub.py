@@ -35,7 +35,9 @@ class FakeHub:
             self.repos.setdefault(name, wanted)
             return 200, {"url": f"{self.url}/{name}", "name": name}
         if method == "GET" and (name := "/".join(path.split("/")[3:])) in self.repos:
-            return 200, {"id": name, "private": str(self.repos[name]["visibility"]) == "private"}
+            siblings = [{"rfilename": file} for file in self.files]
+            private = str(self.repos[name]["visibility"]) == "private"
+            return 200, {"id": name, "private": private, "sha": COMMIT, "siblings": siblings}
         if method == "GET" and "/tree/" in path:
             return 200, [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}

@@ -28,6 +28,7 @@ from insitu_train.samplers import (
     check_draws,
     learning_signal,
     signal,
+    within_limits,
 )
 
 MINE = """
@@ -67,8 +68,8 @@ def test_a_sampler_of_the_user_chooses(tmp_path: Path) -> None:
 
 def history(*groups: tuple[int, int, int]) -> History:
     """Rows of (task, graded, solved) for rewards 0 and 1."""
-    rows = [(task, graded, solved, solved) for task, graded, solved in groups]
-    return np.array(rows, np.float64).reshape(-1, 4)
+    rows = [(task, graded, solved, solved, 0) for task, graded, solved in groups]
+    return np.array(rows, np.float64).reshape(-1, 5)
 
 
 def counts(size: int, seen: History, n: int = 1000, seed: int = 0) -> list[int]:
@@ -112,7 +113,7 @@ def test_the_history_is_made_once_for_all_draws_of_a_step(tmp_path: Path) -> Non
         draw(number)
     assert found[0] is found[1]
     assert found[2] is found[3]
-    assert [history[:, 1:].tolist() for history in found[1:3]] == [[], [[2.0, 1.0, 1.0]]]
+    assert [history[:, 1:].tolist() for history in found[1:3]] == [[], [[2.0, 1.0, 1.0, 0.0]]]
 
 
 def test_each_task_is_drawn_by_its_signal_and_none_is_forgotten() -> None:
@@ -160,6 +161,20 @@ def test_the_history_is_that_of_the_own_set(tmp_path: Path) -> None:
     assert max(of_b.values()) < 40
     # a draw of an earlier process is found by its stored name, whatever the history is now
     assert [draw.again(number, tasks[number].id) for number in (3, 4)] == tasks[3:5]
+
+
+def test_a_task_whose_rollouts_reach_limits_again_and_again_is_left_out() -> None:
+    def after(*groups: tuple[int, int]) -> list[int]:
+        seen = np.array([(task, 8, 0, 0, reached) for task, reached in groups], np.float64).reshape(-1, 5)
+        return within_limits(np.arange(6), 3, 0, seen).tolist()
+
+    assert after() == after((0, 2), (2, 2)) == [0, 1, 2, 3, 4, 5]
+    assert after((1, 1), (1, 2)) == [0, 2, 3, 5, 6, 8]
+    assert after((1, 8), (2, 3)) == [0, 3, 6, 9, 12, 15]
+    with pytest.raises(TaskError, match="3 rollouts of each task reached a limit"):
+        after((0, 3), (1, 3), (2, 4))
+    with pytest.raises(TaskError, match="needs a set with an end"):
+        within_limits(np.arange(1), None, 0, history())
 
 
 def test_a_set_that_cannot_be_drawn_from_is_refused(tmp_path: Path) -> None:

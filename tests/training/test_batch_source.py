@@ -162,6 +162,17 @@ def test_of_no_use_is_what_the_planner_would_not_train() -> None:
     assert use_of(group(1.0, 0.0, status=Status.TRUNCATED), mask) == "truncated"
 
 
+def test_a_group_whose_rewards_hardly_vary_is_left_out_at_a_threshold() -> None:
+    rule = PlanConfig(degenerate=1e-3, group_min=2)
+    assert use_of(group(1.0, 0.95), rule) == "degenerate"  # variance 6.25e-4
+    assert use_of(group(1.0, 0.9), rule) == ""  # 2.5e-3
+    assert use_of(group(1.0, 0.95), PlanConfig(group_min=2)) == ""
+    assert use_of(group(1.0, 1.0), rule) == "degenerate"
+    with pytest.raises(ConfigError, match="degenerate"):
+        load_config(None, ["train.degenerate=0"])
+    assert load_config(None, ["train.degenerate=1e-3"]).train.degenerate == 1e-3
+
+
 def test_keys_that_mean_nothing_are_refused() -> None:
     for bad in ("late_groups=cancel", "group_deadline_s=9", "replace_degenerate=0"):
         with pytest.raises(ConfigError, match=f"{bad.split('=')[0]} has no effect with max_staleness = 0"):

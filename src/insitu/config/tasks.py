@@ -57,12 +57,14 @@ class TaskSetTable(Table):
     """toy = generated bug-fix tasks; the format of the data set at `path`; or a list, an iterator or a
     function that returns tasks, as module:attribute, file.py:attribute or entry point."""
     path: Annotated[OwnPath, _DATA_SET] = ""
-    """File or folder of the data set."""
+    """File, files (`data/test-*.parquet`) or folder of the data set, or hub:ORG/NAME[@REVISION][:FILES]; with
+    [start:stop:step] or [3, 5] at its end, these rows of it."""
     kinds: Annotated[tuple[ToyKind, ...], Field(strict=False), only("source", "toy")] = ()
     """Kinds of faults to use; empty = all."""
     sampler: SamplerName = "epochs"
-    """Order of training tasks: epochs; signal = by the variance of each task's newest rewards, for sets with
-    an end; or a function of the number of a draw, as entry point, module:attribute or file.py:attribute."""
+    """Order of training tasks: epochs; for sets with an end signal = by the variance of each task's newest
+    rewards, or within_limits = epochs without tasks of which three rollouts were truncated by a limit; or a
+    function of the number of a draw, as entry point, module:attribute or file.py:attribute."""
     eval_share: Annotated[Fraction, _DATA_SET] = 0.25
     """Share of a data set that is held out, by content hash; 1 = all of it, 0 = none."""
     on_invalid_row: Annotated[Literal["refuse", "skip"], _DATA_SET] = "refuse"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from insitu.config.base import (
     AdvantageName,
@@ -29,6 +29,19 @@ def _none_or_two(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(values) not in (0, 2):
         raise ValueError("must be two numbers, or []")
     return values
+
+
+def _degenerate(value: object) -> object:
+    """Return drop, keep or a variance, which the command line gives as text."""
+    if value in ("drop", "keep"):
+        return value
+    try:
+        variance = float(str(value))
+    except ValueError:
+        variance = 0.0
+    if not 0 < variance < math.inf:
+        raise ValueError("must be drop, keep or a variance above 0")
+    return variance
 
 
 _TWO = AfterValidator(_none_or_two)
@@ -212,8 +225,9 @@ class PlanKeys(RowRules, _ParallelKeys):
     advantage: AdvantageName = "dr_grpo"
     """Advantage estimator: dr_grpo, grpo, rloo, maxrl, zero (rewards are not trained on, for distillation
     alone), or a function of the rewards of a group, as entry point, module:attribute or file.py:attribute."""
-    degenerate: Literal["drop", "keep"] = "drop"
-    """Groups with equal rewards: left out, or trained by `kl` alone."""
+    degenerate: Annotated[str | float, BeforeValidator(_degenerate)] = "drop"
+    """Groups with equal rewards: left out, or trained by `kl` alone; a number = groups whose rewards have a
+    smaller variance are left out too."""
     reducer: Literal["rollout", "token", "constant", "group"] = "rollout"
     """Unit that the loss is averaged over; constant = rollouts, each its tokens divided by
     limits.max_session_tokens."""

@@ -180,10 +180,11 @@ class Store(Lifecycle):
         return {(row["phase"], row["step"]): row["n"] for row in self._all(query)}
 
     def group_outcomes(self) -> list[sqlite3.Row]:
-        """Return task set, task, graded rollouts and sums of rewards of the settled groups of training."""
+        """Return task set, task, graded and truncated rollouts and sums of rewards of training's groups."""
         return self._all(
             f"SELECT {TASK_SET} AS task_set, r.task_id, COUNT(*) AS graded, SUM(r.reward) AS reward_sum,"
-            " SUM(r.reward * r.reward) AS square_sum FROM rollouts r JOIN states s USING (rollout_id)"
+            " SUM(r.reward * r.reward) AS square_sum, SUM(r.status = 'truncated') AS truncated"
+            " FROM rollouts r JOIN states s USING (rollout_id)"
             " WHERE r.phase = 'train' AND r.reward IS NOT NULL AND s.state IN ('trained', 'discarded')"
             " GROUP BY r.step, r.group_no ORDER BY r.step, r.group_no"
         )

@@ -19,7 +19,14 @@ from pydantic import ValidationError
 from insitu.errors import TaskError, describe_invalid
 from insitu.tasks.base import Item, Split, split_of
 from insitu.tasks.commands import programs_of
-from insitu.tasks.row_files import MAX_REASON_CHARS, RawRow, RowLocation, read_places, row_id
+from insitu.tasks.row_files import (
+    MAX_REASON_CHARS,
+    RawRow,
+    RowLocation,
+    RowSelection,
+    read_places,
+    row_id,
+)
 from insitu.types import Limits, Oracle, Task
 
 SHOWN_REFUSALS = 3
@@ -113,8 +120,10 @@ class RowSource:
         on_invalid_row: Literal["refuse", "skip"] = "refuse",
         check: RowCheck | None = None,
         transform: Callable[..., Any] | None = None,
+        rows: RowSelection = RowSelection(),  # noqa: B008 - it is frozen
     ) -> None:
         """`check` raises TaskError for a task that its runner cannot judge."""
+        self._rows = rows
         self._check_task = check
         self._name, self._form, self._options = name, form, options or LoadOptions()
         self._transform, self._seed = transform, seed
@@ -217,7 +226,7 @@ class RowSource:
     def _check_rows(self, path: Path, *, stop: bool) -> Iterator[_Entry]:
         ids: dict[str, RowLocation] = {}
         hashes: dict[str, str] = {}
-        for place in self._form.places(path):
+        for place in self._rows.of(self._form.places(path)):
             try:
                 entry = self._check(place, ids, hashes)
             except (TaskError, _Bad) as error:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from insitu.config import Config
+from insitu.config.base import HUB
 from insitu.errors import ConfigError, TaskError, boundary, user_code
 from insitu.registry import find
 from insitu.tasks.allowlist import read_allowlist
 from insitu.tasks.base import REWARD_ONLY, TaskSource
 from insitu.tasks.dataset import Format, LoadOptions, RowCheck, RowSource
 from insitu.tasks.objects import ObjectFormat, StreamSource
+from insitu.tasks.row_files import split_selection
 from insitu.tasks.toy import ToySource
 from insitu.tasks.user_functions import UserFunction, load_function
 from insitu.types import Limits, Oracle, Task
+
+log = logging.getLogger(__name__)
 
 
 def open_source(config: Config, limits: Limits, check: RowCheck) -> TaskSource:
@@ -37,13 +42,13 @@ def open_source(config: Config, limits: Limits, check: RowCheck) -> TaskSource:
     if isinstance(found, Format):
         if not table.path:
             raise ConfigError(f"tasks.source {table.source} needs tasks.path, the data set")
-        return _rows(config, found, Path(table.path), limits, check_tested)
+        return _rows(config, found, table.path, limits, check_tested)
     if isinstance(found, TaskSource):
         return found
     if isinstance(found, Iterator):
         return StreamSource(found, _options(config, limits), check_tested, eval_share=table.eval_share)
     if isinstance(found, Iterable) and not isinstance(found, str | bytes | dict):
-        return _rows(config, ObjectFormat(list(found)), Path("tasks.source"), limits, check_tested)
+        return _rows(config, ObjectFormat(list(found)), "tasks.source", limits, check_tested)
     raise ConfigError(
         f"tasks.source: {table.source} is a {type(found).__name__}, not a TaskSource, a Format or an"
         " iterable of tasks"
@@ -97,18 +102,22 @@ def _options(config: Config, limits: Limits) -> LoadOptions:
     )
 
 
-def _rows(config: Config, form: Format, path: Path, limits: Limits, check: RowCheck) -> RowSource:
+def _rows(config: Config, form: Format, path: str, limits: Limits, check: RowCheck) -> RowSource:
     table = config.task_set
+    path, rows = split_selection(path)
+    if path.startswith(HUB):
+        path = find("parts", "hub_rows")(path, log.info)
     source = RowSource(
         table.source,
         form,
-        path,
+        Path(path),
         _options(config, limits),
         eval_share=table.eval_share,
         seed=config.run.seed,
         on_invalid_row=table.on_invalid_row,
         check=check,
         transform=load_function(table.transform) if table.transform else None,
+        rows=rows,
     )
     if table.allowlist:
         source.keep(read_allowlist(Path(table.allowlist)).passed())

@@ -10,6 +10,7 @@ import ast
 import difflib
 import gzip
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -77,18 +78,61 @@ def _no_constant(text: str) -> object:
     raise ValueError(f"{text} is no JSON")
 
 
-def read_places(path: Path) -> Iterator[RowLocation]:
-    """Yield the rows of a file or of a folder of Parquet files; raise TaskError.
+@dataclass(frozen=True, slots=True)
+class RowSelection:
+    """Rows of a data set by their places in it, as Python writes them: [100:200], [::4], [3, 5, -1]."""
 
-    Files are .jsonl, .jsonl.gz, .json (a list or one row) or .parquet.
+    text: str = ""
+    """What is between the brackets; empty = all rows."""
+
+    def of(self, places: Iterator[RowLocation]) -> Iterator[RowLocation]:
+        """Yield the selected ones of `places`; raise TaskError for an index that none has."""
+        if not self.text:
+            yield from places
+        elif ":" in self.text:
+            yield from list(places)[
+                slice(*(int(part) if part.strip() else None for part in self.text.split(":")))
+            ]
+        else:
+            found = list(places)
+            for index in map(int, self.text.split(",")):
+                if not -len(found) <= index < len(found):
+                    raise TaskError(f"tasks.path: there is no row {index}, the data set has {len(found)}")
+                yield found[index]
+
+
+_SELECTION = re.compile(r"(.+)\[(-?\d+(?:\s*,\s*-?\d+)*|(?:-?\d*:){1,2}-?\d*)\]")
+
+
+def split_selection(text: str) -> tuple[str, RowSelection]:
+    """Return a path and the rows that its end selects; a file may have a name with brackets too.
+
+    Raises TaskError for a step of 0.
     """
-    parts = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-    if parts and parts[0].suffix == ".parquet" and parts[0].is_file():
-        for part in parts:
-            yield from _parquet_rows(part)
-        return
-    if not path.is_file():
+    found = _SELECTION.fullmatch(text)
+    if found is None or Path(text).exists():
+        return text, RowSelection()
+    if found[2].count(":") == 2 and re.fullmatch(r"-?0+", found[2].rpartition(":")[2]):
+        raise TaskError(f"tasks.path: {text} takes every 0th row")
+    return found[1], RowSelection(found[2])
+
+
+def read_places(path: Path) -> Iterator[RowLocation]:
+    """Yield the rows of a file, of the files that a pattern names or of a folder of Parquet files.
+
+    Files are .jsonl, .jsonl.gz, .json (a list or one row) or .parquet. Raises TaskError.
+    """
+    if path.is_dir():
+        parts = sorted(path.glob("*.parquet"))
+    else:
+        parts = [path] if path.exists() else sorted(path.parent.glob(path.name))
+    if not parts:
         raise TaskError(f"tasks.path: {path} is not a file, nor a folder of Parquet files")
+    for part in parts:
+        yield from _parquet_rows(part) if part.suffix == ".parquet" else _text_rows(part)
+
+
+def _text_rows(path: Path) -> Iterator[RowLocation]:
     name = path.name.removesuffix(".gz")
     packed = name != path.name
     if not name.endswith((".jsonl", ".json", ".ndjson")):

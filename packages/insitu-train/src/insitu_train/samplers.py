@@ -19,8 +19,8 @@ from insitu.types import Task
 
 Indices = npt.NDArray[np.int64]
 History = npt.NDArray[np.float64]
-"""float64 [m, 4], a row per settled group, oldest first: index of its task, graded rollouts, sum of their
-rewards, sum of the squares of these."""
+"""float64 [m, 5], a row per settled group, oldest first: index of its task, graded rollouts, sum of their
+rewards, sum of the squares of these, and how many reached a limit (truncated)."""
 Sampler = Callable[[Indices, int | None, int], Indices]
 """(draws int64 [n], size of the split or None if endless, seed) -> indices int64 [n], at least 0; one with a
 parameter `history` gets a History too.
@@ -35,6 +35,8 @@ WINDOW = 2
 """signal: newest groups of a task that count."""
 UNSEEN = 0.25
 """signal: that of a task without a graded group, the largest of rewards 0 and 1."""
+REACHED = 3
+"""within_limits: rollouts of a task that reached a limit after which it is left out."""
 _STRIDE = (5**0.5 - 1) / 2
 
 
@@ -47,6 +49,7 @@ class GroupOutcome:
     graded: int
     reward_sum: float
     square_sum: float
+    truncated: int = 0
 
 
 def epochs(draws: Indices, size: int | None, seed: int) -> Indices:
@@ -54,9 +57,23 @@ def epochs(draws: Indices, size: int | None, seed: int) -> Indices:
     return draws
 
 
+def within_limits(draws: Indices, size: int | None, seed: int, history: History) -> Indices:
+    """Return each task once per epoch, but none of which REACHED rollouts were truncated by a limit.
+
+    Raises TaskError where no task is left.
+    """
+    if size is None:
+        raise TaskError("the sampler within_limits needs a set with an end")
+    reached = np.bincount(history[:, 0].astype(np.int64), history[:, 4], minlength=size)
+    kept = np.flatnonzero(reached < REACHED)
+    if not len(kept):
+        raise TaskError(f"{REACHED} rollouts of each task reached a limit: raise [limits] or the context")
+    return kept[draws % len(kept)] + draws // len(kept) * size
+
+
 def learning_signal(size: int, history: History) -> npt.NDArray[np.float64]:
     """Return the variance of each task's newest rewards, p (1 - p) for rewards 0 and 1, or UNSEEN."""
-    rows, sums = history[history[:, 1] > 0], np.zeros((size, 3))
+    rows, sums = history[history[:, 1] > 0, :4], np.zeros((size, 3))
     for _ in range(WINDOW):
         newest = np.full(size, -1)
         newest[rows[:, 0].astype(np.int64)] = np.arange(len(rows))  # of a repeated index the last one stays
@@ -154,8 +171,11 @@ class _SetDraws:
         settled = self._outcomes()
         if self._known is None or self._known[0] is not settled:
             own = [one for one in settled if one.task_set == self._set.name and one.task_id in self._indices]
-            rows = [(self._indices[one.task_id], one.graded, one.reward_sum, one.square_sum) for one in own]
-            self._known = settled, np.array(rows, np.float64).reshape(-1, 4)
+            rows = [
+                (self._indices[one.task_id], one.graded, one.reward_sum, one.square_sum, one.truncated)
+                for one in own
+            ]
+            self._known = settled, np.array(rows, np.float64).reshape(-1, 5)
         return self._known[1]
 
 

@@ -237,7 +237,7 @@ def _judge(group: Group, config: PlanConfig) -> list[PlannedRollout]:
     rewards = [_reward(r, config) for r in rollouts]
     scorable = [r for r in rewards if r is not None]
     thin = len(scorable) < config.group_min
-    degenerate = config.degenerate == "drop" and equal_rewards(scorable)
+    degenerate = _teaches_nothing(scorable, config.degenerate)
     cut = any(r.status is Status.TRUNCATED for r in rollouts) and config.truncated == "drop_group"
     credit = advantages(rewards, config.advantage)
     failed = any(r.status is Status.INFRA_FAILED for r in rollouts)
@@ -253,6 +253,14 @@ def _judge(group: Group, config: PlanConfig) -> list[PlannedRollout]:
         counted = chosen.counted if reason in ("", "zero_advantage") else 0
         slots.append(PlannedRollout(group.id, rollout, value, reason, chosen, counted))
     return slots
+
+
+def _teaches_nothing(rewards: Sequence[float], rule: str | float) -> bool:
+    """Return whether the rewards of a group are equal, or vary less than `train.degenerate` asks for."""
+    if rule == "keep":
+        return False
+    varies_less = isinstance(rule, float) and len(rewards) > 1 and float(np.var(rewards)) < rule
+    return equal_rewards(rewards) or varies_less
 
 
 def use_of(group: Group, config: PlanConfig) -> str:

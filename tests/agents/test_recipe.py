@@ -195,11 +195,29 @@ def test_a_variable_with_the_key_comes_beside_those_of_the_sdk() -> None:
             ["harness.command=['mine']", "harness.agent=codex"],
             "agent and version have no effect with command",
         ),
+        (["harness.env={'A B'='x'}"], "harness.env.A B"),
+        (["harness.env={'A=B'='x'}"], "harness.env.A=B"),
+        (
+            ["harness.agent=codex", "harness.compact=900000"],
+            "no prompt is as long as model.max",
+        ),
     ],
 )
 def test_keys_that_would_change_nothing_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(None, overrides)
+
+
+def test_a_file_that_cannot_be_merged_with_the_agents_own_is_refused() -> None:
+    def resolved(text: str) -> Recipe:
+        return resolve_agent(
+            load_config(None, {"harness.config_files": {".pi/agent/settings.json": text}}).harness
+        )
+
+    for text in ("{'theme': 'dark'}", '{"theme": "dark",} // mine', "[1]", ""):
+        with pytest.raises(ConfigError, match=r"agent pi: config_files.*settings.json.* is no JSON object"):
+            resolved(text)
+    assert resolved('{"window": {context_tokens}}').config_files
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from sandbox_rig import out, python, sh
 from insitu.errors import SandboxError
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
+from insitu.sandbox.rootfs import root_trouble
 from insitu.sandbox.supervised_sandbox import SupervisedSandbox
 from insitu.sandbox.tree import TreeTooLarge
 from insitu.types import FileEntry
@@ -140,3 +141,9 @@ def test_a_file_of_the_work_folder_has_no_second_name_by_a_root_around_it(tmp_pa
     finally:
         for folder in folders.values():
             os.close(folder)
+
+
+@pytest.mark.parametrize("root", ["/etc/passwd", "/usr/share", "/tmp/x", "/", "/work/inner"])
+def test_a_root_that_is_the_machines_or_the_sandboxs_own_is_refused(root: str) -> None:
+    assert root_trouble((root,), "/work").startswith(f"{root} cannot be one of a task's roots")
+    assert not root_trouble(("/etc", "/srv/data"), "/work")

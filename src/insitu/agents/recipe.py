@@ -115,9 +115,8 @@ class Start:
         return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 
-PLACEHOLDERS = tuple(
-    Start(address="", api_key="", model="", prompt="", max_call_tokens=1, context_tokens=1).values()
-)
+_ANY = Start(address="", api_key="", model="", prompt="", max_call_tokens=1, context_tokens=1)
+PLACEHOLDERS = tuple(_ANY.values())
 
 
 def _exit_codes(*accepted: int) -> Rule:
@@ -227,7 +226,7 @@ class Recipe:
             return self
         files, more = dict(self.config_files), table.command[1:]
         for path, text in table.config_files.items():
-            files[path] = _merged(files[path], text) if path in files else text
+            files[path] = self._over_own(path, text) if path in files else text
         without_pipes = (*self.without_pipes, *more) if self.without_pipes else ()
         keyed = any("{api_key}" in text for text in table.env.values()) and not self._has_key
         return replace(
@@ -238,10 +237,20 @@ class Recipe:
             config_files=files,
         )
 
+    def _over_own(self, path: str, text: str) -> str | Callable[[Start], str]:
+        """Return a file of the user's over that of the recipe; raise ConfigError if JSON would be lost."""
+        own = self.config_files[path]
+        if not _is_object(_filled(own, _ANY)):
+            return text
+        if not _is_object(_ANY.fill(text)):
+            raise ConfigError(
+                f"agent {self.name}: config_files.{path!r} is no JSON object, as the agent's own is"
+            )
+        return _merged(own, text)
+
     def asked(self, start: Start) -> str:
         """Return what the agent is asked, with the task in place of {prompt}."""
-        text = self.config_files.get(PROMPT_FILE, "{prompt}")
-        return start.fill(text) if isinstance(text, str) else text(start)
+        return _filled(self.config_files.get(PROMPT_FILE, "{prompt}"), start)
 
     def environment(self, start: Start) -> dict[str, str]:
         templates = {**({} if self._has_key else SDK_ENV[self.protocol]), **self.env}
@@ -257,8 +266,7 @@ class Recipe:
         for path, text in self.config_files.items():
             if path == PROMPT_FILE:
                 continue
-            content = start.fill(text) if isinstance(text, str) else text(start)
-            yield f"{start.home}/{path}", content.encode(), False
+            yield f"{start.home}/{path}", _filled(text, start).encode(), False
         if any("{prompt_file}" in text for text in (*self.command, *self.env.values())):
             yield start.fill("{prompt_file}"), start.prompt.encode(), False
 
@@ -271,19 +279,24 @@ class Recipe:
         return any("{prompt}" in word or "{prompt_file}" in word for word in self.command)
 
 
+def _filled(text: str | Callable[[Start], str], start: Start) -> str:
+    return start.fill(text) if isinstance(text, str) else text(start)
+
+
 def _merged(below: str | Callable[[Start], str], text: str) -> Callable[[Start], str]:
-    """Return a file of the user's over the recipe's: objects of JSON are merged."""
+    """Return a file of the user's merged into the recipe's: both are JSON objects."""
 
     def merge(start: Start) -> str:
-        own = start.fill(text)
-        try:
-            over = json.loads(own)
-            under = json.loads(start.fill(below) if isinstance(below, str) else below(start))
-        except json.JSONDecodeError:
-            return own
-        return json.dumps(_over(under, over)) if isinstance(over, dict) else own
+        return json.dumps(_over(json.loads(_filled(below, start)), json.loads(start.fill(text))))
 
     return merge
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except json.JSONDecodeError:
+        return False
 
 
 def _over(under: object, own: object) -> object:

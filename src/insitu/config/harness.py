@@ -11,6 +11,7 @@ from insitu.config.base import Agent, Count, OwnPath, Table, unless
 
 _Texts = Annotated[tuple[str, ...], Field(strict=False)]
 _OWN = unless("command", ())
+_Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class AgentCommand(Table):
@@ -32,7 +33,7 @@ class AgentCommand(Table):
     """Text of files by path below the home folder, e.g. { ".my/config.json" = "..." }. Over those of `agent`:
     objects of JSON are merged, other files replaced. "prompt.txt" is what the agent is asked, around
     {prompt}."""
-    env: Mapping[str, str] = {}
+    env: Mapping[_Variable, str] = {}
     """Environment of the agent, over that of `agent`. If nothing in that of a command contains {api_key}, the
     variables that the vendor's SDK for `protocol` reads are set too."""
     ok_exit_codes: Annotated[tuple[int, ...], Field(strict=False), _OWN] = (0,)

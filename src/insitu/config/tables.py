@@ -387,6 +387,10 @@ class Config(Table):
             )
         if self.harness.compact is True and (self.harness.is_command or self.harness.agent != "pi"):
             raise ValueError(f"harness.compact = true is pi's own, not of {self.harness.label}")
+        if self.harness.compact > self.model.max_context_tokens:
+            raise ValueError(
+                "harness.compact has no effect: no prompt is as long as model.max_context_tokens"
+            )
         if self.collect.group_min > self.collect.group_size:
             raise ValueError("collect.group_min is larger than collect.group_size")
         if self.train.min_groups > self.collect.groups_per_step:

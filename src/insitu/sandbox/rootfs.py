@@ -48,7 +48,8 @@ def root_trouble(roots: Sequence[str], workdir: str) -> str:
     taken = (workdir, HOME, "/tmp", "/var/tmp", "/dev", "/proc", "/run", *(f"/{name}" for name in _SYSTEM))
     for root in map(Path, roots):
         for place in map(Path, taken):
-            if root.is_relative_to(place) or place.is_relative_to(root):
+            below = root.is_relative_to(place) or str(root) in dict(_ETC)
+            if below or place.is_relative_to(root):
                 return f"{root} cannot be one of a task's roots, since {place} is this machine's or its own"
     return ""
 

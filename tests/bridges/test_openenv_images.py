@@ -16,6 +16,10 @@ from pathlib import Path
 import pytest
 from env_server import ENVS, NAMES, ROOT
 from test_openenv_servers import SOLVE, client, episode, validate
+from test_openenv_tools import DOORS, call, look_and_open, run_of
+
+from insitu.types import Message, RequestKey, Status
+from insitu_tasksets.openenv_images import gauges
 
 pytestmark = [pytest.mark.bridge, pytest.mark.filterwarnings("default")]
 
@@ -137,3 +141,48 @@ def test_the_image_serves_and_passes_six_of_six(
             while (found := called("docker", "inspect", "--format", state, container)) != "healthy":
                 assert time.monotonic() < ends, found
                 time.sleep(1.0)
+
+
+SMALL = "model.max_context_tokens=16384"
+TASKS = """
+image = "doors"
+prompt = "Find the right door and open it."
+resets = [{{ door = 4 }}, {{ door = 5 }}, {{ door = 6 }}]
+containers = 2
+sessions = 1
+options = ["--network", "{network}"]
+"""
+
+
+@pytest.fixture
+def doors(base: str, network: str, tmp_path: Path) -> str:
+    """A task file of an image with an environment of tools."""
+    (tmp_path / "doors.py").write_text(DOORS)
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {base}\nCOPY doors.py /app/\nWORKDIR /app\n"
+        'CMD ["python3", "-m", "uvicorn", "doors:app", "--host", "0.0.0.0", "--port", "8000"]\n'
+    )
+    called("docker", "build", "--network", "none", "--tag", "doors", tmp_path)
+    (tmp_path / "doors.toml").write_text(TASKS.format(network=network))
+    return str(tmp_path / "doors.toml")
+
+
+def left() -> str:
+    return called("docker", "ps", "--all", "--quiet", "--filter", "label=insitu.owner")
+
+
+def test_an_agent_acts_on_containers_of_an_image_and_none_is_left(doors: str, tmp_path: Path) -> None:
+    found, _, _ = run_of(tmp_path, doors, "script", look_and_open, SMALL)
+    assert found == [(Status.OK, 0.75, "")] * 3
+    assert (gauges()["environments_started"], gauges()["environments_up"], left()) == (2, 0, "")
+
+
+def test_a_container_that_an_agent_ends_is_started_again(doors: str, tmp_path: Path) -> None:
+    def fatal(text: str, key: RequestKey) -> Message:
+        return call(key, "open_door", door=99) if key.turn == 0 else Message(role="assistant", text="So.")
+
+    before = gauges()["environments_restarts"] if gauges() else 0
+    found, _, _ = run_of(tmp_path, doors, "script", fatal, SMALL)
+    assert {(status, reward) for status, reward, _ in found} == {(Status.INFRA_FAILED, None)}
+    assert gauges()["environments_restarts"] > before
+    assert left() == ""

@@ -104,7 +104,7 @@ def tasks(tmp_path: Path) -> Iterator[str]:
 
 
 def run_of(
-    tmp_path: Path, tasks: str, agent: str, policy: Any
+    tmp_path: Path, tasks: str, agent: str, policy: Any, *more: str
 ) -> tuple[list[tuple[Status, float | None, str]], ScriptedEngine, Any]:
     """Outcomes of a run in which a scripted policy acts inside a real agent, its engine and renderer."""
     made: dict[str, Any] = {}
@@ -125,6 +125,7 @@ def run_of(
             "tasks.source=openenv", f"tasks.path={tasks}", "reward.function=openenv",
             f"harness.agent={agent}", "harness.workers=2", "tasks.eval_share=1", "rollout.count=0",
             "collect.attempts=1", "model.max_context_tokens=131072", f"run.dir={tmp_path / 'run'}",
+            *more,
         ],
     )  # fmt: skip
     asyncio.run(collect_rollouts(config, PlainView(StringIO()), RolloutOptions(sampler=sampler)))

@@ -107,7 +107,12 @@ async def test_an_environment_fails_by_its_own_faults_only() -> None:
             async with scoring.environment(TASK) as world:
                 assert world == "a world"
                 raise AssertionError("a defect of the attempt")
+    closed: list[str] = []
+    shared = {"gauges": lambda: {"worlds_up": 1}, "close": lambda: closed.append("worlds")}
+    scoring._reward = dataclasses.replace(own, **shared)  # type: ignore[arg-type]
+    assert scoring.gauges() == {"worlds_up": 1}
     await scoring.close()
+    assert closed == ["worlds"]
 
 
 async def score(function: Callable[..., Any], rollout: Rollout | None = None) -> Rollout:

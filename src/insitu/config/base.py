@@ -81,8 +81,8 @@ HUB = "hub:"
 
 
 def is_path(text: str) -> bool:
-    """Return whether a key that may hold an address or a name at a hub holds a path."""
-    return not is_url(text) and not text.startswith(HUB)
+    """Return whether a key that may hold an address, an image or a name at a hub holds a path."""
+    return not is_url(text) and not text.startswith((HUB, "docker://"))
 
 
 def holds_paths(field: FieldInfo) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -143,6 +143,10 @@ class TaskJudge:
                 raise GradeError(f"the environment did not open within {OPEN_S:g} s") from error
             yield environment
 
+    def gauges(self) -> Mapping[str, int]:
+        """Return the reward function's figures for the timeline."""
+        return {} if self._reward is None else self._reward.gauges()
+
     async def prepare(self, task: Task) -> None:
         """Prepare what grading needs while the agent works; grading itself reports a failure."""
         try:
@@ -154,6 +158,7 @@ class TaskJudge:
         """Close the grader and stop the reward function."""
         if self._reward is not None:
             self._reward.function.close()
+            await asyncio.to_thread(self._reward.close)
         await self._grader.close()
 
 

@@ -6,6 +6,7 @@ verdict's reward: no function may change it.
 
 A function with an attribute `environment(row)`, which returns an async context of a ToolEnvironment or None,
 gives agents tools beside their own: one session for each attempt, whose rewards reach it as `earned`.
+What sessions share may have `gauges()`, figures for the timeline, and `close()`, called when a run ends.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class RewardFunction:
     group: bool = False
     opener: Callable[[Mapping[str, Any]], AbstractAsyncContextManager[ToolEnvironment] | None] | None = None
     """The function's `environment`."""
+    gauges: Callable[[], Mapping[str, int]] = dict
+    close: Callable[[], object] = dict
 
     async def score(self, finished: FinishedRollout, rollout: Rollout) -> Rollout:
         """Return `rollout` with the function's reward; raise GradeError or FunctionFailed."""
@@ -97,8 +100,9 @@ def reward_function(config: Config, transcript: Transcript) -> RewardFunction | 
         max_concurrent=table.max_concurrent,
         timeout_s=table.timeout_s,
     )
-    opener = getattr(found, "environment", None)
-    return RewardFunction(function=function, transcript=transcript, group=table.group, opener=opener)
+    names = {"environment": "opener", "gauges": "gauges", "close": "close"}
+    more = {field: getattr(found, name) for name, field in names.items() if hasattr(found, name)}
+    return RewardFunction(function=function, transcript=transcript, group=table.group, **more)
 
 
 def main_line(turns: Sequence[Turn]) -> list[Turn]:

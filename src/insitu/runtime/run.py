@@ -104,8 +104,8 @@ class Runtime:
         return self.gateway.open_sessions()
 
     def gauges(self) -> Mapping[str, int]:
-        """Return no further figures for the timeline."""
-        return {}
+        """Return further figures for the timeline: of what reward functions share."""
+        return {name: count for judge in self.judges.values() for name, count in judge.gauges().items()}
 
     def attempts(self, run: RunDir) -> AttemptsByArm:
         """Return the executor of attempts, which keeps logs, artifacts and host calls in the run."""

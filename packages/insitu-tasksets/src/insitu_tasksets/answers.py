@@ -42,13 +42,13 @@ def answer_of(rollout: FinishedRollout) -> str:
     return "" if entry is None else entry.content.decode("utf-8", "replace").strip()
 
 
-def named_or_file(path: str, key: str) -> Mapping[str, Any]:
-    """Return `{key: path}`, or the keys of `path` if it is a TOML file; raise TaskError."""
+def named_or_file(path: str, key: str, *others: str) -> Mapping[str, Any]:
+    """Return `{key: path}`, or the keys of a TOML file with `key` or another; raise TaskError."""
     if not path.endswith(".toml"):
         # `Path` makes one slash of the two in a URL.
         return {key: path.replace(":/", "://", 1) if "://" not in path else path}
     with boundary(TaskError, f"read {path}"):
         keys = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(keys.get(key), str):
-        raise TaskError(f"{path} needs the key {key}")
+    if not any(isinstance(keys.get(name), str) for name in (key, *others)):
+        raise TaskError(f"{path} needs the key {' or '.join((key, *others))}")
     return keys

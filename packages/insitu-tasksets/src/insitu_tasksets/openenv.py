@@ -1,19 +1,22 @@
 """Format and reward `openenv`: the tasks of an OpenEnv server, scored by the rewards of its steps.
 
-`tasks.path` is the URL of a server with the Task API, or a TOML file with `url` and either `split` or
-`resets`, the arguments of `reset` of each task. The prompt has the first observation and the schema of an
-action. The answer is one action or a list of them; the reward is the sum over the steps. The server makes it
-where the action runs, so it is weak.
+`tasks.path` is the URL of a server with the Task API, `docker://IMAGE`, or a TOML file with `url` or `image`
+(openenv_images.py) and either `split` or `resets`, the arguments of `reset` of each task. The prompt has the
+first observation and the schema of an action. The answer is one action or a list of them; the reward is the
+sum over the steps. The server makes it where the action runs, so it is weak.
 
 Of an environment of MCP tools each attempt has its own session: the tools are offered to the model beside
-the agent's, each call is a step, and the model reads the observation.
+the agent's, each call is a step, and the model reads the observation. With `tool` in the TOML file any other
+environment has one tool of that name, which takes an action.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -30,32 +33,35 @@ from insitu.tasks.objects import location
 from insitu.tasks.row_files import RawRow, RowLocation
 from insitu.types import FinishedRollout, ToolSpec
 from insitu_tasksets.answers import answer_of, answer_task, named_or_file
+from insitu_tasksets.openenv_images import close_all, gauges, image_of, pool_of
 
 _TIMEOUT_S = 60.0
 _MCP = ("Action", "CallToolAction", "ListToolsAction")
 _LIST_TOOLS = {"type": "list_tools"}
 _OVER = "The episode is over: no further step is taken."
 _INVALID = "VALIDATION_ERROR"
+_IMAGE = "docker://"
+_OF_TASKS = ("url", "split", "resets", "prompt", "tool")
+"""Keys of a task file that are not about its image."""
 
 
 class OpenEnv:
     """Format `openenv`."""
 
     def places(self, path: Path) -> Iterator[RowLocation]:
-        keys = named_or_file(str(path), "url")
-        url = str(keys["url"]).rstrip("/")
-        resets = keys.get("resets") or _task_resets(url, keys.get("split", "train"))
-        schema = _action_schema(url)
-        by_tools = schema.get("title") in _MCP
-        with _client(url).sync() as client:
-            for number, reset in enumerate(resets, 1):
-                with user_code(TaskError, f"{url}: reset {reset}"):
-                    seen = client.reset(**reset).observation
-                    tools = client.step(_LIST_TOOLS).observation["tools"] if by_tools else []
-                    _check(tools)
-                row = {"url": url, "reset": reset, "observation": seen}
-                row |= {"tools": tools} if by_tools else {"action_schema": schema}
-                row = {"id": _name(reset, number), **row}
+        keys = dict(named_or_file(str(path), "url", "image"))
+        name = str(keys.get("url", "")).rstrip("/")
+        if name.startswith(_IMAGE):
+            keys["image"] = name.removeprefix(_IMAGE)
+        server: dict[str, Any] = {}
+        if "image" in keys:
+            name = f"{_IMAGE}{keys['image']}"
+            server = {"server": image_of({k: v for k, v in keys.items() if k not in _OF_TASKS}, path)}
+        with contextlib.ExitStack() as stack:
+            url = stack.enter_context(pool_of(server["server"]).blocking()).url if server else name
+            client = stack.enter_context(_client(url).sync())
+            for number, (reset, seen) in enumerate(_seen(client, url, keys), 1):
+                row = {"id": _name(reset, number), "url": name, **server, "reset": reset, **seen}
                 if "prompt" in keys:
                     row["prompt"] = f"{keys['prompt']}\n\n{_shown(row)}"
                 yield location(row, number)
@@ -63,6 +69,31 @@ class OpenEnv:
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         prompt = row.get("prompt") or _shown(row)
         return answer_task(str(row["id"]), prompt, UNTESTED, options)
+
+
+def _seen(client: Any, url: str, keys: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the reset of each task with its observation, and its tools or the schema of an action."""
+    schema, tool = _action_schema(url), keys.get("tool", "")
+    by_tools = schema.get("title") in _MCP
+    for reset in keys.get("resets") or _task_resets(url, keys.get("split", "train")):
+        with user_code(TaskError, f"{url}: reset {reset}"):
+            row = {"observation": client.reset(**reset).observation}
+            tools = client.step(_LIST_TOOLS).observation["tools"] if by_tools else []
+        if tool and not by_tools:
+            tools, row["tool"] = [_tool_of(str(tool), schema)], tool
+        _check(tools)
+        yield reset, row | ({"tools": tools} if tools or by_tools else {"action_schema": schema})
+
+
+def _tool_of(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tool that takes a step of an environment without tools."""
+    fields = {key: kind for key, kind in schema.get("properties", {}).items() if key != "metadata"}
+    what = schema.get("description") or "Take a step in the environment."
+    return {
+        "name": name,
+        "description": what,
+        "input_schema": {"type": "object", **schema, "properties": fields},
+    }
 
 
 def _shown(row: RawRow) -> str:
@@ -86,14 +117,15 @@ def _check(tools: Sequence[Mapping[str, Any]]) -> None:
         raise TaskError(str(error)) from error
 
 
-class _McpSession:
-    """Session of an environment of MCP tools; implements `insitu.grading.reward.ToolEnvironment`."""
+class _Session:
+    """Session of an environment that acts by tools; implements `insitu.grading.reward.ToolEnvironment`."""
 
-    def __init__(self, client: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, client: Any, row: Mapping[str, Any], failed: Callable[[object], None]) -> None:
         self._client, self._rewards, self._steps = client, list[float](), 0
-        self._done = False
+        self._done, self._failed = False, failed
+        self._by_action = "tool" in row
         self.tools = [
-            ToolSpec(**{**one, "parameters": json.dumps(one["parameters"])}) for one in _named(tools)
+            ToolSpec(**{**one, "parameters": json.dumps(one["parameters"])}) for one in _named(row["tools"])
         ]
 
     @property
@@ -104,8 +136,16 @@ class _McpSession:
         """Take a step; return its observation."""
         if self._done:
             return _OVER
-        action = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
-        step = await self._client.step(action)
+        action = dict(arguments)
+        if not self._by_action:
+            action = {"type": "call_tool", "tool_name": name, "arguments": action}
+        try:
+            step = await self._client.step(action)
+        except Exception as error:
+            if _INVALID in str(error):  # not an action: the model's fault
+                return f"Error: {error}"
+            self._failed(error)
+            raise
         self._steps += 1
         self._done = bool(step.done)
         if step.reward is not None:
@@ -128,35 +168,59 @@ def _text(observation: Mapping[str, Any]) -> str:
 
 
 @asynccontextmanager
-async def _session(row: Mapping[str, Any]) -> AsyncIterator[_McpSession]:
+async def _server(row: Mapping[str, Any]) -> AsyncIterator[tuple[str, Callable[[object], None]]]:
+    """Hold the server of a row; yield its URL and what counts a failure against its container."""
+    if "server" not in row:
+        yield row["url"], lambda _: None
+        return
+    pool = await asyncio.to_thread(pool_of, row["server"])
+    async with pool.session() as lease:
+        yield lease.url, lease.failed
+
+
+@asynccontextmanager
+async def _session(row: Mapping[str, Any]) -> AsyncIterator[_Session]:
     """Open a session of the row's environment of tools. Raises GradeError."""
-    with user_code(GradeError, f"reset {row['url']}"):
-        client = _client(row["url"])
-        await client.connect()
+    async with _server(row) as (url, failed):
+        with user_code(GradeError, f"reset {row['url']}"):
+            client = _client(url)
+            try:
+                await client.connect()
+                await client.reset(**row["reset"])
+            except BaseException as error:
+                failed(error)
+                await client.close()
+                raise
         try:
-            await client.reset(**row["reset"])
-        except BaseException:
+            yield _Session(client, row, failed)
+        finally:
             await client.close()
-            raise
-    try:
-        yield _McpSession(client, row["tools"])
-    finally:
-        await client.close()
 
 
-def _environment(row: Mapping[str, Any]) -> AbstractAsyncContextManager[_McpSession] | None:
+def _environment(row: Mapping[str, Any]) -> AbstractAsyncContextManager[_Session] | None:
     """Return the session that an agent acts on; None where the answer is the action."""
     return _session(row) if "tools" in row else None
 
 
 async def reward(rollout: FinishedRollout) -> float | Mapping[str, float] | None:
     """Return the sum of the rewards of the steps; None if the server gave none."""
-    row, rewards = rollout.row, list[float | None]()
+    row = rollout.row
     if "tools" in row:
         return None if rollout.earned is None else {EARNED: rollout.earned}
-    async with _client(row["url"]) as client:
+    async with _server(row) as (url, failed):
+        try:
+            return await _played(url, row, answer_of(rollout))
+        except Exception as error:
+            failed(error)
+            raise
+
+
+async def _played(url: str, row: Mapping[str, Any], answer: str) -> float | None:
+    """Return the sum of the rewards of an answer's actions; None if there was none."""
+    rewards = list[float | None]()
+    async with _client(url) as client:
         await client.reset(**row["reset"])
-        for action in _actions(answer_of(rollout), row["action_schema"]):
+        for action in _actions(answer, row["action_schema"]):
             try:
                 result = await client.step(action)
             except RuntimeError as error:
@@ -171,6 +235,8 @@ async def reward(rollout: FinishedRollout) -> float | Mapping[str, float] | None
 
 
 reward.environment = _environment  # type: ignore[attr-defined]
+reward.gauges = gauges  # type: ignore[attr-defined]
+reward.close = close_all  # type: ignore[attr-defined]
 
 
 def _client(url: str) -> Any:

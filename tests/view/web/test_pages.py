@@ -89,6 +89,13 @@ async def test_overview_and_step_agree_with_the_store(lab_run: Path) -> None:
         step = await client.json("/api/lab/step", step=2)
         assert step["proof"] == "identical"
         assert [group["untrained"] for group in step["groups"]] == ["", "degenerate", "", ""]
+        rows = [row for group in step["groups"] for row in group["rollouts"]]
+        assert sum(row["planned"] for row in rows) == step["ledger"]["trained"]
+        assert {row["planned"] for row in step["groups"][1]["rollouts"]} == {0}
+        with Store(lab_run / "run.sqlite", readonly=True) as store:
+            for row in rows:
+                turns = store.rollout(row["id"]).trajectory.turns
+                assert row["context"] == sum(len(turn.context_ids) for turn in turns)
         solved, unsolved = step["groups"][2]["rollouts"][:2]
         assert solved["advantage"] > 0 > unsolved["advantage"]
         await client.json("/api/lab/step", 404, step=9)
@@ -194,6 +201,16 @@ async def test_rollout_names_its_branches_and_its_proven_advantage(lab_run: Path
         found = await client.json("/api/lab/rollout", id=ONE)
         assert [turn["label"] for turn in found["turns"]] == ["final", "wipe", "final", "subagent"]
         assert [segment["turns"] for segment in found["segments"]] == [[0, 1], [0, 2], [3]]
+        spans = [segment["spans"] for segment in found["segments"]]
+        assert [[span[0] for span in held] for held in spans] == [[0, 1], [0, 2], [3]]
+        assert [held[-1][3] for held in spans] == [segment["tokens"] for segment in found["segments"]]
+        # A turn that two rows share is trained in the first.
+        assert [[span[4] == span[3] - span[2] for span in held] for held in spans] == [
+            [True, True],
+            [False, True],
+            [True],
+        ]
+        assert sum(span[4] for held in spans for span in held) == found["credit"]["trained"]
         assert found["credit"]["proof"] == "identical"
         assert found["credit"]["advantage"] > 0
         assert found["verdict"]["outcome"] == "resolved"

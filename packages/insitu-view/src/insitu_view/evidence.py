@@ -1,4 +1,4 @@
-"""Queries for rollouts that deserve a look: evidence of cheating, and the few that tell most about a run."""
+"""Queries of the viewer alone: evidence of cheating, the rollouts that tell most about a run, pictures."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ SELECT v.diff_hash, COUNT(DISTINCT r.task_id) AS tasks, COUNT(*) AS n, MIN(r.rol
 FROM verdicts v JOIN rollouts r USING (rollout_id) WHERE v.outcome = 'resolved' AND v.diff_hash <> ''
 GROUP BY v.diff_hash HAVING tasks > 1 ORDER BY n DESC LIMIT 100
 """
+STEP_CONTEXT = """
+SELECT rollout_id AS id, SUM(length(context_ids)) / 4 AS context FROM states JOIN turns USING (rollout_id)
+WHERE account = :step GROUP BY 1
+"""
+"""New prompt tokens of the turns of each rollout of a step."""
 TELLING: Mapping[str, str] = {
     "the agent tampered with the tests": f"{LIST} WHERE r.rollout_id IN"
     " (SELECT rollout_id FROM verdicts WHERE outcome = 'tampered') ORDER BY r.rowid DESC LIMIT 2",

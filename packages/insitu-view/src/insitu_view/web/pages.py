@@ -117,10 +117,13 @@ def step_page(run: RunHandle, credits: Credits, step: int) -> dict[str, Any]:
             raise RecordError(f"step {step} is not committed")
         rows = reader.rows(sql.STEP_ROWS, step=step)
         ledger = {row["entry"]: row["tokens"] for row in reader.all(sql.STEP_LEDGER, step=step)}
+        context = {row["id"]: row["context"] for row in reader.all(evidence.STEP_CONTEXT, step=step)}
     credit = credits.of(run, step)
     groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["phase"], row["step"], row["group"]), []).append(with_credit(row, credit))
+        groups.setdefault((row["phase"], row["step"], row["group"]), []).append(
+            {**with_credit(row, credit), "context": context.get(row["id"], 0)}
+        )
     return {
         "step": step,
         "committed_s": record["committed_s"],
@@ -135,10 +138,10 @@ def step_page(run: RunHandle, credits: Credits, step: int) -> dict[str, Any]:
 
 
 def with_credit(row: dict[str, Any], credit: StepCredit | None) -> dict[str, Any]:
-    """Return a list row with advantage, weight and the plan's reason; null where they are not known."""
-    found = None if credit is None else credit.of(row["id"])
-    named = {name: None if found is None else found[name] for name in ("advantage", "weight", "reason")}
-    return {**row, "advantage": named["advantage"], "weight": named["weight"], "untrained": named["reason"]}
+    """Return a list row with advantage, weight, the plan's reason and tokens; null where not known."""
+    found = None if credit is None or credit.proof == "unknown" else credit.of(row["id"])
+    named = {"advantage": "advantage", "weight": "weight", "untrained": "reason", "planned": "trained"}
+    return row | {name: None if found is None else found[key] for name, key in named.items()}
 
 
 def _group_row(place: tuple[str, int, int], members: Sequence[dict[str, Any]]) -> dict[str, Any]:

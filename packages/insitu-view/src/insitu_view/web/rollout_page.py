@@ -18,7 +18,7 @@ from insitu.storage.run_dir import KIND
 from insitu_train.words import Words, message_spans
 from insitu_view.web.credit import Credits
 from insitu_view.web.runs import RunHandle, open_inside
-from insitu_view.web.token_page import row_spans
+from insitu_view.web.token_page import Span, row_spans
 
 MAX_TURNS = 100
 """Turns of one page of a transcript."""
@@ -66,6 +66,7 @@ def _decided(run: RunHandle, reader: RunReader, row: dict[str, Any]) -> dict[str
     for segment, held in zip(segments, spans, strict=True):
         segment["turns"] = [span.turn for span in held]
         segment["sampled"] = held[0].sampled if held else 0
+        segment["spans"] = _spans(reader, segment, held)
     return {
         "agent": "" if served else run.config().agent_of(stored["part"] or ""),
         "components": orjson.loads(stored["components"]),
@@ -86,6 +87,15 @@ def _decided(run: RunHandle, reader: RunReader, row: dict[str, Any]) -> dict[str
         "drifts": [] if notes is None else orjson.loads(notes["drifts"]),
         "hints": hints,
     }
+
+
+def _spans(reader: RunReader, segment: dict[str, Any], held: list[Span]) -> list[list[int]]:
+    """Return turn, start, first sampled token, end and number of masked-in tokens of each turn of a row."""
+    if not held:
+        return []
+    raw = reader.window("segments", "mask", segment["row"], 0, segment["tokens"])
+    mask = np.frombuffer(raw, dtype=np.uint8)
+    return [[s.turn, s.start, s.sampled, s.stop, int(mask[s.sampled : s.stop].sum())] for s in held]
 
 
 def _turn(head: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 // Charts: uPlot for curves, SVG for the small ones. Each has a sentence and a table for those who cannot see it.
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact-htm.module.js";
 import { isNumber, num, when } from "./format.js";
+import { moveAmong } from "./keys.js";
 
 /* global uPlot */
 
 const TABLE_ROWS = 1000;
 
 /** The numbers of a chart as a table, built when it is opened: {label, texts} per column. */
-function AsTable({ title, columns }) {
+export function AsTable({ title, columns }) {
   const [open, setOpen] = useState(false);
   const rows = columns[0].texts.length;
   const first = Math.max(0, rows - TABLE_ROWS);
@@ -208,6 +209,27 @@ export function Stack({ title, xs, parts, height = 110, share = false, link = un
     <div class="ends" aria-hidden="true"><span>${xs.length ? `${axis} ${num(xs[0])}` : ""}</span><span>${share ? "" : `highest ${format(Math.max(...totals))}`}</span><span>${xs.length > 1 ? num(xs.at(-1)) : ""}</span></div>
     <${AsTable} title=${title} columns=${[{ label: axis, texts: xs.map(num) }, ...parts.map((part) => ({ label: part.label, texts: textsOf(part.values, format) }))]} />
   </figure>`;
+}
+
+/** The colours of what became of sampled tokens other than being trained, in order. */
+export const FATES = ["--c2", "--c4", "--c5", "--c6", "--c3"];
+
+/**
+ * Horizontal bars over one axis from 0 to `to`. `rows` are {key, name?, note?, link?, title?, first? (of a group), parts: [{from, to, colour, kind?, title?, link?, mark?}]}:
+ * a row with `link` is one link, else its parts are; arrow keys move among them. `kind` is a class: context, sampled, hatched.
+ * @param {{title: string, rows: any[], to: number, ends?: string[], thin?: boolean}} props
+ */
+export function Bars({ title, rows, to, ends = [], thin = false }) {
+  const style = (part) => ({ left: `${((100 * part.from) / (to || 1)).toFixed(3)}%`, width: `${((100 * (part.to - part.from)) / (to || 1)).toFixed(3)}%`, "--part": `var(${part.colour})` });
+  const cls = (part) => `strip-part ${part.kind ?? ""}`.trim();
+  return html`<ul class=${`strips ${thin ? "thin" : ""}`} aria-label=${title} onKeyDown=${(event) => moveAmong(event, ".strip-row")}>
+    ${rows.map((row, i) => {
+      const parts = row.parts.filter((part) => part.to > part.from).map((part, n) => (part.link
+        ? html`<a class=${cls(part)} style=${style(part)} href=${part.link} title=${part.title} aria-label=${part.title} data-mark=${part.mark} tabindex=${i || n ? -1 : 0}></a>`
+        : html`<span class=${cls(part)} style=${style(part)} title=${part.title}></span>`));
+      const strip = row.link ? html`<a class="track" href=${row.link} title=${row.title} aria-label=${row.title} tabindex=${i ? -1 : 0}>${parts}</a>` : html`<span class="track">${parts}</span>`;
+      return html`<li class=${`strip-row ${row.first ? "first" : ""}`} key=${row.key}>${row.name !== undefined && html`<span class="strip-name">${row.name}</span>`}${strip}${row.note !== undefined && html`<span class="strip-note">${row.note}</span>`}</li>`;
+    })}${ends.length > 0 && html`<li class="ends" aria-hidden="true" key="ends">${ends.map((text) => html`<span>${text}</span>`)}</li>`}</ul>`;
 }
 
 /** Many steps as at most 120 bars: the means of neighbours, under the first one's number. */

@@ -56,4 +56,27 @@ export function focusRow(by) {
   links[Math.max(0, Math.min(links.length - 1, at + (at < 0 ? 1 : by)))]?.focus();
 }
 
+/** Arrow keys between the links of a picture: along a row, and to the nearest link of the next row. @param {KeyboardEvent} event */
+export function moveAmong(event, rows) {
+  const link = event.target instanceof Element ? event.target.closest("a") : null;
+  const row = link?.closest(rows);
+  if (!link || !row) return;
+  const across = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const down = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  let next = null;
+  if (across) {
+    const links = [...row.querySelectorAll("a")];
+    next = links[links.indexOf(link) + across];
+  } else if (down) {
+    let other = down > 0 ? row.nextElementSibling : row.previousElementSibling;
+    while (other && !(other.matches(rows) && other.querySelector("a"))) other = down > 0 ? other.nextElementSibling : other.previousElementSibling;
+    const middle = (element) => (element.getBoundingClientRect().left + element.getBoundingClientRect().right) / 2;
+    const from = middle(link);
+    next = other && [...other.querySelectorAll("a")].reduce((best, one) => (Math.abs(middle(one) - from) < Math.abs(middle(best) - from) ? one : best));
+  } else return;
+  event.preventDefault();
+  event.stopPropagation();
+  /** @type {HTMLElement|null|undefined} */ (next)?.focus();
+}
+
 addEventListener("keydown", handle);

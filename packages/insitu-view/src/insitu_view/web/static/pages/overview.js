@@ -6,11 +6,9 @@ import { useRun, useRunVersion } from "../live.js";
 import { compareHref, go, href, rolloutHref } from "../router.js";
 import { Badge, Empty, Panel, Reward, Stat, useData, Waiting } from "../ui.js";
 import { Line } from "../text.js";
-import { Chart, movingMean, recentMean, Stack } from "../chart.js";
+import { Chart, FATES, movingMean, recentMean, Stack } from "../chart.js";
 import { strongOf } from "./cheats.js";
 import { Metrics, StepTime } from "./metrics.js";
-
-const LEDGER_COLOURS = ["--c2", "--c4", "--c5", "--c6", "--c3"];
 
 export function OverviewPage({ route }) {
   const loaded = useOverview(route.run);
@@ -180,7 +178,7 @@ function LedgerPanel({ steps, run }) {
   if (!steps.step.length) return "";
   const parts = [
     { label: "trained", name: "", colour: "--c1", values: steps.ledger.trained ?? [] },
-    ...entries.map((name, i) => ({ label: words(name.replace(/^excluded\./, "")), name: name.replace(/^excluded\./, ""), colour: LEDGER_COLOURS[i % LEDGER_COLOURS.length], values: steps.ledger[name] })),
+    ...entries.map((name, i) => ({ label: words(name.replace(/^excluded\./, "")), name: name.replace(/^excluded\./, ""), colour: FATES[i % FATES.length], values: steps.ledger[name] })),
   ];
   return html`<${Panel} title="Every sampled token" note="trained, or excluded for a named reason"><${Stack} title="tokens per step" xs=${steps.step} parts=${parts} format=${int}
     link=${(step, part) => href(run, "rollouts", [], { account: step, excluded: part.name })} /><//>`;

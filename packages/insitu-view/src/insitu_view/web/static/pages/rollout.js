@@ -7,6 +7,7 @@ import { useRun, useRunVersion } from "../live.js";
 import { go, href, rolloutHref, setQuery } from "../router.js";
 import { Badge, Reward, Tabs, useData, Waiting } from "../ui.js";
 import { Line } from "../text.js";
+import { Picture } from "./picture.js";
 import { listed } from "./rollouts.js";
 import { Transcript } from "./transcript.js";
 import { TokensTab } from "./tokens.js";
@@ -50,6 +51,7 @@ function Loaded({ data, route, id }) {
   });
   return html`
     <${Head} data=${data} route=${route} id=${id} moves=${{ previous, next, near, member, open: (other) => rolloutHref(route.run, other, { tab: tab === "transcript" ? "" : tab }) }} />
+    ${data.row && html`<${Picture} data=${data} run=${route.run} id=${id} />`}
     <${Tabs} label="Parts of the rollout" current=${tab} tabs=${available.map(([name, label]) => [name, tabLabel(name, label, data), link(name)])} />
     <${Tab} tab=${tab} data=${data} route=${route} id=${id} />`;
 }

@@ -8,6 +8,7 @@ import { go, href, rolloutHref } from "../router.js";
 import { Empty, Facts, Panel, Stat, useData, Waiting } from "../ui.js";
 import { Line } from "../text.js";
 import { Histogram } from "../chart.js";
+import { Batch } from "./batch.js";
 
 const SHOWN = new Set(["step", "skipped", "weights", "alarm"]);
 
@@ -42,6 +43,7 @@ function OneStep({ route }) {
     ${alarms.length > 0 && html`<div class="notice warn"><b>Alarms of this step:</b> ${alarms.map((key) => words(key.replace(/_alarm$/, ""))).join(", ")}</div>`}
     ${metrics.skipped && html`<div class="notice warn"><b>No update:</b> <${Line} text=${metrics.skipped} /></div>`}
     <${Groups} groups=${groups} run=${route.run} />
+    <${Batch} groups=${groups} run=${route.run} order=${route.query.bars ?? ""} />
     <div class="cols narrow stretch">
       <${Panel} title="Advantages" note="of the trained rollouts"><${Histogram} title="advantages" values=${members.map((row) => row.advantage)} format=${(x) => signed(x)} /><//>
       <${Panel} title="Staleness" note="versions behind the trainer"><${Staleness} rows=${members} step=${step} /><//>

@@ -35,8 +35,9 @@ export function Transcript({ data, route, id }) {
     e: ["expand or collapse all", () => setOpen(!open)],
   });
   useEffect(() => {
+    if (route.query.turn !== undefined) setAt(Number(route.query.turn));
     if (text.turns.size && route.query.turn) document.getElementById(`turn-${route.query.turn}`)?.scrollIntoView({ block: "start" });
-  }, [text.turns.size > 0]);
+  }, [text.turns.size > 0, route.query.turn]);
   if (!data.turns?.length) return html`<${Empty}>This rollout has no model call${data.row?.error ? html`: <${Line} text=${data.row.error} />` : "."}<//>`;
   const chip = (key, label) => html`<button class="chip" aria-pressed=${show[key]} onClick=${() => toggle(key)}>${label}</button>`;
   return html`

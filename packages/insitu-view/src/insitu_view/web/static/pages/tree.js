@@ -4,9 +4,9 @@ import { int, plural, words } from "../format.js";
 import { rolloutHref } from "../router.js";
 import { Panel, Table } from "../ui.js";
 import { Line } from "../text.js";
+import { LABELS } from "./picture.js";
 import { driftWords } from "./transcript.js";
 
-const COLOURS = { final: "--c1", subagent: "--c3", auxiliary: "--c5", wipe: "--c4", append: "--c2" };
 const GAP_X = 88;
 const GAP_Y = 56;
 
@@ -20,14 +20,14 @@ export function TreeTab({ data, route, id }) {
   const at = (turn) => ({ x: 34 + GAP_X * places.get(turn).x, y: 38 + GAP_Y * places.get(turn).y });
   const labels = [...new Set(turns.map((turn) => turn.label || "none"))];
   return html`<${Panel} title="Forest" note=${`${plural(turns.length, "turn")}, ${plural(data.segments.length, "segment")}; a node's size is its sampled tokens`}>
-      <ul class="legend">${labels.map((label) => html`<li><span class="swatch box" style=${{ background: `var(${COLOURS[label] ?? "--c6"})` }}></span>${label === "none" ? "in no segment" : words(label)}</li>`)}</ul>
+      <ul class="legend">${labels.map((label) => html`<li><span class="swatch box" style=${{ background: `var(${LABELS[label]?.[0] ?? "--c6"})` }}></span>${label === "none" ? "in no segment" : words(label)}</li>`)}</ul>
       <div class="scroll" tabindex="0" role="region" aria-label="forest of turns"><svg class="tree" width=${width} height=${height} role="group" aria-label=${`${turns.length} turns`}>
         ${turns.filter((turn) => places.has(turn.parent)).map((turn) => {
           const [from, to] = [at(turn.parent), at(turn.turn)];
           return html`<path d=${`M${from.x} ${from.y}C${from.x + GAP_X / 2} ${from.y} ${to.x - GAP_X / 2} ${to.y} ${to.x} ${to.y}`} />`;
         })}
         ${turns.map((turn) => html`<a href=${rolloutHref(route.run, id, { turn: turn.turn })} aria-label=${`turn ${turn.turn}, ${plural(turn.sampled, "token")}, ${words(turn.label || "in no segment")}`}>
-          <circle cx=${at(turn.turn).x} cy=${at(turn.turn).y} r=${radius(turn)} fill=${`var(${COLOURS[turn.label] ?? "--c6"})`} class=${turn.excluded ? "faded" : ""}><title>${`turn ${turn.turn}: ${int(turn.sampled)} tokens${turn.excluded ? `, ${words(turn.excluded)}` : ""}`}</title></circle>
+          <circle cx=${at(turn.turn).x} cy=${at(turn.turn).y} r=${radius(turn)} fill=${`var(${LABELS[turn.label]?.[0] ?? "--c6"})`} class=${turn.excluded ? "faded" : ""}><title>${`turn ${turn.turn}: ${int(turn.sampled)} tokens${turn.excluded ? `, ${words(turn.excluded)}` : ""}`}</title></circle>
           <text x=${at(turn.turn).x} y=${at(turn.turn).y - radius(turn) - 4}>turn ${turn.turn}</text></a>`)}
       </svg></div><//>
     ${data.drifts.length > 0 && html`<${Panel} title="Why it branched"><${Table} label="drifts" rows=${data.drifts} columns=${[

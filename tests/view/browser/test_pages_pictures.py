@@ -1,0 +1,125 @@
+"""Pictures of a rollout, of a step and of all tasks: they agree with the store and lead to what they show."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from addresses import ROLLOUT
+from browser_lab import Tab, open_tab, serve
+from run_lab import Flavour, make_rollout, make_run
+
+from insitu.storage.store import Store
+from insitu.types import Ledger
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+def width_of(part: Any) -> float:
+    """Return the width of a part of a bar in percent of its axis."""
+    return float(part.evaluate("part => part.style.width").rstrip("%"))
+
+
+def test_a_rollout_is_a_lane_per_segment_by_tokens_and_by_time(tab: Tab, runs: Path) -> None:
+    page = tab.page
+    tab.open(f"#/lab/rollout/{ROLLOUT}")
+    lanes = page.locator(".picture .strip-row")
+    names = [name.split("·")[0].strip() for name in lanes.locator(".strip-name").all_text_contents()]
+    assert names == ["main line", "wiped later", "sub-agent"]
+    with sqlite3.connect(runs / "lab" / "run.sqlite") as db:
+        stored = db.execute(
+            "SELECT label, length(mask), length(logprobs) / 4 FROM segments WHERE rollout_id = ?", (ROLLOUT,)
+        )
+        tokens = {label: (whole, trained) for label, whole, trained in stored}
+    most = max(whole for whole, _ in tokens.values())
+    for lane, label in zip(lanes.all(), ("final", "wipe", "subagent"), strict=True):
+        parts = lane.locator("a").all()
+        whole = sum(map(width_of, parts))
+        solid = sum(map(width_of, lane.locator("a[class='strip-part sampled']").all()))
+        assert whole == pytest.approx(100 * tokens[label][0] / most, abs=0.5)
+        assert solid == pytest.approx(100 * tokens[label][1] / most, abs=0.5)
+    shared = lanes.first.locator("a").nth(1)
+    assert "hatched" in (shared.get_attribute("class") or "")
+    assert (shared.get_attribute("aria-label") or "").endswith("trained in another lane")
+    page.get_by_role("button", name="by time").click()
+    parts = page.locator(".picture .strip-row").nth(1).locator("a.sampled").all()
+    assert width_of(parts[0]) == pytest.approx(100 * 0.25 / 3.5, abs=0.1)
+    page.get_by_role("button", name="by tokens").click()
+    assert tab.problems == []
+
+
+def test_the_picture_leads_to_its_turns_and_the_keyboard_walks_it(tab: Tab) -> None:
+    page = tab.page
+    tab.open(f"#/lab/rollout/{ROLLOUT}?tab=verdict")
+    page.locator(".picture a[href*='turn=3']").last.click()
+    page.wait_for_selector("#turn-3.here")
+    page.locator(".picture a[href*='turn=2']").last.click()
+    page.wait_for_selector("#turn-2.here")
+    page.locator(".picture a").first.focus()
+    for key, turn in (("ArrowRight", 0), ("ArrowRight", 2), ("ArrowDown", 1), ("ArrowDown", 3)):
+        page.keyboard.press(key)
+        at = page.evaluate("document.activeElement.getAttribute('aria-label')")
+        assert at.startswith(f"turn {turn}"), key
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#turn-3.here")
+    page.locator(".picture details.as-table > summary").click()
+    rows = page.locator(".picture tbody tr").all_text_contents()
+    assert len(rows) == 5
+    assert tab.problems == []
+
+
+def test_replies_that_the_agent_asked_for_again_are_marked(browser: Any, tmp_path: Path) -> None:
+    made = make_rollout(Flavour(), "train", 9, 0, 0, solved=False)
+    lost = replace(made.trajectory.turns[2], index=4, excluded="retry_sibling")
+    captured = made.trajectory.ledger.captured + len(lost.ids)
+    ledger = Ledger(
+        captured=captured, trained=captured - len(lost.ids), excluded={"retry_sibling": len(lost.ids)}
+    )
+    trajectory = replace(made.trajectory, turns=(*made.trajectory.turns, lost), ledger=ledger)
+    run = make_run(tmp_path / "again", steps=1)
+    with Store(run / "run.sqlite") as store:
+        store.put_rollout("train", 9, 0, 0, replace(made, trajectory=trajectory))
+    for served in serve(run):
+        for tab in open_tab(browser, served):
+            tab.open("#/again/rollout/train/00009/000/00")
+            lanes = tab.page.locator(".picture .strip-row")
+            assert lanes.first.locator("[data-mark]").get_attribute("data-mark") == "↻1"
+            said = lanes.last.locator("a.hatched").get_attribute("aria-label")
+            assert (said or "").startswith("turn 4:")
+            assert (said or "").endswith("not trained: retry sibling")
+            assert tab.problems == []
+
+
+def test_a_step_is_a_bar_per_rollout_with_what_became_of_its_tokens(tab: Tab, runs: Path) -> None:
+    page = tab.page
+    tab.open("#/lab/step/1")
+    bars = page.locator(".batch .strip-row")
+    assert bars.count() == 16
+    with sqlite3.connect(runs / "lab" / "run.sqlite") as db:
+        states = dict(db.execute("SELECT rollout_id, reason FROM states WHERE account = 1"))
+    assert set(states.values()) == {"", "degenerate"}
+    for bar in bars.all():
+        name = (bar.locator("a").get_attribute("aria-label") or "").split(":")[0]
+        assert bar.locator(".sampled:not(.hatched)").count() == (not states[name])
+        assert bar.locator(".hatched").count() == bool(states[name])
+        place = "/".join(str(int(number)) for number in name.split("/")[1:])
+        assert bar.locator(".strip-name").text_content() == place
+    labels = [bar.locator("a").get_attribute("aria-label") or "" for bar in bars.all()]
+    assert [label[:15] for label in labels] == sorted(label[:15] for label in labels)
+    page.get_by_role("button", name="longest first").click()
+    tab.settled()
+    assert "bars=tokens" in page.url
+    whole = [sum(map(width_of, bar.locator(".strip-part").all())) for bar in bars.all()]
+    assert whole == sorted(whole, reverse=True)
+    assert whole[0] == pytest.approx(100, abs=0.1)
+    page.locator(".batch details.as-table > summary").click()
+    assert page.locator(".batch tbody tr").count() == 16
+    page.locator(".batch .strip-row a").first.focus()
+    page.keyboard.press("ArrowDown")
+    second = page.evaluate("document.activeElement.getAttribute('href')")
+    page.keyboard.press("Enter")
+    page.wait_for_function("href => location.hash === href", arg=second)
+    assert tab.problems == []

@@ -119,6 +119,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
             " unit_tests polyglot harbor terminal_bench verifiers openenv"
         ),
         "runners": "stdio pytest swebench_log harbor",
+        "parts": "open_container",
         "rewards": "verifiers openenv",
     },
     "fleet": {

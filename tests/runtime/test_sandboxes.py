@@ -21,7 +21,7 @@ FAKE = "sandbox.environment=tests.fakes.harbor:local_environment"
 def test_the_table_says_what_the_backend_says_of_itself(kind: str) -> None:
     config = load_config(None, [f"sandbox.backend={kind}", *([FAKE] if kind == "harbor" else [])])
     capabilities = make_backend(config).capabilities
-    asked_for = {"gateway_only", "binds", "images", "root_setup", "roots"}
+    asked_for = {"gateway_only", "binds", "images", "root_setup", "roots", "container"}
     assert asked_for - capabilities == set(UNSUPPORTED[kind])
 
 

@@ -15,6 +15,7 @@ from insitu.storage.image_builds import build_context, context_digest, register_
 from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import format_of
 from insitu.types import task_hash
+from insitu_tasksets.container_plan import Health, McpServer, read_plan
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,34 @@ def test_more_than_a_sandbox_has_is_refused_in_one_line(tmp_path: Path, lines: s
     assert message in str(caught.value)
 
 
+def test_what_a_container_needs_beside_its_image(tmp_path: Path) -> None:
+    lines = """\
+cpus = 2
+env = { A = "${HERE:-one}" }
+healthcheck = { command = "curl api", interval_sec = 1.0, timeout_sec = 2.0, retries = 30 }
+[[environment.mcp_servers]]
+name = "words"
+transport = "http"
+url = "http://words:8000/mcp"
+"""
+    compose = "services:\n  words:\n    image: made/words:1\n"
+    harbor(
+        tmp_path,
+        **{"task.toml": TOML.replace("cpus = 1\n", lines), "environment/docker-compose.yaml": compose},
+    )
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    plan = read_plan(item.task.setup.container)
+    assert item.task.setup.cpus == 2
+    assert plan.env == {"A": "one"}
+    assert plan.health == Health(argv=("/bin/sh", "-c", "curl api"), deadline_s=90.0, timeout_s=2.0)
+    assert plan.mcp_servers == (
+        McpServer(name="words", transport="streamable-http", url="http://words:8000/mcp"),
+    )
+    assert [service.name for service in plan.services] == ["words"]
+    plain = replace(item.task.setup, container="")
+    assert task_hash(item.task.prompt, {}, item.task.grading, plain) != item.task.content_hash
+
+
 def test_cores_that_the_machine_lacks_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     harbor(tmp_path, **{"task.toml": TOML.replace("cpus = 1", "cpus = 9999")})
     for _ in range(2):
@@ -197,12 +226,19 @@ def test_variables_that_the_host_would_fill_in(tmp_path: Path) -> None:
         ({"instruction.md": " \n"}, "the prompt is empty"),
         ({"tests/test.sh": None}, "tests/test.sh is missing: nothing can be graded"),
         ({"task.toml": TOML + "[[steps]]\nname = 'a'\n"}, "several steps"),
-        ({"task.toml": TOML.replace("cpus = 1", "mcp_servers = [{}]")}, "MCP servers"),
-        ({"task.toml": TOML.replace("cpus = 1", "env = { A = 'b' }")}, "environment.env is not supported"),
+        ({"task.toml": TOML.replace("cpus = 1", "mcp_servers = [{}]")}, "mcp_servers.0.name: Field required"),
+        (
+            {"task.toml": TOML.replace("cpus = 1", "mcp_servers = [{name = 'a', url = ''}]")},
+            "transport sse needs url",
+        ),
+        (
+            {"task.toml": TOML.replace("cpus = 1", "env = { A = '${B}' }")},
+            "environment.env.A reads B from the host",
+        ),
         ({"task.toml": TOML.replace("cpus = 1", 'os = "windows"')}, "environment.os is windows"),
         (
-            {"task.toml": TOML.replace("cpus = 1", "healthcheck = { command = 'true' }")},
-            "healthcheck is not supported",
+            {"task.toml": TOML.replace("cpus = 1", "healthcheck = { retries = 3 }")},
+            "healthcheck.command: Field required",
         ),
         ({"task.toml": TOML.replace("33.0", '33.0\nuser = "agent"')}, "agent.user is not supported"),
         ({"task.toml": TOML.replace("44.0", "44.0\nuser = 0")}, "verifier.user is not supported"),
@@ -216,7 +252,10 @@ def test_variables_that_the_host_would_fill_in(tmp_path: Path) -> None:
             {"task.toml": "[task]\nname = 'x'\n", "environment/Dockerfile": None},
             "names no docker_image and has no Dockerfile",
         ),
-        ({"environment/docker-compose.yaml": "services: {}\n"}, "several services"),
+        (
+            {"environment/docker-compose.yaml": "services:\n  db:\n    image: x\n    privileged: true\n"},
+            "docker-compose.yaml: services.db.privileged is not supported",
+        ),
         ({"task.toml": TOML.replace("33.0", "-1.0")}, "agent.timeout_sec: Input should be greater than 0"),
     ],
 )
@@ -260,6 +299,23 @@ def test_a_folder_of_terminal_bench_1(tmp_path: Path) -> None:
     assert set(oracle.tests.files) == {"tests/test.sh", "tests/run-tests.sh", "tests/test_outputs.py"}
     assert oracle.solve["solve.sh"].content == b"echo 3 > out.txt\n"
     runner_for(task, oracle)
+    assert task.setup.container == ""
+
+
+def test_a_folder_of_terminal_bench_1_with_a_service(tmp_path: Path) -> None:
+    client = """\
+    image: ${T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME}
+    container_name: ${T_BENCH_TASK_DOCKER_CLIENT_CONTAINER_NAME}
+    command: ["sh", "-c", "sleep infinity"]
+    environment: ["TEST_DIR=${T_BENCH_TEST_DIR}"]
+    volumes: ["${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}"]
+    depends_on: [db]
+"""
+    terminal_bench(tmp_path, **{"docker-compose.yaml": f"{COMPOSE}{client}  db:\n    image: made/db:1\n"})
+    (item,) = RowSource("terminal_bench", format_of("terminal_bench"), tmp_path).every()
+    plan = read_plan(item.task.setup.container)
+    assert (plan.names, plan.env, plan.volumes) == (("client",), {}, ())
+    assert [(one.name, one.image) for one in plan.services] == [("db", "made/db:1")]
 
 
 def test_a_solution_that_is_typed_into_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,7 +339,7 @@ def test_a_solution_that_is_typed_into_a_terminal(tmp_path: Path, caplog: pytest
     [
         ({"run-tests.sh": None}, "run-tests.sh is missing"),
         ({"task.yaml": "difficulty: easy\n"}, "instruction: Field required"),
-        ({"docker-compose.yaml": COMPOSE + "  other:\n    image: x\n"}, "several services"),
+        ({"docker-compose.yaml": COMPOSE + "    cap_add: [SYS_ADMIN]\n"}, "services.client.cap_add is not"),
         ({"Dockerfile": None}, "has no Dockerfile"),
     ],
 )

@@ -26,7 +26,7 @@ from insitu.sandbox.pool import DEFAULT_MAX_SANDBOXES, Pool, PoolOptions
 from insitu.sandbox.rootfs import root_trouble, search_path
 from insitu.storage.temp_dirs import cache_folder
 from insitu.tasks.commands import FIND, programs_of
-from insitu.types import Oracle, Task
+from insitu.types import Oracle, Setup, Task
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +37,14 @@ UNSUPPORTED: Mapping[str, Mapping[Capability, str]] = {
     "local": {
         "images": "it cannot run images",
         "root_setup": "its sandboxes share this machine's system",
+        "container": "it starts no containers",
     },
     "docker": {},
     "harbor": {
         "binds": "it cannot mount folders of this machine",
         "root_setup": "it runs no commands as root before the agent",
         "roots": "it reads only the work folder",
+        "container": "it starts the image alone",
     },
 }
 """Capabilities that a kind of backend never has, with the reason for the user."""
@@ -147,12 +149,8 @@ def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
             raise ConfigError(f"task {task.id} is graded in the agent's own sandbox, and {NO_AGENT} has none")
         runner = runner_named(task.grading.runner)
         for kind, words in lacks.items():
-            if task.setup.image and "images" in words:
-                what, why = f"its image is {task.setup.image}", words["images"]
-            elif task.setup.root_commands and "root_setup" in words:
-                what, why = "it has root_commands", words["root_setup"]
-            elif task.setup.roots and "roots" in words:
-                what, why = f"its result is in {', '.join(task.setup.roots)}", words["roots"]
+            if lacking := _lacking(task.setup, words):
+                what, why = lacking
             elif kind == "local" and (trouble := root_trouble(task.setup.roots, task.setup.workdir)):
                 what, why = "of its roots", trouble
             elif "binds" in words and runner is not None and runner.needs():
@@ -164,6 +162,17 @@ def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
             raise ConfigError(
                 f"task {task.id} cannot run with {_key(config, kind)} = {kind}: {what}, and {why}"
             )
+
+
+def _lacking(setup: Setup, words: Mapping[Capability, str]) -> tuple[str, str] | None:
+    """Return what a task asks for that the backend of `words` never has, and why."""
+    asked: tuple[tuple[Capability, object, str], ...] = (
+        ("images", setup.image, f"its image is {setup.image}"),
+        ("root_setup", setup.root_commands, "it has root_commands"),
+        ("roots", setup.roots, f"its result is in {', '.join(setup.roots)}"),
+        ("container", setup.container, "it has services or variables"),
+    )
+    return next(((what, words[name]) for name, given, what in asked if given and name in words), None)
 
 
 def check_programs(config: Config, task: Task, oracle: Oracle) -> None:

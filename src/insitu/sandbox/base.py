@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, runtime_checkable
@@ -30,6 +30,7 @@ Capability = Literal[
     "file_owner",
     "root_setup",
     "roots",
+    "container",
 ]
 """`resource_limits`: `memory_bytes` and `max_processes` are enforced. `sandbox_memory`: a control group
 bounds all memory of a sandbox together."""
@@ -79,6 +80,10 @@ class SandboxSpec:
     """More writable folders, part of the tree by absolute path; they start with what the image has there."""
     root_setup: bool = False
     """Start as root, see `SupportsRootSetup`; only for images."""
+    cpus: float = 0.0
+    """`Setup.cpus`; a backend that cannot limit them ignores it."""
+    container: str = field(default="", repr=False)
+    """`Setup.container`; needs capability `container`."""
     label: str = ""
     """Purpose, for logs and container labels."""
 
@@ -86,7 +91,9 @@ class SandboxSpec:
     def of(cls, setup: Setup, **more: Any) -> SandboxSpec:
         """Return the specification of a task's sandbox, with more fields."""
         root, at = bool(setup.root_commands), setup.workdir
-        return cls(image=setup.image, workdir=at, roots=setup.roots, root_setup=root, **more)
+        beside, cpus = setup.container, setup.cpus
+        own = cls(image=setup.image, workdir=at, roots=setup.roots, root_setup=root)
+        return replace(own, cpus=cpus, container=beside, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

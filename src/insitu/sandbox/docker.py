@@ -2,8 +2,8 @@
 
 PID 1 of the container is supervisor.py, run by bundled_python.py, so any image will do. As in a local sandbox
 the host drives it over one socket: commands need no call to the daemon, and files move through descriptors of
-the sandbox's folders. The only network device is loopback; PID 1 listens there for the gateway. A container
-ends when this process ends.
+the sandbox's folders. The only network device is loopback, beside one of the task's services where it has
+some; PID 1 listens on loopback for the gateway. A container ends when this process ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from insitu.errors import (
     ImageMissing,
@@ -28,6 +29,7 @@ from insitu.errors import (
     SetupError,
     boundary,
 )
+from insitu.registry import find
 from insitu.sandbox import bundled_python as sandbox_python
 from insitu.sandbox import rootfs as layout
 from insitu.sandbox import seccomp as syscalls
@@ -36,7 +38,7 @@ from insitu.sandbox.cgroup import kills_of
 from insitu.sandbox.control_channel import Control
 from insitu.sandbox.docker_cli import Cli, classify
 from insitu.sandbox.docker_image import Image, Images
-from insitu.sandbox.docker_sandbox import DockerSandbox, remove, remove_after
+from insitu.sandbox.docker_sandbox import Beside, DockerSandbox, remove, remove_after
 from insitu.sandbox.limits import allow_open_files
 from insitu.sandbox.process_owner import LABEL, is_dead, owner
 from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
@@ -106,7 +108,7 @@ class DockerBackend:
         some: set[Capability] = {"network_none", "gateway_only", "pid_isolation", "stdin_pipe"}
         some |= {"images", "binds", "roots"}
         if not self._podman:  # its memory places belong to the user of the start
-            some.add("root_setup")
+            some |= {"root_setup", "container"}
         if self._refused:
             some.add("syscall_filter")
         if self._limits >= {"memory", "pids"}:
@@ -133,6 +135,12 @@ class DockerBackend:
         left = [row[0] for row in rows if len(row) == 2 and is_dead(row[1])]
         for container in left:
             await remove(self._cli, container)
+        for kind in () if self._podman else ("network", "volume"):
+            form = f'{{{{.Name}}}} {{{{.Label "{LABEL}"}}}}'
+            listed = await self._cli.call(kind, "ls", "--filter", f"label={LABEL}", "--format", form)
+            rows = (line.split() for line in listed.decode("utf-8", "replace").splitlines())
+            for name in [row[0] for row in rows if len(row) == 2 and is_dead(row[1])]:
+                await self._cli.run([kind, "rm", name])
         return len(left)
 
     def _check(self, spec: SandboxSpec) -> None:
@@ -144,6 +152,8 @@ class DockerBackend:
             raise PolicyUnsupported(f"a docker sandbox takes no colon in a root: {', '.join(spec.roots)}")
         if spec.root_setup and self._podman:
             raise PolicyUnsupported(f"{self._cli.name} sets no sandbox up as root")
+        if spec.container and self._podman:
+            raise PolicyUnsupported(f"{self._cli.name} starts an image alone, without services")
         if spec.network not in ("none", "gateway_only"):
             raise PolicyUnsupported(f"the docker sandbox offers no network `{spec.network}`")
         if spec.network == "gateway_only" and spec.gateway_socket is None:
@@ -179,30 +189,51 @@ class DockerBackend:
         with boundary(SandboxStartError, "start a docker sandbox"), contextlib.ExitStack() as stack:
             folder = stack.enter_context(scratch_folder())
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            beside = self._beside(spec, name)
             try:
-                return await self._start(spec, image, name, folder, listener)
+                await beside.open()
+                return await self._start(spec, image, name, folder, listener, beside)
             except BaseException as error:
                 if isinstance(error, ImageMissing):
                     self._images.forget(reference)
                 await asyncio.shield(remove_after(self._cli, name, error))
+                await asyncio.shield(beside.close())
                 raise
 
+    def _beside(self, spec: SandboxSpec, name: str) -> Beside:
+        if not spec.container:
+            return Beside()
+        bounds = self._bounds(replace(spec, cpus=0.0))
+        found = find("parts", "open_container")(
+            spec.container, self._cli, self._images, name=name, bounds=bounds
+        )
+        return cast("Beside", found)
+
     async def _start(
-        self, spec: SandboxSpec, image: Image, name: str, folder: Path, listener: socket.socket
+        self,
+        spec: SandboxSpec,
+        image: Image,
+        name: str,
+        folder: Path,
+        listener: socket.socket,
+        beside: Beside,
     ) -> DockerSandbox:
-        control = await self._connected(spec, image, name, folder, listener)
+        arguments = self._arguments(spec, image, name, folder / "in", beside)
+        control = await self._connected(name, folder, listener, arguments)
         sandbox = DockerSandbox(
             spec,
             control,
             container=name,
             cli=self._cli,
             places=self._places(spec),
-            env=self._environment(spec, image),
+            env={**self._environment(spec, image), **beside.env},
             kills=kills_of(control.peer),
+            beside=beside,
         )
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await sandbox.begin()
+            await beside.ready(sandbox)
         except TimeoutError as error:
             await sandbox.close()
             raise SandboxStartError(f"a sandbox was not ready within {self._start_timeout_s:g} s") from error
@@ -215,7 +246,7 @@ class DockerBackend:
         return sandbox
 
     async def _connected(
-        self, spec: SandboxSpec, image: Image, name: str, folder: Path, listener: socket.socket
+        self, name: str, folder: Path, listener: socket.socket, arguments: list[str]
     ) -> Control:
         """Start the container and accept the one connection of its PID 1."""
         shown = folder / "in"
@@ -225,9 +256,7 @@ class DockerBackend:
         (shown / "pid1").chmod(0o666)
         listener.listen(1)
         listener.setblocking(False)
-        code, _, err = await self._cli.run(
-            self._arguments(spec, image, name, shown), timeout_s=self._start_timeout_s
-        )
+        code, _, err = await self._cli.run(arguments, timeout_s=self._start_timeout_s)
         if code:
             raise classify(self._cli.name, "run", err)
         deadline = time.monotonic() + self._start_timeout_s
@@ -243,19 +272,19 @@ class DockerBackend:
                     f"a sandbox did not report to {shown} (its container is {word}); is the daemon here?"
                 )
 
-    def _arguments(self, spec: SandboxSpec, image: Image, name: str, shown: Path) -> list[str]:
+    def _arguments(
+        self, spec: SandboxSpec, image: Image, name: str, shown: Path, beside: Beside
+    ) -> list[str]:
         user, group = self._user
         argv = ["run", "--detach", "--rm", "--pull", "never", "--name", name]
         argv += ["--label", f"{LABEL}={self._owner}", "--label", f"insitu.sandbox={spec.label}"]
-        argv += ["--network", "none", "--hostname", "sandbox", "--add-host", "sandbox:127.0.0.1"]
+        argv += ["--hostname", "sandbox", "--add-host", "sandbox:127.0.0.1"]
         argv += ["--user", "0:0" if spec.root_setup else f"{user}:{group}", "--cap-drop", "ALL"]
         if spec.root_setup:
             argv += [f"--cap-add={name}" for name in ROOT_CAPABILITIES]
         argv += ["--security-opt", "no-new-privileges"]
         argv += ["--log-driver", "none", "--no-healthcheck", "--workdir", spec.workdir]
-        if self._runtime:
-            argv += ["--runtime", self._runtime]
-        argv += self._bounds(spec)
+        argv += [*self._bounds(spec), *beside.arguments]
         work, scratch = self._sizes
         owner = "U" if self._podman else f"uid={user},gid={group}"
         for place in self._places(spec):
@@ -286,7 +315,7 @@ class DockerBackend:
         ]
 
     def _bounds(self, spec: SandboxSpec) -> list[str]:
-        argv: list[str] = []
+        argv = ["--runtime", self._runtime] if self._runtime else []
         if "pids" in self._limits:
             # PID 1 is not the sandbox's own.
             argv += ["--pids-limit", str((spec.max_processes or PIDS) + 1)]
@@ -294,6 +323,8 @@ class DockerBackend:
             argv += ["--memory", str(self._memory)]
         if "swap" in self._limits:
             argv += ["--memory-swap", str(self._memory)]
+        if spec.cpus:
+            argv += ["--cpus", f"{min(spec.cpus, os.cpu_count() or 1):g}"]
         if not spec.image:
             argv.append("--read-only")
         elif self._disk:

@@ -24,7 +24,7 @@ from insitu.sandbox.docker_cli import Cli, classify, is_daemon_down, last_line
 from insitu.sandbox.docker_sandbox import remove, remove_after
 from insitu.sandbox.process_owner import LABEL, owner
 from insitu.sandbox.rootfs import HOME
-from insitu.storage.image_builds import build_context
+from insitu.storage.image_builds import build_context, dockerfile_of
 
 ETC_BYTES = 1 << 20
 PULL_S = 1800.0
@@ -115,7 +115,9 @@ class Images:
             raise ImageMissing(str(error)) from error
         verb = ["pull", "--quiet", reference]
         if context is not None:
-            verb = ["build", "--quiet", "--label", "insitu.build=1", "--tag", reference, str(context)]
+            file = str(context / dockerfile_of(reference))
+            verb = ["build", "--quiet", "--label", "insitu.build=1", "--tag", reference, "--file", file]
+            verb.append(str(context))
         try:
             code, _, err = await self._cli.run(verb, timeout_s=self._pull_timeout_s)
         except BackendTimeout as error:

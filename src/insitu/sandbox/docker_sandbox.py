@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from insitu.errors import BackendTimeout, SandboxError
 from insitu.sandbox import tree
-from insitu.sandbox.base import ExecResult, Owner, SandboxSpec
+from insitu.sandbox.base import ExecResult, Owner, Sandbox, SandboxSpec
 from insitu.sandbox.cgroup import OomCounter
 from insitu.sandbox.control_channel import Control
 from insitu.sandbox.docker_cli import Cli, is_daemon_down
@@ -24,6 +24,24 @@ LATE_S = 20.0
 _ROOT = {"HOME": "/root", "USER": "root", "LOGNAME": "root"}
 _late: set[asyncio.Task[None]] = set()
 log = logging.getLogger(__name__)
+
+
+class Beside:
+    """What runs beside a container: here nothing. The part `open_container` has others."""
+
+    arguments: Sequence[str] = ("--network", "none")
+    """Of `docker run`."""
+    env: Mapping[str, str] = {}
+    """Variables of the container's processes."""
+
+    async def open(self) -> None:
+        """Start it, before the container. Raises SandboxError; the caller closes."""
+
+    async def ready(self, sandbox: Sandbox) -> None:
+        """Wait until the sandbox is healthy. Raises SandboxError."""
+
+    async def close(self) -> None:
+        """Remove everything; idempotent. Never raises."""
 
 
 class DockerSandbox(SupervisedSandbox):
@@ -42,8 +60,10 @@ class DockerSandbox(SupervisedSandbox):
         places: Sequence[str],
         env: Mapping[str, str],
         kills: OomCounter,
+        beside: Beside,
     ) -> None:
         super().__init__(spec, control, places=places, env=env, owner=-1, kills=kills)
+        self._beside = beside
         self._container = container
         self._cli = cli
         self._removed = False
@@ -95,6 +115,7 @@ class DockerSandbox(SupervisedSandbox):
             await remove(self._cli, self._container)
         except SandboxError as error:
             log.warning("leaked container=%s error=%s", self._container, error)
+        await self._beside.close()
 
 
 async def remove(cli: Cli, container: str) -> None:

@@ -235,6 +235,8 @@ class Pool:
 
     async def _start(self, member: _PooledBackend, spec: SandboxSpec) -> Sandbox:
         limit = self._options.boot_timeout_s
+        if spec.container and "container" not in member.backend.capabilities:
+            raise PolicyUnsupported(f"{member.backend.name} starts a task's image alone, without services")
         if spec.image and isinstance(member.backend, ResolvesImages):
             # A timeout of its own: a slow download does not count against the backend, and goes on.
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -18,14 +19,20 @@ REPOSITORY = "insitu-build"
 MAX_CONTEXT_FILES = 20_000
 MAX_CONTEXT_BYTES = 1 << 30
 _CHUNK = 1 << 20
+OTHER = "--"
+"""Between the digest and the name of a Dockerfile that is not the usual one."""
+_FILE = re.compile(r"\w[\w.-]{0,60}", re.ASCII)
 
 
-def register_build(context: Path) -> str:
-    """Register a build context (a folder with a Dockerfile) and return the name of its image.
+def register_build(context: Path, dockerfile: str = "Dockerfile") -> str:
+    """Register a build context, a folder with a Dockerfile, and return the name of its image.
 
-    Raises RecordError.
+    Raises RecordError, also for a name of a Dockerfile that no image can have in its own.
     """
-    reference = f"{REPOSITORY}:{context_digest(context)}"
+    if not _FILE.fullmatch(dockerfile):
+        raise RecordError(f"{ascii(dockerfile)[:60]}: a Dockerfile lies in its context and has a plain name")
+    other = "" if dockerfile == "Dockerfile" else f"{OTHER}{dockerfile}"
+    reference = f"{REPOSITORY}:{context_digest(context)}{other}"
     link = _link(reference)
     with boundary(RecordError, f"register the image of {context}"):
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -44,16 +51,21 @@ def build_context(reference: str) -> Path | None:
     if not reference.startswith(f"{REPOSITORY}:"):
         return None
     link = _link(reference)
-    if not (link / "Dockerfile").is_file():
+    if not link.is_dir():
         raise RecordError(f"image {reference}: the task folder it is built from no longer exists")
     folder = link.resolve()
-    if f"{REPOSITORY}:{context_digest(folder)}" != reference:
+    if f"{REPOSITORY}:{context_digest(folder)}" != reference.partition(OTHER)[0]:
         raise RecordError(f"image {reference}: {folder} changed since the task was loaded")
     return folder
 
 
+def dockerfile_of(reference: str) -> str:
+    """Return the name of the Dockerfile of a registered image."""
+    return reference.partition(OTHER)[2] or "Dockerfile"
+
+
 def _link(reference: str) -> Path:
-    return cache_folder() / "builds" / reference.rpartition(":")[2]
+    return cache_folder() / "builds" / reference.rpartition(":")[2].partition(OTHER)[0]
 
 
 def context_digest(folder: Path) -> str:

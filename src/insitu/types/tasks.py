@@ -48,6 +48,11 @@ class Setup(Value):
     """Memory that a process may need, where that is more than it is given anyway."""
     roots: tuple[str, ...] = ()
     """Folders outside of the work folder that are writable and graded too, inside paths."""
+    cpus: float = 0.0
+    """CPUs that its processes may use together, Docker sandboxes only; 0 = all."""
+    container: str = ""
+    """What its container needs beside the image (services, variables), as the part `open_container` reads
+    it; Docker sandboxes only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,14 +219,15 @@ def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Set
             f"timeout_s={setup.timeout_s!r})"
         )
         parts.append(named.encode())
-    if setup.root_commands:
-        parts.append(f"root={setup.root_commands!r}".encode())
-    if setup.memory_mb:
-        parts.append(f"setup_memory_mb={setup.memory_mb}".encode())
-    if setup.roots:
-        parts.append(f"roots={setup.roots!r}".encode())
-    if grading.where != "clean":
-        parts.append(f"where={grading.where}".encode())
+    later = (
+        (setup.root_commands, f"root={setup.root_commands!r}"),
+        (setup.memory_mb, f"setup_memory_mb={setup.memory_mb}"),
+        (setup.roots, f"roots={setup.roots!r}"),
+        (setup.cpus, f"cpus={setup.cpus!r}"),
+        (setup.container, f"container={setup.container}"),
+        (grading.where != "clean", f"where={grading.where}"),
+    )
+    parts += [text.encode() for given, text in later if given]
     for path in sorted(files):
         parts += [path.encode(), b"x" if files[path].executable else b"-", files[path].content]
     for part in parts:

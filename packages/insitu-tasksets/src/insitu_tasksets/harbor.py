@@ -8,18 +8,13 @@ name is built from its Dockerfile (storage/image_builds.py). Tests and solution 
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
-import os
 import posixpath
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from insitu.errors import RecordError, TaskError, boundary
 from insitu.storage.image_builds import register_build
@@ -38,51 +33,20 @@ from insitu.tasks.shared import (
     yaml_value,
 )
 from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, Tree
+from insitu_tasksets.compose import Compose, compose_file, read_compose
+from insitu_tasksets.container_plan import ContainerPlan
+from insitu_tasksets.harbor_file import (
+    HarborFile,
+    check_supported,
+    checked_resources,
+    container_plan,
+    resolved,
+)
 from insitu_tasksets.runners.harbor import HarborRunner
 
 log = logging.getLogger(__name__)
 
 TEST_TIMEOUT_S = 600.0
-
-
-class _HarborEnvironment(TaskRow):
-    """[environment] of task.toml."""
-
-    docker_image: str = ""
-    workdir: str = ""
-    os: str = "linux"
-    healthcheck: dict[str, Any] | None = None
-    env: dict[str, str] = Field(default_factory=dict)
-    mcp_servers: list[Any] = Field(default_factory=list)
-    memory: str | int = ""
-    memory_mb: Annotated[float, Field(ge=0)] = 0.0
-    storage: str | int = ""
-    storage_mb: Annotated[float, Field(ge=0)] = 0.0
-    cpus: Annotated[float, Field(ge=0)] = 0.0
-    gpus: Annotated[float, Field(ge=0)] = 0.0
-
-
-class _HarborPhase(TaskRow):
-    """[agent], [verifier] and [solution]."""
-
-    timeout_sec: Seconds | None = None
-    env: dict[str, str] = Field(default_factory=dict)
-    user: str | int | None = None
-    environment: dict[str, Any] | None = None
-    """[verifier]: an image of its own for the tests."""
-    environment_mode: str = "shared"
-    collect: list[Any] = Field(default_factory=list)
-    """[verifier]: commands that save what only a running service shows."""
-
-
-class _HarborFile(TaskRow):
-    """task.toml."""
-
-    environment: _HarborEnvironment = _HarborEnvironment()
-    agent: _HarborPhase = _HarborPhase()
-    verifier: _HarborPhase = _HarborPhase()
-    solution: _HarborPhase = _HarborPhase()
-    steps: list[Any] = Field(default_factory=list)
 
 
 class _FolderRow(TaskRow):
@@ -110,21 +74,24 @@ class HarborFormat:
         if not (folder / "instruction.md").is_file():
             raise TaskError("instruction.md is missing")
         prompt = read_text(folder / "instruction.md").strip()
-        parsed, asked = _HarborFile.model_validate(keys), _FolderRow.model_validate(row)
+        parsed, asked = HarborFile.model_validate(keys), _FolderRow.model_validate(row)
         tests, solve = tree_of_folder(folder / "tests"), tree_of_folder(folder / "solution")
         if "test.sh" not in tests:
             raise TaskError("tests/test.sh is missing: nothing can be graded")
-        _check_supported(folder, parsed)
+        check_supported(parsed)
         environment = folder / "environment"
-        memory_mb = _checked_resources(parsed.environment, options)
+        memory_mb = checked_resources(parsed.environment, options)
+        plan, image = container_plan(environment, parsed.environment)
         return _item(
             folder,
             prompt,
             setup=Setup(
-                image=_image(folder, parsed.environment.docker_image, environment, options),
+                image=_image(folder, parsed.environment.docker_image or image, environment, options),
                 workdir=parsed.environment.workdir or _workdir(environment / "Dockerfile"),
                 memory_mb=memory_mb,
                 roots=asked.all_roots,
+                cpus=parsed.environment.cpus,
+                container=plan.text,
             ),
             grading=GradingPlan(
                 runner="harbor",
@@ -134,9 +101,9 @@ class HarborFormat:
             ),
             limits=LimitsRow.model_validate({"wall_s": parsed.agent.timeout_sec}),
             tests=tests,
-            env=_resolved(parsed.verifier.env, "verifier"),
+            env=resolved(parsed.verifier.env, "verifier"),
             solve=solve,
-            solve_env=_resolved(parsed.solution.env, "solution"),
+            solve_env=resolved(parsed.solution.env, "solution"),
             options=options,
             category="harbor",
         )
@@ -174,85 +141,6 @@ def _item(
             solve_env=solve_env,
         ),
     )
-
-
-def _check_supported(folder: Path, parsed: _HarborFile) -> None:
-    """Raise TaskError for a task that Harbor would grade differently."""
-    own, tests = parsed.environment, parsed.verifier
-    separate = tests.environment or tests.environment_mode != "shared" or tests.collect
-    for found, why in (
-        (parsed.steps, "tasks of several steps are not supported"),
-        (own.mcp_servers, "tasks with MCP servers are not supported"),
-        (own.env, "environment.env is not supported: put ENV lines into the Dockerfile"),
-        (own.os.lower() != "linux", f"environment.os is {own.os}: only Linux is supported"),
-        (own.healthcheck, "environment.healthcheck is not supported: a sandbox starts no service"),
-        (
-            separate,
-            "verifier.environment is not supported: the tests run in a fresh sandbox of the task's image",
-        ),
-    ):
-        if found:
-            raise TaskError(why)
-    for table, phase in (("agent", parsed.agent), ("verifier", tests)):
-        if phase.user is not None:
-            raise TaskError(f"{table}.user is not supported: all of a sandbox runs as sandbox.user")
-    composed = [p.name for p in (folder / "environment").glob("*compose*.y*ml")]
-    if composed:
-        raise TaskError(f"environment/{composed[0]}: tasks of several services are not supported")
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
-
-
-def _megabytes(value: str | int, name: str) -> int:
-    """Return the size of `8G`, `512 MiB` or a number of bytes; 0 for none. Raises TaskError."""
-    found = _SIZE.fullmatch(str(value).strip() or "0")
-    if found is None:
-        raise TaskError(f"environment.{name}: {ascii(value)[:60]} is no size like 8G")
-    return math.ceil(float(found[1]) * 1024.0 ** ("", "k", "m", "g", "t").index(found[2].lower()) / (1 << 20))
-
-
-def _checked_resources(own: _HarborEnvironment, options: LoadOptions) -> int:
-    """Return the memory that a task wants, in MB; raise TaskError for more than a sandbox has."""
-    memory = max(math.ceil(own.memory_mb), _megabytes(own.memory, "memory"))
-    storage = max(math.ceil(own.storage_mb), _megabytes(own.storage, "storage"))
-    for name, wanted, key, most in (
-        ("memory", memory, "memory_mb", options.memory_mb),
-        ("storage", storage, "disk_mb", options.disk_mb),
-    ):
-        if most and wanted > most:
-            raise TaskError(
-                f"environment.{name} is {wanted} MB, more than sandbox.{key} = {most}: raise that"
-            )
-    if own.gpus:
-        raise TaskError(f"environment.gpus is {own.gpus:g}: sandboxes have no GPU")
-    if own.cpus > (os.cpu_count() or 1):
-        _say_cpus(own.cpus)
-    return memory
-
-
-@functools.cache
-def _say_cpus(cpus: float) -> None:
-    log.warning("tasks want environment.cpus = %g: their sandboxes share %s", cpus, os.cpu_count())
-
-
-_FROM_HOST = re.compile(r"\$\{([A-Za-z_]\w*)(?::-(.*))?\}")
-
-
-def _resolved(env: Mapping[str, str], table: str) -> dict[str, str]:
-    """Return variables with their values; raise TaskError for one without a default.
-
-    `${NAME:-default}` is the default: the host's environment does not enter a sandbox.
-    """
-    values = {}
-    for key, value in env.items():
-        found = _FROM_HOST.fullmatch(value)
-        if not key.isidentifier():
-            raise TaskError(f"{table}.env: {ascii(key)[:60]} is not a variable name")
-        if found is not None and found[2] is None:
-            raise TaskError(f"{table}.env.{key} reads {found[1]} from the host, which sandboxes cannot see")
-        values[key] = value if found is None else found[2]
-    return values
 
 
 def _image(folder: Path, named: str, context: Path, options: LoadOptions) -> str:
@@ -301,6 +189,8 @@ class _TerminalBenchFile(TaskRow):
     max_test_timeout_sec: Seconds | None = None
 
 
+CLIENT = "client"
+"""The agent's service in its compose files."""
 RUN_TESTS = """\
 export TEST_DIR=/tests T_BENCH_TEST_DIR=/tests T_BENCH_CONTAINER_LOGS_PATH=/logs
 bash /tests/run-tests.sh
@@ -319,7 +209,15 @@ class TerminalBenchFormat:
         folder = place.path
         parsed = _TerminalBenchFile.model_validate(yaml_mapping(folder / "task.yaml"))
         asked = _FolderRow.model_validate(row)
-        _check_one_service(folder)
+        file = compose_file(folder)
+        compose = read_compose(file, CLIENT) if file is not None else Compose()
+        plan = ContainerPlan(
+            names=(CLIENT,),
+            env=compose.env,
+            volumes=compose.volumes,
+            services=compose.services,
+            after=compose.after,
+        )
         run, solution = folder / "run-tests.sh", folder / "solution.sh"
         if not run.is_file():
             raise TaskError("run-tests.sh is missing: nothing can be graded")
@@ -337,9 +235,10 @@ class TerminalBenchFormat:
             folder,
             parsed.instruction,
             setup=Setup(
-                image=_image(folder, "", folder, options),
+                image=_image(folder, compose.image, folder, options),
                 workdir=_workdir(folder / "Dockerfile"),
                 roots=asked.all_roots,
+                container=plan.text if compose != Compose(image=compose.image) else "",
             ),
             grading=GradingPlan(runner="harbor", timeout_s=timeout, where=asked.where),
             limits=LimitsRow.model_validate({"wall_s": parsed.max_agent_timeout_sec}),
@@ -364,12 +263,3 @@ def _typed_solution(path: Path) -> dict[str, FileEntry]:
             return {}
         lines.append(step["command"])
     return {"solve.sh": FileEntry(content="\n".join([*lines, ""]).encode())}
-
-
-def _check_one_service(folder: Path) -> None:
-    """Every task of the set has a compose file; most name the one container and nothing else."""
-    for name in ("docker-compose.yaml", "docker-compose.yml"):
-        if (folder / name).is_file():
-            services = yaml_mapping(folder / name).get("services")
-            if isinstance(services, dict) and len(services) > 1:
-                raise TaskError(f"{name}: tasks of several services are not supported")

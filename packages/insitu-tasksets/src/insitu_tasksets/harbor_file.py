@@ -1,0 +1,180 @@
+"""task.toml of Harbor: its keys, what of them a sandbox can do, and the plan of its containers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from insitu.errors import TaskError
+from insitu.tasks.dataset import LoadOptions
+from insitu.tasks.row_files import TaskRow, Text
+from insitu.tasks.shared import Seconds
+from insitu_tasksets.compose import Compose, compose_file, deadline_of, megabytes, read_compose
+from insitu_tasksets.container_plan import MAIN, ContainerPlan, Health, McpServer
+
+log = logging.getLogger(__name__)
+
+
+class _Healthcheck(TaskRow):
+    command: Text
+    interval_sec: Annotated[float, Field(ge=0)] = 5.0
+    timeout_sec: Seconds = 30.0
+    start_period_sec: Annotated[float, Field(ge=0)] = 0.0
+    retries: Annotated[int, Field(ge=1)] = 3
+
+
+class _McpServer(TaskRow):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")]
+    transport: Literal["stdio", "sse", "streamable-http", "http"] = "sse"
+    url: str = ""
+    command: str = ""
+    args: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        needed = "command" if self.transport == "stdio" else "url"
+        if not getattr(self, needed):
+            raise ValueError(f"transport {self.transport} needs {needed}")
+        return self
+
+
+class HarborEnvironment(TaskRow):
+    """[environment] of task.toml."""
+
+    docker_image: str = ""
+    workdir: str = ""
+    os: str = "linux"
+    healthcheck: _Healthcheck | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    mcp_servers: list[_McpServer] = Field(default_factory=list)
+    memory: str | int = ""
+    memory_mb: Annotated[float, Field(ge=0)] = 0.0
+    storage: str | int = ""
+    storage_mb: Annotated[float, Field(ge=0)] = 0.0
+    cpus: Annotated[float, Field(ge=0)] = 0.0
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+
+
+class HarborPhase(TaskRow):
+    """[agent], [verifier] and [solution]."""
+
+    timeout_sec: Seconds | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    user: str | int | None = None
+    environment: dict[str, Any] | None = None
+    """[verifier]: an image of its own for the tests."""
+    environment_mode: str = "shared"
+    collect: list[Any] = Field(default_factory=list)
+    """[verifier]: commands that save what only a running service shows."""
+
+
+class HarborFile(TaskRow):
+    """task.toml."""
+
+    environment: HarborEnvironment = HarborEnvironment()
+    agent: HarborPhase = HarborPhase()
+    verifier: HarborPhase = HarborPhase()
+    solution: HarborPhase = HarborPhase()
+    steps: list[Any] = Field(default_factory=list)
+
+
+def check_supported(parsed: HarborFile) -> None:
+    """Raise TaskError for a task that Harbor would grade differently."""
+    own, tests = parsed.environment, parsed.verifier
+    separate = tests.environment or tests.environment_mode != "shared" or tests.collect
+    for found, why in (
+        (parsed.steps, "tasks of several steps are not supported"),
+        (own.os.lower() != "linux", f"environment.os is {own.os}: only Linux is supported"),
+        (
+            separate,
+            "verifier.environment is not supported: the tests run in a fresh sandbox of the task's image",
+        ),
+    ):
+        if found:
+            raise TaskError(why)
+    for table, phase in (("agent", parsed.agent), ("verifier", tests)):
+        if phase.user is not None:
+            raise TaskError(f"{table}.user is not supported: all of a sandbox runs as sandbox.user")
+
+
+def checked_resources(own: HarborEnvironment, options: LoadOptions) -> int:
+    """Return the memory that a task wants, in MB; raise TaskError for more than a sandbox has."""
+    memory = max(math.ceil(own.memory_mb), megabytes(own.memory, "environment.memory"))
+    storage = max(math.ceil(own.storage_mb), megabytes(own.storage, "environment.storage"))
+    for name, wanted, key, most in (
+        ("memory", memory, "memory_mb", options.memory_mb),
+        ("storage", storage, "disk_mb", options.disk_mb),
+    ):
+        if most and wanted > most:
+            raise TaskError(
+                f"environment.{name} is {wanted} MB, more than sandbox.{key} = {most}: raise that"
+            )
+    if own.gpus:
+        raise TaskError(f"environment.gpus is {own.gpus:g}: sandboxes have no GPU")
+    if own.cpus > (os.cpu_count() or 1):
+        _say_cpus(own.cpus)
+    return memory
+
+
+@functools.cache
+def _say_cpus(cpus: float) -> None:
+    log.warning("tasks want environment.cpus = %g: their sandboxes share %s", cpus, os.cpu_count())
+
+
+_FROM_HOST = re.compile(r"\$\{([A-Za-z_]\w*)(?::-(.*))?\}")
+
+
+def resolved(env: Mapping[str, str], table: str) -> dict[str, str]:
+    """Return variables with their values; raise TaskError for one without a default.
+
+    `${NAME:-default}` is the default: the host's environment does not enter a sandbox.
+    """
+    values = {}
+    for key, value in env.items():
+        found = _FROM_HOST.fullmatch(value)
+        if not key.isidentifier():
+            raise TaskError(f"{table}.env: {ascii(key)[:60]} is not a variable name")
+        if found is not None and found[2] is None:
+            raise TaskError(f"{table}.env.{key} reads {found[1]} from the host, which sandboxes cannot see")
+        values[key] = value if found is None else found[2]
+    return values
+
+
+def container_plan(folder: Path, own: HarborEnvironment) -> tuple[ContainerPlan, str]:
+    """Return the plan of a task's containers, and the image that its compose file names, or "".
+
+    `folder`: environment/. Raises TaskError.
+    """
+    file = compose_file(folder)
+    compose = read_compose(file, MAIN) if file is not None else Compose()
+    health = own.healthcheck
+    plan = ContainerPlan(
+        env=compose.env | resolved(own.env, "environment"),
+        volumes=compose.volumes,
+        services=compose.services,
+        after=compose.after,
+        health=None if health is None else _health(health),
+        mcp_servers=tuple(_server(server) for server in own.mcp_servers),
+    )
+    return plan, compose.image
+
+
+def _health(asked: _Healthcheck) -> Health:
+    whole = asked.start_period_sec + asked.retries * (asked.interval_sec + asked.timeout_sec)
+    argv = ("/bin/sh", "-c", asked.command)
+    return Health(argv=argv, deadline_s=deadline_of(whole), timeout_s=asked.timeout_sec)
+
+
+def _server(asked: _McpServer) -> McpServer:
+    transport = "streamable-http" if asked.transport == "http" else asked.transport
+    return McpServer(
+        name=asked.name, transport=transport, url=asked.url, command=asked.command, args=tuple(asked.args)
+    )

@@ -1,0 +1,219 @@
+"""Tasks of several services in real containers: names, isolation, health, and what is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from insitu.errors import ImageUnavailable, PolicyUnsupported
+from insitu.sandbox.base import Sandbox, SandboxSpec
+from insitu.sandbox.docker import DockerBackend
+from insitu.sandbox.local import LocalBackend
+from insitu.sandbox.pool import Pool
+from insitu.tasks.dataset import RowSource
+from insitu.tasks.factory import format_of
+from insitu_tasksets.container_plan import ContainerPlan, Health, SideService
+
+API = """\
+FROM insitu-sandbox:bookworm
+COPY serve.py /serve.py
+CMD ["python3", "/serve.py"]
+"""
+SERVE = """\
+import http.server, os, time
+time.sleep(1)
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == '/stop':
+            os._exit(3)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(os.environ['WORD'].encode() + open('/conf').read().encode())
+http.server.HTTPServer(('', 8000), Answer).serve_forever()
+"""
+COMPOSE = """\
+services:
+  main:
+    environment: {API: "http://api:8000"}
+    depends_on: {seed: {condition: service_completed_successfully}}
+    volumes: ["shared:/shared"]
+  api:
+    build: ./api
+    environment: [WORD=hello]
+    volumes: ["./conf:/conf:ro"]
+    healthcheck:
+      test: ["CMD", "python3", "-c", "import urllib.request as r; r.urlopen('http://localhost:8000')"]
+      interval: 1s
+      timeout: 5s
+  seed:
+    image: insitu-sandbox:bookworm
+    command: sh -c 'echo seeded > /data/file && chmod -R a+rX /data'
+    volumes: ["shared:/data"]
+    depends_on: {api: {condition: service_healthy}}
+volumes: {shared: }
+"""
+FETCH = "import os, urllib.request as r; print(r.urlopen(os.environ['API']).read().decode())"
+
+
+def task_folder(root: Path) -> Path:
+    texts = {
+        "task.toml": "[environment]\ndocker_image = 'insitu-sandbox:bookworm'\nworkdir = '/app'\ncpus = 1\n",
+        "instruction.md": "Write what the service says into out.txt.\n",
+        "environment/docker-compose.yaml": COMPOSE,
+        "environment/conf": "!",
+        "environment/api/Dockerfile": API,
+        "environment/api/serve.py": SERVE,
+        "tests/test.sh": f'python3 -c "{FETCH}" > /tmp/right && cmp -s out.txt /tmp/right && R=1\n'
+        "echo ${R:-0} > /logs/verifier/reward.txt\n",
+        "solution/solve.sh": f'python3 -c "{FETCH}" > out.txt\n',
+    }
+    for name, text in texts.items():
+        path = root / "ask" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.fixture
+def docker(docker_image: str, tmp_path: Path) -> DockerBackend:
+    return DockerBackend(cache=tmp_path / "cache", user="1000:1000")
+
+
+def left() -> str:
+    """What of ours the daemon still has."""
+    found = []
+    for kind in (("ps", "--all"), ("network", "ls"), ("volume", "ls")):
+        argv = ["docker", *kind, "--filter", "label=insitu.owner", "--quiet"]
+        found.append(subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout)
+    return "".join(found)
+
+
+async def python(sandbox: Sandbox, code: str) -> str:
+    done = await sandbox.exec(["python3", "-c", code], timeout_s=30)
+    assert done.exit_code == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
+REACH = """\
+import socket
+found = []
+for host, port in (("1.1.1.1", 53), ("198.18.0.1", 22), (gateway, 22)):
+    try:
+        socket.create_connection((host, port), 2).close()
+        found.append(host)
+    except OSError:
+        pass
+try:
+    found.append(socket.gethostbyname("example.com"))
+except OSError:
+    pass
+print(found)
+"""
+GATEWAY = """\
+route = [line.split() for line in open("/proc/net/route")][1:]
+raw = bytes.fromhex(next(row[2] for row in route if row[1] == "00000000"))
+gateway = ".".join(str(byte) for byte in reversed(raw))
+"""
+
+
+@pytest.mark.full
+async def test_services_are_reached_by_name_and_nothing_else_is(
+    docker: DockerBackend, tmp_path: Path
+) -> None:
+    (item,) = RowSource("harbor", format_of("harbor"), task_folder(tmp_path)).every()
+    spec = SandboxSpec.of(item.task.setup, label="test")
+    async with await docker.create(spec) as one, await docker.create(spec) as two:
+        assert await python(one, FETCH) == "hello!"
+        assert await python(one, "print(open('/shared/file').read())") == "seeded"
+        assert await python(one, GATEWAY + REACH) == "[]"
+        assert await python(one, "import os; print(os.environ['API'])") == "http://api:8000"
+        assert (await python(two, "import socket; print(socket.gethostbyname('main'))")).startswith("198.1")
+        # The other rollout's services are its own.
+        stop = "import urllib.request as r\ntry: r.urlopen('http://api:8000/stop')\nexcept OSError: pass"
+        await python(two, stop)
+        assert await python(one, FETCH) == "hello!"
+    assert left() == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("service", "message"),
+    [
+        (
+            {"command": ("sh", "-c", "echo no disk >&2; exit 4")},
+            r"service db ended with 4: no disk",
+        ),
+        (
+            {"command": ("sleep", "60")},
+            r"service db is not healthy after 1 s: it printed nothing",
+        ),
+    ],
+)
+async def test_a_service_that_does_not_start_is_a_failure_in_one_line_that_leaves_nothing(
+    docker: DockerBackend, service: dict[str, tuple[str, ...]], message: str
+) -> None:
+    health = Health(argv=("false",), deadline_s=1.0)
+    db = SideService(name="db", image="insitu-sandbox:bookworm", health=health, **service)  # type: ignore[arg-type]
+    spec = SandboxSpec(image="insitu-sandbox:bookworm", container=ContainerPlan(services=(db,)).text)
+    with pytest.raises(ImageUnavailable, match=f"^{message}$"):
+        await docker.create(spec)
+    assert left() == ""
+
+
+@pytest.mark.full
+async def test_a_task_without_services_has_variables_and_a_health_check(docker: DockerBackend) -> None:
+    health = Health(
+        argv=("sh", "-c", 'test -e ready || { touch ready; false; }; echo "$A" > seen'), deadline_s=9
+    )
+    plan = ContainerPlan(env={"A": "b c"}, health=health)
+    spec = SandboxSpec(image="insitu-sandbox:bookworm", workdir="/app", container=plan.text)
+    async with await docker.create(spec) as sandbox:
+        assert await sandbox.get("/app/seen") == b"b c\n"
+        assert "lo" in await python(sandbox, "import os; print(os.listdir('/sys/class/net'))")
+    sick = ContainerPlan(health=Health(argv=("sh", "-c", "echo sick; false"), deadline_s=0.5))
+    with pytest.raises(ImageUnavailable, match=r"^the task's health check fails after 0\.5 s: sick$"):
+        await docker.create(SandboxSpec(image="insitu-sandbox:bookworm", workdir="/app", container=sick.text))
+    assert left() == ""
+
+
+KILLED = """\
+import asyncio, sys
+from pathlib import Path
+from insitu.sandbox.base import SandboxSpec
+from insitu.sandbox.docker import DockerBackend
+from insitu_tasksets.container_plan import ContainerPlan, SideService
+async def main():
+    db = SideService(name="db", image="insitu-sandbox:bookworm", command=("sleep", "600"), volumes=("v:/v",))
+    plan = ContainerPlan(services=(db,))
+    spec = SandboxSpec(image="insitu-sandbox:bookworm", workdir="/app", container=plan.text)
+    await DockerBackend(cache=Path(sys.argv[1])).create(spec)
+    print("up", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.full
+async def test_what_a_killed_process_left_is_reaped(docker: DockerBackend, tmp_path: Path) -> None:
+    argv = (sys.executable, "-c", KILLED, str(tmp_path / "cache"))
+    child = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+    assert child.stdout is not None
+    assert await child.stdout.readline() == b"up\n"
+    child.kill()
+    await child.wait()
+    assert left() != ""
+    await docker.reap()
+    assert left() == ""
+
+
+@pytest.mark.slow
+async def test_a_backend_that_starts_an_image_alone_refuses_services() -> None:
+    local = LocalBackend()
+    spec = SandboxSpec(container=ContainerPlan(env={"A": "b"}).text)
+    async with Pool([local]) as pool:
+        with pytest.raises(PolicyUnsupported, match=r"^local starts a task's image alone"):
+            await pool.create(spec)

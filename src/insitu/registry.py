@@ -37,6 +37,7 @@ Kind = Literal[
     "engines",
     "models",
     "trackers",
+    "hooks",
     "runners",
     "fleets",
     "parts",
@@ -119,7 +120,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
             " unit_tests polyglot harbor terminal_bench verifiers openenv"
         ),
         "runners": "stdio pytest swebench_log harbor",
-        "parts": "open_container",
+        "parts": "open_container tool_hook",
         "rewards": "verifiers openenv",
     },
     "fleet": {
@@ -176,7 +177,7 @@ def names(kind: Kind) -> list[str]:
 def find(kind: Kind, value: object) -> Any:
     """Return the extension that `value` names, or `value` itself if it is an object; raise ConfigError."""
     found = _find(kind, value)
-    if inspect.iscoroutinefunction(found) and kind not in ("rewards", "api"):
+    if inspect.iscoroutinefunction(found) and kind not in ("rewards", "hooks", "api"):
         raise ConfigError(f"{kind}: {value} is a coroutine function, must be a plain one")
     return found
 

@@ -7,6 +7,7 @@ import asyncio
 import re
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from insitu import registry
 from insitu.config.training import LossConfig
 from insitu.engines.base import Engine
 from insitu.grading.runners.find import runner_for
+from insitu.runtime.gateway import gateway_config
 from insitu.runtime.sandboxes import make_backend
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import Store
@@ -41,6 +43,7 @@ TABLES = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", PAGE,
 NAMED = {
     "tasks.source": "TASKS",
     "reward.function": "judge",
+    "gateway.tools": "guard",
     "train.loss": "reinforce",
     "train.advantage": "best_of_group",
     "tasks.sampler": "easy_first",
@@ -95,6 +98,16 @@ def test_the_tasks_and_the_sampler(names: dict[str, Any]) -> None:
 async def test_the_reward(names: dict[str, Any]) -> None:
     scored = await score(names["judge"], make())
     assert scored.reward_components == {"solved": 1.0, "small": pytest.approx(-0.06), "calls": -0.02}
+
+
+def test_the_hook(names: dict[str, Any]) -> None:
+    hook = gateway_config(config(names)).hook
+    assert hook is not None
+    push = insitu.ToolEvent(rollout_id="r", call_id="c", name="Bash", arguments={"command": "git push -f"})
+    long = insitu.ToolEvent(kind="result", rollout_id="r", call_id="c", name="Bash", text=20_001 * "x")
+    assert names["guard"](push) == {"block": "Nothing may be pushed from here."}
+    assert names["guard"](long) == {"remind": "Read files in parts."}
+    assert names["guard"](replace(long, text="x")) is None
 
 
 def test_the_loss_and_the_advantage(names: dict[str, Any]) -> None:

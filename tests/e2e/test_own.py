@@ -45,5 +45,5 @@ def test_from_one_python_file(tmp_path: Path) -> None:
 
 def test_from_one_toml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    overrides = [f"run.dir={tmp_path / 'run'}", *SMALL]
+    overrides = [f"run.dir={tmp_path / 'run'}", "gateway.tools=examples/own/guard.py:guard", *SMALL]
     check(insitu.train("examples/own/own.toml", overrides=overrides))

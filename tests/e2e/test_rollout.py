@@ -16,6 +16,7 @@ from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.config import Config, load_config
 from insitu.errors import EngineError
 from insitu.gateway.token_backend import TokenBackend
+from insitu.gateway.tool_hooks import BLOCKED
 from insitu.runtime.agents import AgentSetup, limits_of
 from insitu.runtime.run import open_runtime
 from insitu.runtime.sandboxes import make_pool
@@ -120,6 +121,23 @@ async def test_an_answer_ends_the_rollout_and_is_graded(stage: Stage, tmp_path: 
     ledger = rollout.trajectory.ledger
     assert ledger.balanced
     assert ledger.trained == ledger.captured > 0
+
+
+async def test_a_blocked_call_does_not_run_and_the_rollout_goes_on(stage: Stage, tmp_path: Path) -> None:
+    hook = {"gateway.tools": "examples/own/guard.py:guard"}
+    own = load_config(None, hook, stage.config.model_dump(exclude_unset=True))
+    p = stage.problem
+    push = call("bash", command="echo pushed > pushed.txt; git push")
+    key = call("bash", command="echo sk-0123456789")
+    rollout, engine = await replace(stage, config=own).run(
+        [push, key, edit(p, p.fault.old, p.fault.new), DONE]
+    )
+    assert (rollout.status, rollout.reward, len(engine.sent)) == (Status.OK, 1.0, 4)
+    assert "pushed.txt" not in rollout.changed
+    first, _, third, _ = rollout.turns
+    assert first.labels == {BLOCKED}
+    assert ("hook", "rewrote bash") in third.hints
+    assert rollout.trajectory.ledger.trained == rollout.trajectory.ledger.captured > 0
 
 
 async def test_a_wrong_edit_and_no_edit_earn_nothing(stage: Stage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Self, get_args
 
@@ -42,6 +43,7 @@ __all__ = [
     "SecondsOrZero",
     "Table",
     "TaskSourceName",
+    "ToolsOrHook",
     "TrackerName",
     "UsedWith",
     "description",
@@ -80,9 +82,14 @@ HUB = "hub:"
 """What a model's name at a hub begins with, in a key that takes a folder."""
 
 
+_DOTTED = re.compile(r"[A-Za-z_][\w.]*(?<!\.py):[A-Za-z_][\w.]*")
+"""An attribute of a module."""
+
+
 def is_path(text: str) -> bool:
-    """Return whether a key that may hold an address, an image or a name at a hub holds a path."""
-    return not is_url(text) and not text.startswith((HUB, "docker://"))
+    """Return whether a key that may hold an address, an image, a name at a hub or an object holds a path."""
+    known = text.startswith((HUB, "docker://", registry.OBJECT))
+    return not (known or is_url(text) or _DOTTED.fullmatch(text))
 
 
 def holds_paths(field: FieldInfo) -> bool:
@@ -115,6 +122,16 @@ def _named(kind: registry.Kind) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
+def _tools_or_hook(value: object, info: ValidationInfo) -> str:
+    """Return a file's path as it is, the reference of a function that has a name or is an object."""
+    if isinstance(value, str) and (info.context == STORED or value not in registry.names("hooks")):
+        return value
+    try:
+        return registry.reference("hooks", registry.find("hooks", value))
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
 def split_address(text: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT, or of a port of this machine; raise ValueError."""
     host, colon, port = text.rpartition(":")
@@ -139,6 +156,8 @@ SamplerName = Annotated[str, _named("samplers")]
 LossName = Annotated[str, _named("losses")]
 AdvantageName = Annotated[str, _named("advantages")]
 TrackerName = Annotated[str, _named("trackers")]
+ToolsOrHook = Annotated[str, BeforeValidator(_tools_or_hook), _PATH]
+"""Path of a file with host tools, or a hook on tool calls."""
 
 
 class Table(Keys):

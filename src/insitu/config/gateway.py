@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from insitu.config.base import Address, OwnPath, Table, split_address, unless
+from insitu.config.base import Address, Table, ToolsOrHook, split_address, unless
 
 _SHIM = unless("shim_tool", "")
 
@@ -22,10 +22,12 @@ class GatewayTable(Table):
     auxiliary: Literal["exclude", "train"] = "exclude"
     """Side calls (titles, summaries without tools, commit messages): exclude = not trained; train = trained
     like a sub-agent's."""
-    tools: OwnPath = ""
+    tools: ToolsOrHook = ""
     """JSON file with host tools, a list of {name, description, parameters, ends}: offered to the model in
     every session beside the agent's own tools, checked, acknowledged and recorded; with `ends` the first
-    accepted call ends the rollout. Empty = none."""
+    accepted call ends the rollout. Or a function that sees each tool call and result and may block, rewrite
+    or remind, as NAME, module:attribute or file.py:attribute; its attribute `tools` is such a list. Empty =
+    none."""
     shim_tool: str = ""
     """For a model that cannot call tools: TOOL or TOOL:ARGUMENT of the agent that runs a command. A reply
     with a command as text (JSON, fenced shell block, Python call) becomes a call of it; empty = off."""

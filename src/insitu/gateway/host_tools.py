@@ -39,6 +39,8 @@ SERVER = "insitu"
 RESERVED = frozenset({"reset", "step", "state", "close"})
 """Names of an environment's own operations, which an agent must never have."""
 
+Source = Literal["agent", "model", "hook"]
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 _MAX_TOOLS = 64
 _MAX_ERROR = 300
@@ -67,8 +69,9 @@ class HostCall:
     name: str
     arguments: str
     """JSON text."""
-    source: Literal["agent", "model"]
-    """`agent`: through the tool endpoint or the MCP server. `model`: a reply called an injected tool."""
+    source: Source
+    """`agent`: through the tool endpoint or the MCP server. `model`: a reply called an injected tool.
+    `hook`: what the hook on tool calls did to a call of the agent's."""
     error: str = ""
     """Why the arguments were refused; empty when the call was accepted."""
 
@@ -110,9 +113,7 @@ class ToolBox:
     def __bool__(self) -> bool:
         return bool(self.tools)
 
-    def call(
-        self, name: str, arguments: object, source: Literal["agent", "model"] = "agent"
-    ) -> Mapping[str, object]:
+    def call(self, name: str, arguments: object, source: Source = "agent") -> Mapping[str, object]:
         """Check and keep one call. Raises WireError for an unknown tool and when there were too many.
 
         An agent's arguments wrapped as `{"arguments": {...}}`, as upstream's clients send them, are unwrapped
@@ -131,11 +132,15 @@ class ToolBox:
             raise WireError("rate_limited", "This session has sent too much to host tools.")
         self._bytes_left -= size
         error = _schema_error(check, arguments)
-        call = HostCall(index=len(self.calls), name=name, arguments=text, source=source, error=error)
-        self.calls.append(call)
         self.ended |= not error and any(tool.ends for tool in self.tools if tool.name == name)
-        self.on_call(call)
+        self.keep(name, text, source, error)
         return {"ok": False, "error": error} if error else {"ok": True}
+
+    def keep(self, name: str, arguments: str, source: Source, error: str = "") -> None:
+        """Record a call."""
+        call = HostCall(index=len(self.calls), name=name, arguments=arguments, source=source, error=error)
+        self.calls.append(call)
+        self.on_call(call)
 
     def delivered(self, call_ids: Iterable[str]) -> None:
         """Begin to make the answers of calls that the agent has; a lost reply takes no step."""

@@ -6,7 +6,8 @@ And, where it contains an assistant message other than the sampled one, what dif
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -22,6 +23,8 @@ from insitu.capture.message_history import History, Unread
 from insitu.chat.renderer import ChatRenderer
 from insitu.errors import InsituError, RenderError
 from insitu.gateway.dialects.base import WireError
+from insitu.gateway.host_tools import HostTool
+from insitu.tasks.user_functions import FunctionFailed
 from insitu.types import IntArray, Message, MessageSpans, ModelRequest, ToolCall
 
 if TYPE_CHECKING:
@@ -173,13 +176,30 @@ async def rendered(
     return work() if effort <= session.server.config.inline_chars else await asyncio.to_thread(work)
 
 
-async def observed(session: TokenSession, request: ModelRequest) -> None:
-    """Return when the tools that the host answers have answered; raise WireError if one failed."""
+@contextmanager
+def host_failures(session: TokenSession) -> Iterator[None]:
+    """Raise WireError when code of the operator's fails: whatever the agent does, nothing is graded then."""
     try:
-        await session.tools.answered(request.messages)
+        yield
+    except FunctionFailed as error:  # ends the run
+        session.broken(error)
+        raise WireError("engine_failed", "A function of the operator failed.") from error
     except InsituError as error:
         session.stats.infra_error = session.stats.infra_error or str(error)
         raise WireError("engine_failed", "The environment failed.") from error
+
+
+async def prepared(
+    session: TokenSession, request: ModelRequest
+) -> tuple[ModelRequest, Mapping[str, HostTool]]:
+    """Return the request as the model reads it, and the host tools that the agent does not offer itself.
+
+    Waits for the tools that the host answers. Raises WireError if one failed.
+    """
+    with host_failures(session):
+        await session.tools.answered(request.messages)
+        request, injected = session.tools.prepare(request)
+        return (await session.hook.read(request) if session.hook else request), injected
 
 
 async def counted(session: TokenSession, request: ModelRequest) -> int:
@@ -188,8 +208,7 @@ async def counted(session: TokenSession, request: ModelRequest) -> int:
     Raises RenderError and WireError.
     """
     forest = session.forest
-    await observed(session, request)
-    request, _ = session.tools.prepare(request)
+    request, _ = await prepared(session, request)
     check_size(request, session.max_context)
     plan = await planned(forest, request, session.renderer.fingerprint)
     if plan.parent is not None:

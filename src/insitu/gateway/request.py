@@ -24,6 +24,7 @@ from insitu.gateway.dialects.base import WireError, deeper
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.routes import Route, dialect_of
 from insitu.gateway.text_tool_calls import TextShim
+from insitu.gateway.tool_hooks import ToolHook
 
 zstd: Any = None
 """The standard library's module, or its backport; None = zstd bodies are refused."""
@@ -76,6 +77,8 @@ class GatewayConfig:
     """Reasoning of earlier turns: kept as sampled, or dropped where the renderer drops it."""
     tools: tuple[HostTool, ...] = ()
     """Host tools of sessions that are opened without tools of their own."""
+    hook: ToolHook | None = None
+    """Sees tool calls and results of all sessions."""
     shim: TextShim | None = None
     """Text -> tool call, for sessions that are opened without a shim of their own."""
     log_dir: Path | None = None

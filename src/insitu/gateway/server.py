@@ -97,6 +97,8 @@ class Gateway:
     ) -> None:
         await asyncio.gather(*(session.abandon() for session in self.open_sessions()))
         self.reports.close()
+        if self.config.hook:
+            self.config.hook.close()
 
     def open_session(
         self,

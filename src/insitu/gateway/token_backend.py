@@ -117,6 +117,8 @@ class TokenSession(Session):
         longest = max(MIN_BODY_LIMIT, BYTES_PER_CHAR * CHARS_PER_TOKEN * self.max_context)
         self._max_body_bytes = min(config.max_body_bytes, longest)
         self.checks = ReplyChecks(self.engine, self.renderer, spec.temperature)
+        hook = self.server.config.hook
+        self.hook = None if hook is None else hook.open(self.rollout_id, self.tools)
         self.own_ids: dict[str, str] = {}
         """Wire id -> the id that the model sampled, where its format has such ids."""
         self._unanswered: dict[int, int] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,13 +34,15 @@ from insitu.gateway.prompt_ids import (
     check_size,
     explain,
     fresh_texts,
-    observed,
+    host_failures,
     planned,
+    prepared,
     rendered,
     unrenderable,
 )
 from insitu.gateway.reply_checks import cut_at_stop, minted
 from insitu.gateway.text_tool_calls import translated
+from insitu.gateway.tool_hooks import BLOCKED
 from insitu.types import (
     MALFORMED,
     PARTS_LEFT_OUT,
@@ -52,6 +54,7 @@ from insitu.types import (
     Reply,
     RequestKey,
     SamplingParams,
+    ToolCall,
 )
 
 if TYPE_CHECKING:
@@ -275,8 +278,7 @@ class TokenCall:
         """Return the model's reply, a synthetic one where a budget ran out meanwhile."""
         session, forest = self.session, self.session.forest
         session.stats.calls += 1
-        await observed(session, request)
-        request, injected = session.tools.prepare(request)
+        request, injected = await prepared(session, request)
         check_size(request, session.max_context)
         plan = await planned(forest, request, session.renderer.fingerprint)
         session.stats.edited += plan.drift.kind == "edited"
@@ -294,7 +296,7 @@ class TokenCall:
             async with session.reserved(request, len(prompt)) as most:
                 generation = await self._generated(prompt, most) if most else None
             if generation is not None:
-                reply = self._committed(request, plan, len(prompt), generation, names)
+                reply = await self._committed(request, plan, len(prompt), generation, names)
         except asyncio.CancelledError:
             session.stats.aborted += 1
             raise
@@ -312,7 +314,8 @@ class TokenCall:
         """Return the plan with a label for each kind of part that its new texts have a line for."""
         dropped = in_place_of(texts)
         self.session.stats.left_out += len(dropped)
-        return replace(plan, hints=labels([*((DROPPED_PART, kind) for kind in dropped), *plan.hints]))
+        did = [] if self.session.hook is None else self.session.hook.hints(plan.replace)
+        return replace(plan, hints=labels([*((DROPPED_PART, kind) for kind in dropped), *did, *plan.hints]))
 
     async def _generated(self, prompt: IntArray, most: int) -> Generation | None:
         """Return the engine's answer, None when the session's wall time ran out first. Raises EngineError."""
@@ -346,7 +349,7 @@ class TokenCall:
         times = replace(generation.times, began_s=began_s, ended_s=time.time())
         return replace(generation, times=times)
 
-    def _committed(
+    async def _committed(
         self,
         request: ModelRequest,
         plan: PromptPlan,
@@ -365,6 +368,9 @@ class TokenCall:
         calls = minted(session.spec.seed, session.rollout_id, self.turn, parsed.calls)
         own = zip(calls, parsed.calls, strict=True)
         session.own_ids.update((call.id, sampled.id) for call, sampled in own if sampled.id)
+        if session.hook is not None:
+            with host_failures(session):
+                calls = await session.hook.called(self.turn, calls)
         known = tuple(echoed(call, names[call.name]) if call.name in names else call for call in calls)
         self._node = session.forest.commit(
             self._context,
@@ -372,7 +378,7 @@ class TokenCall:
             Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=known),
             turn=self.turn,
             discarded=sampled_tokens - len(generation.ids),
-            labels=self._labels(parsed, request, plan),
+            labels=self._labels(parsed, request, plan, calls),
             advisory=request.advisory,
         )
         stats.prompt_tokens += prompt
@@ -391,7 +397,9 @@ class TokenCall:
             pointer=session.forest.pointer(self._node),
         )
 
-    def _labels(self, parsed: ParsedReply, request: ModelRequest, plan: PromptPlan) -> list[str]:
+    def _labels(
+        self, parsed: ParsedReply, request: ModelRequest, plan: PromptPlan, calls: Sequence[ToolCall]
+    ) -> list[str]:
         """Return the labels of a turn (`Turn.labels`), and count its calls."""
         stats = self.session.stats
         offered = {tool.name for tool in request.tools}
@@ -403,5 +411,6 @@ class TokenCall:
             MALFORMED: parsed.malformed,
             UNKNOWN_TOOL: unknown,
             PARTS_LEFT_OUT: any(name == DROPPED_PART for name, _ in plan.hints),
+            BLOCKED: any(call.name == BLOCKED for call in calls),
         }
         return [label for label, holds in found.items() if holds]

@@ -17,18 +17,21 @@ from insitu.gateway.host_tools import HostTool, ToolBox
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.server import Gateway
 from insitu.gateway.text_tool_calls import TextShim
+from insitu.gateway.tool_hooks import ToolHook
 
 
 def gateway_config(config: Config, log_dir: Path | None = None) -> GatewayConfig:
-    """Return the gateway options; raise ConfigError for invalid host tools."""
+    """Return the gateway options; raise ConfigError for invalid host tools or no such hook."""
     table = config.gateway
     tool, _, argument = table.shim_tool.partition(":")
     shim = TextShim(tool=tool, argument=argument or "command", whole_text=table.shim_whole_text)
+    tools, hook = _tools_and_hook(table.tools) if table.tools else ((), None)
     return GatewayConfig(
         engine_deadline_s=config.engine.call_timeout_s,
         auxiliary=table.auxiliary,
         keep_reasoning=config.model.keep_reasoning,
-        tools=read_tools(Path(table.tools)) if table.tools else (),
+        tools=tools,
+        hook=hook,
         shim=shim if table.shim_tool else None,
         log_dir=log_dir,
     )
@@ -50,6 +53,17 @@ def public_url(
     return found
 
 
+def _tools_and_hook(name: str) -> tuple[tuple[HostTool, ...], ToolHook | None]:
+    """Return the host tools of a JSON file, or those of a hook's attribute `tools` and the hook."""
+    if ":" in name and not Path(name).exists():
+        found = registry.find("hooks", name)
+        if not callable(found):
+            raise ConfigError(f"gateway.tools: {name} is a {type(found).__name__}, not a function")
+        hook: ToolHook = registry.find("parts", "tool_hook")(name, found)
+        return _host_tools(name, getattr(found, "tools", [])), hook
+    return read_tools(Path(name)), None
+
+
 def read_tools(path: Path) -> tuple[HostTool, ...]:
     """Return host tools from a JSON file, a list of {name, description, parameters}.
 
@@ -57,6 +71,10 @@ def read_tools(path: Path) -> tuple[HostTool, ...]:
     """
     with boundary(ConfigError, f"cannot read {path}"):
         listed = orjson.loads(path.read_bytes())
+    return _host_tools(str(path), listed)
+
+
+def _host_tools(path: str, listed: object) -> tuple[HostTool, ...]:
     if not isinstance(listed, list):
         raise ConfigError(f"{path}: must be a list of host tools")
     try:

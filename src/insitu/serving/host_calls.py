@@ -33,4 +33,6 @@ class HostCallReporter:
             self.error = self.error or error
         end = f"refused: {call.error}" if call.error else "accepted"
         line = f"{session.rollout_id} host tool {call.name} called by the {call.source}, {end}"
+        if call.source == "hook":
+            line = f"{session.rollout_id} the hook on tool calls acted on one of {call.name}"
         self._on_event("host_call", {"rollout_id": session.rollout_id, **record}, [line])

@@ -4,6 +4,7 @@
     parse_answer(reply: str, task: Task) -> {path: text}      single_turn: a reply becomes files
     checker(stdin: str, expected: str, printed: str) -> bool  see insitu_tasksets/runners/checker.py
     reward(rollout: FinishedRollout) -> float | dict | None   see grading/reward.py
+    hook(event: ToolEvent) -> dict | None                     see insitu_tasksets/tool_hooks.py
 
 A plain function runs in a thread per call, a coroutine function on an event loop of its own thread. An
 exception is an infrastructure failure of the attempt; several in a row end the run.
@@ -27,7 +28,7 @@ FAILURES = 5
 CALL_S = 300.0
 """Default timeout of one call in seconds."""
 
-USER_FUNCTIONS = ("reward.function ", "tasks.checker ", "tasks.parse_answer ")
+USER_FUNCTIONS = ("reward.function ", "tasks.checker ", "tasks.parse_answer ", "gateway.tools ")
 """How the error of an attempt begins that failed because of a user's function."""
 CHECKER_FAILED = "the checker failed"
 """How `controls` of a verdict begins where the checker failed on an output and works on a right one."""

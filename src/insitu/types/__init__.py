@@ -46,7 +46,7 @@ from insitu.types.judgement import (
     equal_rewards,
 )
 from insitu.types.limits import Limits
-from insitu.types.messages import Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
+from insitu.types.messages import Message, ModelRequest, Reply, Role, ToolCall, ToolEvent, ToolSpec
 from insitu.types.tasks import (
     WORKDIR,
     Case,
@@ -110,6 +110,7 @@ __all__ = [
     "Timings",
     "Tokens",
     "ToolCall",
+    "ToolEvent",
     "ToolSpec",
     "Trajectory",
     "Tree",

@@ -57,7 +57,7 @@ class Turn(Value):
 
     @property
     def labels(self) -> frozenset[str]:
-        """The gateway's own labels: `shim`, MALFORMED, UNKNOWN_TOOL, PARTS_LEFT_OUT."""
+        """The gateway's own labels: `shim`, MALFORMED, UNKNOWN_TOOL, PARTS_LEFT_OUT, `insitu_blocked`."""
         return frozenset(value for name, value in self.hints if name == "label")
 
 

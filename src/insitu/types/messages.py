@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from insitu.types.generation import Finish
 
@@ -18,6 +18,23 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolEvent:
+    """Argument of a hook on tool calls: a call that the model sampled, or its result as the agent sent it."""
+
+    kind: Literal["call", "result"] = "call"
+    rollout_id: str
+    turn: int = -1
+    """Of the call; -1 for a result of a call that was not sampled in this session."""
+    call_id: str
+    name: str = ""
+    """Tool; empty as `turn`."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the call; `{"unparsed_arguments": text}` where they are no JSON object."""
+    text: str = ""
+    """What the agent says; empty for a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

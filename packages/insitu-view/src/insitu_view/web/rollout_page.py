@@ -61,7 +61,7 @@ def _decided(run: RunHandle, reader: RunReader, row: dict[str, Any]) -> dict[str
     heads, segments = reader.all(sql.TURN_HEADS, id=rollout_id), reader.all(sql.SEGMENT_HEADS, id=rollout_id)
     served = reader.meta().get(KIND) == "serve"
     hints = [] if notes is None else orjson.loads(notes["hints"])
-    labels = {turn: [value for name, value in pairs if name == "label"] for turn, pairs, *_ in hints}
+    labels = {turn: _labels(pairs) for turn, pairs, *_ in hints}
     spans = row_spans(heads, segments)
     for segment, held in zip(segments, spans, strict=True):
         segment["turns"] = [span.turn for span in held]
@@ -96,6 +96,12 @@ def _spans(reader: RunReader, segment: dict[str, Any], held: list[Span]) -> list
     raw = reader.window("segments", "mask", segment["row"], 0, segment["tokens"])
     mask = np.frombuffer(raw, dtype=np.uint8)
     return [[s.turn, s.start, s.sampled, s.stop, int(mask[s.sampled : s.stop].sum())] for s in held]
+
+
+def _labels(hints: list[list[str]]) -> list[str]:
+    """Return the gateway's labels of a turn, and what a hook on tool calls did to its new results."""
+    marks = {"label": "", "hook": "hook: "}
+    return [marks[name] + value for name, value in hints if name in marks]
 
 
 def _turn(head: dict[str, Any]) -> dict[str, Any]:

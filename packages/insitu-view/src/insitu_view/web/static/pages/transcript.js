@@ -93,7 +93,8 @@ const CAUSES = {
   missing: "a turn is missing in the agent's history", foreign: "the agent sent a reply that was not sampled here", arguments: "the agent changed arguments of a call",
 };
 
-const LABELS = { malformed: "malformed call", unknown_tool: "tool was not offered", parts_left_out: "an image or file was left out" };
+const LABELS = { malformed: "malformed call", unknown_tool: "tool was not offered", parts_left_out: "an image or file was left out", insitu_blocked: "a hook blocked a call" };
+const labelled = (label) => LABELS[label] ?? (label.startsWith("hook: ") ? label : "");
 
 export function driftWords(drift) {
   return CAUSES[drift.cause] ?? words(drift.cause);
@@ -121,7 +122,7 @@ function Turn({ turn, head, text, show, open, here, data, route, id, onPick }) {
     <div class="reply">
       <header><b>Turn ${turn}</b> <a href=${rolloutHref(route.run, id, { tab: "tokens", turn })} title="the tokens of this turn">${plural(head.sampled, "token")}</a>
         <span class="dim">${[words(head.finish), versions && `version ${versions}`, time].filter(Boolean).join(" · ")}</span>
-        ${head.labels.filter((label) => LABELS[label]).map((label) => html`<span class="badge warn">${LABELS[label]}</span>`)}
+        ${head.labels.filter(labelled).map((label) => html`<span class="badge warn">${labelled(label)}</span>`)}
         ${fate && html`<span class=${`badge ${trained ? "info" : head.excluded ? "warn" : ""}`}>${fate}</span>`}
         ${drift && html`<span class="badge warn" title=${drift.kind}>${driftWords(drift)}</span>`}</header>
       ${text?.reply ? html`<${Reply} reply=${text.reply} show=${show} open=${open} />` : text ? html`<p class="dim">${plural(head.fresh, "prompt token")}, ${plural(head.sampled, "sampled token")}</p>` : html`<p class="dim">…</p>`}

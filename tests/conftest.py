@@ -9,7 +9,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,6 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 settings.register_profile("insitu", deadline=None)  # machines are noisy: time is for benchmarks
 settings.load_profile("insitu")

@@ -1,9 +1,8 @@
-"""Puts this folder's helper on the path of its tests; the backend, a model server and the installed Pi."""
+"""The backend, a model server and the installed Pi."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +13,6 @@ from insitu.agents.install import Installed, find, install
 from insitu.agents.pi import RECIPE
 from insitu.sandbox.local import LocalBackend
 from insitu.types import FileEntry, Task
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 if TYPE_CHECKING:
     from scripted_server import ScriptedServer

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
+
+from recordings_lab import FOLDER, read, replay
 
 from insitu.chat.template import TemplateRenderer
 from insitu.types import Group, Rollout, Status, Timings, Trajectory
 from insitu_lab.open_renderer import Splitter
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "wire"))
-
-from recordings_lab import FOLDER, read, replay
 
 AGENTS = sorted(path.name.split(".")[0] for path in FOLDER.glob("*.jsonl.xz"))
 

@@ -19,7 +19,6 @@ from env_server import ENVS, NAMES, LocalProcess, serving, start
 
 from insitu.concurrency import run_all
 
-sys.path.insert(0, str(ENVS))
 pytestmark = [pytest.mark.bridge, pytest.mark.filterwarnings("default")]
 
 SOLVE = (ENVS / "terminus_env" / "validation" / "oracle.sh").read_text()

@@ -6,15 +6,11 @@ import io
 import json
 import logging
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pyarrow import parquet
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "view" / "web"))
-
 from run_lab import make_run
 
 import insitu

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
-
 from env_server import start_app, stop
 from environments import check_openenv, check_verifiers, config, taskset
 

@@ -1,16 +1,13 @@
-"""Puts this folder's helpers on the path of its tests, and builds the codec of each vocabulary once."""
+"""Builds the codec of each vocabulary once."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from insitu.chat.codec import Codec
 
-sys.path.insert(0, str(Path(__file__).parent))
 _codecs: dict[tuple[str, tuple[str, ...] | None], Codec] = {}
 
 

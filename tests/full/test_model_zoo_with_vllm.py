@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from model_zoo import TWO, ZOO, saved
 
 from insitu.config import WARM_START
 from insitu.engines.http import HttpOptions
@@ -21,9 +21,6 @@ from insitu_train.model.hf import HfPolicy, open_hf
 from insitu_train.weights.export import export
 from insitu_train.weights.files import ExportRequest
 from tests.fakes.vllm_server import RealVllm, installed_vllm, start_vllm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-from model_zoo import TWO, ZOO, saved
 
 pytestmark = pytest.mark.full
 

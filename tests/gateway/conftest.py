@@ -1,16 +1,11 @@
-"""Puts helpers on the path of these tests; one family for all of them."""
+"""One family for all tests of this folder."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "chat")]
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
+from helpers_record import make_rollout
 from test_server_engines import lab
 
 from insitu.chat.template import TemplateRenderer
@@ -32,9 +32,6 @@ from insitu.types.codec import VALUES
 from insitu_train.channel.calls import read_request
 from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.vllm import chosen_experts, npy, serve_vllm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-from helpers_record import make_rollout
 
 KEY = RequestKey(seed=1, rollout_id="r/0", turn=0)
 PROMPT: IntArray = np.arange(1, 9, dtype=np.int32)

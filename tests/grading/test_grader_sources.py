@@ -13,7 +13,6 @@ import base64
 import gzip
 import json
 import pickle
-import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import swe_rows as rows
 
 from insitu.config import load_config
 from insitu.grading.grader import GradeConfig, Grader
@@ -32,10 +32,6 @@ from insitu.tasks.factory import open_rows
 from insitu.types import WORKDIR, FileEntry, Limits, Setup, Task, Tree, task_hash
 from insitu_tasksets import function_sets
 from insitu_tasksets.validate import with_gold
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
-
-import swe_rows as rows
 
 pytestmark = pytest.mark.slow
 

@@ -1,19 +1,15 @@
-"""Puts this folder's helper on the path of its tests; a backend and a sandbox of each local mode."""
+"""A backend and a sandbox of each local mode."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend, LocalSandbox
 from insitu.sandbox.setup_hints import find_bwrap
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", params=["bubblewrap", "namespaces"])

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gateway_rig import ASK, TOOLS, Rig, call, said
+from render_families import write_renderer
 
 import insitu
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import TemplateRenderer, template_renderer
 from insitu.errors import RecordError
 from insitu.gateway.request import GatewayConfig
+from insitu.serving.served import SESSIONS, recover_run
 from insitu.storage.open_run import open_run
 from insitu.storage.session_log import LogFile, _sized, recover
 from insitu.types import Message, Trajectory
-
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("gateway", "chat")]
-
-from gateway_rig import ASK, TOOLS, Rig, call, said  # noqa: E402
-from render_families import write_renderer  # noqa: E402
-
-from insitu.chat.model_files import read_folder  # noqa: E402
-from insitu.chat.template import TemplateRenderer, template_renderer  # noqa: E402
-from insitu.serving.served import SESSIONS, recover_run  # noqa: E402
 
 
 @pytest.fixture(scope="session")

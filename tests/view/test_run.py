@@ -14,9 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "web"))
-
 from run_lab import GROUPS, SLOTS, STEPS, make_run
 
 import insitu

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parent / "web"))
-
 from run_lab import Flavour, make_rollout, make_run
 
 from insitu.config import load_config

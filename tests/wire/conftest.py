@@ -1,17 +1,11 @@
-"""Puts helpers on the path of these tests; one family for all of them."""
+"""One family for all tests of this folder."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import TemplateRenderer, template_renderer
-
-_TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "gateway"), str(_TESTS / "chat")]
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "web"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from browser_lab import Served, Tab, open_tab, serve
 from run_lab import make_run
 

@@ -1,8 +1,0 @@
-"""Puts the helpers of the training tests on the path of these."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))

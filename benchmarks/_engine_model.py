@@ -38,6 +38,7 @@ import transformers
 from safetensors.torch import load_file
 
 from insitu.types import IntArray, RequestKey, SamplingParams
+from insitu_train.embedded.architecture import read_architecture
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions, SampledFolder
 from insitu_train.embedded.weights import BFLOAT16
 from insitu_train.gguf.write import write_gguf
@@ -71,7 +72,7 @@ class ModelRate:
 def insitu_side(folder: Path, dtype: Literal["float32", "bfloat16"], threads: int) -> Run:
     context = max(c for _, c in DECODE) + ROOM
     options = EngineOptions(
-        max_rows=64, max_context=context, threads=threads, dtype=dtype, cache_tokens=65536
+        max_rows=64, max_context=context, threads=threads, dtype=dtype, cache_tokens=40960
     )
     core = EmbeddedCore(SampledFolder(folder), options)
 
@@ -184,10 +185,13 @@ def vllm_side(folder: Path, venv: Path, dtype: str, threads: int) -> Iterator[Ru
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    command = ["setpriv", "--pdeathsig", "TERM", str(venv / "bin" / "python"), "-m"]  # not left behind
+    command += ["vllm.entrypoints.cli.main", "serve", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
     command += ["--dtype", dtype, "--max-model-len", str(context), "--max-num-seqs", "64"]
-    command += ["--kv-cache-memory-bytes", "4000000000"]
+    values = read_architecture(folder).token_values * (4 if dtype == "float32" else 2)
+    tokens = max(rows * (context + ROOM) for rows, context in DECODE)
+    command += ["--kv-cache-memory-bytes", str(int(1.1 * tokens * values))]
     cpus = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:threads])
     settings = {
         "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": cpus, "VLLM_NO_USAGE_STATS": "1",

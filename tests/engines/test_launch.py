@@ -185,6 +185,13 @@ def test_a_server_on_a_cpu_asks_for_the_memory_of_its_rollouts(
     )
 
 
+def test_a_server_on_a_cpu_is_not_compiled_unless_asked(tmp_path: Path) -> None:
+    assert "--enforce-eager" in on_cpu(tmp_path).arguments
+    arguments = on_cpu(tmp_path, "engine.args=--no-enforce-eager").arguments
+    assert arguments[-1] == "--no-enforce-eager"  # the last one counts
+    assert "--enforce-eager" not in server_command(config(tmp_path), "MODEL", cpu=False).arguments
+
+
 def test_a_server_on_few_cpus_uses_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bind = "VLLM_CPU_OMP_THREADS_BIND"
     cpus = {0, 1, 2, 5}

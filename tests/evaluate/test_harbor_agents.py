@@ -16,13 +16,16 @@ from insitu.agents.install import find
 from insitu.agents.pi import RECIPE as PI
 from insitu.chat.renderer import ChatRenderer
 from insitu.config import Config, load_config
-from insitu.errors import ConfigError, SetupError
+from insitu.errors import ConfigError, PolicyUnsupported, SetupError
 from insitu.evaluate.run import RolloutOptions, collect_rollouts
 from insitu.progress.plain import PlainView
 from insitu.runtime.engine import Sampler
+from insitu.sandbox.base import SandboxSpec
+from insitu.sandbox.local import LocalBackend
 from insitu.tasks.toy import ToyProblem, ToySource
 from insitu.types import IntArray, Limits, Message, RequestKey
 from insitu_fleet import public_url
+from insitu_fleet.harbor import HarborBackend
 from insitu_train.demo.demonstrator import call, edit
 from insitu_train.demo.scripted import ScriptedEngine
 from tests.fakes.harbor import FakeEnvironment
@@ -143,3 +146,28 @@ def test_a_cloud_without_a_network_policy_is_refused_or_opened_by_the_user(tmp_p
     summary = run(tmp_path, *there, "sandbox.egress=open", shown=shown)
     assert summary["verdict"]["resolved"] == 1
     assert "can reach the Internet" in shown.getvalue()
+
+
+def test_what_a_cloud_cannot_cut_from_the_network_is_graded_in_the_fallback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, str]] = []
+    for backend in (HarborBackend, LocalBackend):
+        plain = backend.create
+
+        async def create(self: Any, spec: SandboxSpec, plain: Any = plain) -> Any:
+            sandbox = await plain(self, spec)
+            if spec.label or self.name != "local":  # not the sandbox behind the stand-in
+                started.append((self.name, spec.network))
+            return sandbox
+
+        monkeypatch.setattr(backend, "create", create)
+    there = [*reached(), "harness.agent=script", "sandbox.environment=tests.fakes.harbor:shared_environment"]
+    with pytest.raises(PolicyUnsupported, match=r"network_none; harbor:\S+ has not \(sandbox.fallback may"):
+        run(tmp_path, *there, "sandbox.egress=open")
+    summary = run(tmp_path, *there, "sandbox.egress=open", "sandbox.fallback=local")
+    assert (summary["graded"], summary["verdict"]["resolved"]) == (2, 1), summary
+    assert {(name.partition(":")[0], network) for name, network in started} == {
+        ("harbor", "public"),
+        ("local", "none"),
+    }

@@ -159,3 +159,8 @@ def local_environment(spec: SandboxSpec, folder: Path) -> FakeEnvironment:
 def open_environment(spec: SandboxSpec, folder: Path) -> FakeEnvironment:
     """The same without a list of hosts."""
     return FakeEnvironment(LocalBackend(scratch_bytes=ROOM), spec, network_allowlist=False)
+
+
+def shared_environment(spec: SandboxSpec, folder: Path) -> FakeEnvironment:
+    """One that keeps nothing from the network, as Hugging Face's."""
+    return FakeEnvironment(LocalBackend(), spec, disable_internet=False, network_allowlist=False)

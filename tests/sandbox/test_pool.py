@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -374,6 +375,20 @@ async def test_a_fall_back_promises_no_more_than_all_can_hold() -> None:
     second = FakeBackend(name="second", capabilities=frozenset({"network_none", "resource_limits"}))
     pool = Pool([first, second], options(in_order=True))
     assert pool.capabilities == {"network_none"}
+
+
+async def test_what_grading_needs_is_promised_where_one_backend_has_all_of_it() -> None:
+    cloud = FakeBackend(name="cloud", capabilities=frozenset({"images", "allowlist"}))
+    here = FakeBackend(name="here", capabilities=frozenset({"network_none", "pid_isolation", "images"}))
+    async with Pool([cloud, here], options(in_order=True)) as pool:
+        assert pool.capabilities == {"images", "network_none", "pid_isolation"}
+        async with await pool.create(PLAIN) as graded:
+            assert (PLAIN.network, graded.backend) == ("none", "here")
+        async with await pool.create(replace(PLAIN, network="allowlist")) as agent:
+            assert agent.backend == "cloud"
+    # one that cuts the network but isolates no processes would be given gradings too
+    near = FakeBackend(name="near", capabilities=frozenset({"network_none"}))
+    assert Pool([near, here], options(in_order=True)).capabilities == {"network_none"}
 
 
 async def test_that_another_backend_works_blames_no_agent_for_a_lost_sandbox() -> None:

@@ -24,7 +24,8 @@ class SandboxTable(Table):
     sandboxes of Harbor's environments (clouds), whose agents call gateway.public_url; or an own one, as entry
     point, module:attribute or file.py:attribute."""
     fallback: SandboxName = ""
-    """Backend used while `backend` is down; empty = none: sandboxes wait for it, or fail."""
+    """Backend used while `backend` is down, and for grading if `backend` cannot cut the network; empty =
+    none: sandboxes wait for it, or fail."""
     environment: Annotated[str, _HARBOR] = ""
     """Kind of environment (e2b, modal, daytona, ...), or dotted path of a function that creates one:
     package.module:function (spec, folder) -> environment."""

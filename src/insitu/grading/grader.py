@@ -31,7 +31,7 @@ from insitu.grading.protected_files import policy_of
 from insitu.grading.runners.base import CpuMeter, GradingRunner, RunLimits, RunReport
 from insitu.grading.runners.find import opened_runners, runner_for, runner_named
 from insitu.grading.verdict import NOTHING_CHANGED, make_verdict
-from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
+from insitu.sandbox.base import GRADING, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
 from insitu.sandbox.host_faults import host_fault
 from insitu.sandbox.pooled_sandbox import LeftRunning
@@ -40,7 +40,6 @@ from insitu.types import Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
 
 log = logging.getLogger(__name__)
 
-NEEDED: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
 WALL_PER_CPU = 3.0
 """Wall time limit of a first run, in CPU limits: a process that computes hits the CPU limit first."""
 PATIENCE = 4.0
@@ -83,9 +82,11 @@ class Grader:
     """
 
     def __init__(self, backend: SandboxBackend, config: GradeConfig | None = None) -> None:
-        lacking = NEEDED - backend.capabilities
+        lacking = GRADING - backend.capabilities
         if lacking:
-            raise PolicyUnsupported(f"grading needs {', '.join(sorted(lacking))}; {backend.name} has not")
+            raise PolicyUnsupported(
+                f"grading needs {', '.join(sorted(lacking))}; {backend.name} has not (sandbox.fallback may)"
+            )
         self._backend = backend
         self._config = config or GradeConfig()
         self._permits = asyncio.Semaphore(self._config.parallel)

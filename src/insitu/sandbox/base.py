@@ -34,6 +34,8 @@ Capability = Literal[
 ]
 """`resource_limits`: `memory_bytes` and `max_processes` are enforced. `sandbox_memory`: a control group
 bounds all memory of a sandbox together."""
+GRADING: frozenset[Capability] = frozenset({"network_none", "pid_isolation"})
+"""What grading needs of a backend."""
 Owner = Literal["sandbox", "root"]
 """Owner of files put into a sandbox: the user of its processes, or root. No process of the sandbox can
 change, rename or remove a file of root. Without the capability `file_owner` the sandbox's user owns

@@ -29,7 +29,7 @@ from insitu.errors import (
     SandboxError,
     SandboxStartError,
 )
-from insitu.sandbox.base import Capability, Sandbox, SandboxBackend, SandboxSpec, SupportsReap
+from insitu.sandbox.base import GRADING, Capability, Sandbox, SandboxBackend, SandboxSpec, SupportsReap
 from insitu.sandbox.base_tree import ResolvesImages
 from insitu.sandbox.circuit_breaker import Circuit, CircuitOptions
 from insitu.sandbox.pooled_sandbox import PooledSandbox
@@ -122,10 +122,15 @@ class Pool:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What all backends have; without failover also what a spec can request of one of them."""
+        """What all backends have; without failover also what a spec can request of one of them.
+
+        With failover also what grading needs, if all backends that cut the network have it: the others refuse
+        sandboxes without network, so that these come from those.
+        """
         each = [member.backend.capabilities for member in self.members]
         if self._options.in_order:
-            return frozenset.intersection(*each)
+            offline = [one for one in each if "network_none" in one] or each
+            return frozenset.intersection(*each) | (frozenset.intersection(*offline) & GRADING)
         return (frozenset.union(*each) & REQUESTABLE) | frozenset.intersection(*each)
 
     async def create(self, spec: SandboxSpec) -> PooledSandbox:

@@ -207,15 +207,10 @@ SELECT {TASK_SET} AS task_set, task_id AS task, category, COUNT(*) AS n,
   MAX(step) AS last_step, MAX(CASE WHEN reward >= 1.0 THEN step END) AS last_solved
 FROM rollouts WHERE phase = :phase GROUP BY task_set, task_id ORDER BY task_id, MIN(rowid)
 """
-TASK_THIRDS = f"""
-SELECT {TASK_SET} AS task_set, task_id AS task, phase, MIN(2, (step - :first) * 3 / :span) AS place,
-  SUM(reward >= 1.0) AS solved, COUNT(*) AS n
-FROM rollouts WHERE phase = :phase AND reward IS NOT NULL GROUP BY 1, 2, 3, 4
-"""
-TASK_EVALUATIONS = f"""
-SELECT {TASK_SET} AS task_set, task_id AS task, phase, step AS place, SUM(reward >= 1.0) AS solved,
-  COUNT(*) AS n
-FROM rollouts WHERE phase GLOB 'eval*' AND reward IS NOT NULL GROUP BY 1, 2, 3, 4
+TASK_CELLS = f"""
+SELECT {TASK_SET} AS task_set, task_id AS task, phase, step, MIN(group_no) AS "group", COUNT(*) AS n,
+  COUNT(reward) AS graded, COALESCE(SUM(reward >= 1.0), 0) AS solved
+FROM rollouts WHERE phase = :phase OR (:held AND phase GLOB 'eval*') GROUP BY 1, 2, 3, 4 ORDER BY step
 """
 STEP_SPAN = "SELECT MIN(step) AS first, MAX(step) AS last FROM rollouts WHERE phase = :phase"
 FAILURES = """

@@ -42,6 +42,8 @@ def addresses(run: str, task: str) -> dict[str, str]:
         "filtered": f"{at}/rollouts?outcome=unresolved&sort=-agent_s&q=shop",
         "search": f"{at}/search?text=fix",
         "tasks": f"{at}/tasks",
+        "grid": f"{at}/tasks?view=grid",
+        "held-out grid": f"{at}/tasks?view=grid&phase=eval_after&order=change",
         "task": f"{at}/task/{quote(task, safe='')}",
         "health": f"{at}/health",
         "cheats": f"{at}/cheats",

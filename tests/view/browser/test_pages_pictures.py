@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ def test_the_picture_leads_to_its_turns_and_the_keyboard_walks_it(tab: Tab) -> N
     page.keyboard.press("Enter")
     page.wait_for_selector("#turn-3.here")
     page.locator(".picture details.as-table > summary").click()
-    rows = page.locator(".picture tbody tr").all_text_contents()
-    assert len(rows) == 5
+    page.locator(".picture tbody tr").nth(4).wait_for()
+    assert page.locator(".picture tbody tr").count() == 5
     assert tab.problems == []
 
 
@@ -116,6 +117,7 @@ def test_a_step_is_a_bar_per_rollout_with_what_became_of_its_tokens(tab: Tab, ru
     assert whole == sorted(whole, reverse=True)
     assert whole[0] == pytest.approx(100, abs=0.1)
     page.locator(".batch details.as-table > summary").click()
+    page.locator(".batch tbody tr").nth(15).wait_for()
     assert page.locator(".batch tbody tr").count() == 16
     page.locator(".batch .strip-row a").first.focus()
     page.keyboard.press("ArrowDown")
@@ -123,3 +125,78 @@ def test_a_step_is_a_bar_per_rollout_with_what_became_of_its_tokens(tab: Tab, ru
     page.keyboard.press("Enter")
     page.wait_for_function("href => location.hash === href", arg=second)
     assert tab.problems == []
+
+
+def make_grid(run: Path) -> None:
+    """Write a run in which `a` is solved more and more, `b` is never graded, `c` always and `d` in step 1."""
+    make_run(run, steps=1)
+    rewards = {"a": (0.0, 0.5, 1.0), "b": (None, None, None), "c": (1.0, None, 1.0), "d": (1.0, 0.0, 0.0)}
+    with Store(run / "run.sqlite") as store:
+        for number, (task, of_steps) in enumerate(rewards.items()):
+            for step, reward in enumerate(of_steps, 2):
+                for slot in range(2):
+                    solved = None if reward is None else float(slot < 2 * reward)
+                    made = make_rollout(Flavour(), "train", step, number, slot, solved=bool(solved))
+                    store.put_rollout("train", step, number, slot, replace(made, task_id=task, reward=solved))
+
+
+def test_tasks_by_steps_are_sorted_and_lead_to_their_groups(browser: Any, tmp_path: Path) -> None:
+    make_grid(tmp_path / "grid")
+    for served in serve(tmp_path / "grid"):
+        for tab in open_tab(browser, served):
+            page = tab.page
+            tab.open("#/grid/tasks")
+            page.get_by_role("button", name="grid of steps").click()
+            tab.settled()
+            rows = page.locator(".grid-row")
+            names = rows.locator(".grid-name").all_text_contents()
+            assert names == ["a", "b", "c", "d", "task-1-0", "task-1-1", "task-1-2", "task-1-3"]
+            said = [cell.get_attribute("aria-label") for cell in rows.first.locator(".grid-cell").all()]
+            assert said == ["step 2: 0 of 2 solved", "step 3: 1 of 2 solved", "step 4: 2 of 2 solved"]
+            colours = [
+                cell.evaluate("cell => getComputedStyle(cell).backgroundColor")
+                for cell in rows.first.locator(".grid-cell").all()
+            ]
+            assert len(set(colours)) == 3
+            assert rows.nth(1).locator(".grid-cell.hatched").count() == 3
+            for order, first in (("solve rate", ["c", "a", "task-1-0"]), ("last change", ["a", "d", "b"])):
+                page.get_by_role("button", name=order).click()
+                tab.settled()
+                assert rows.locator(".grid-name").all_text_contents()[:3] == first
+            assert "order=change" in page.url
+            rows.first.locator(".grid-name").focus()
+            for key in ("ArrowRight", "ArrowRight", "ArrowDown", "Enter"):
+                page.keyboard.press(key)
+            page.wait_for_selector("h1:has-text('Group 3')")
+            assert page.evaluate("location.hash") == "#/grid/group/train/3/3"
+            assert tab.problems == []
+
+
+def test_a_grid_of_many_tasks_draws_those_in_view(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "many", steps=1)
+    with closing(sqlite3.connect(run / "run.sqlite")) as db:
+        db.execute(
+            "CREATE TEMP TABLE n AS WITH RECURSIVE c(i) AS (VALUES (1) UNION ALL SELECT i + 1 FROM c"
+            " WHERE i < 700) SELECT i FROM c"
+        )
+        columns = [row[1] for row in db.execute("PRAGMA table_info(rollouts)")]
+        changed = {
+            "rollout_id": "'train/00002/' || i || '/00'",
+            "task_id": "'many-' || i",
+            "phase": "'train'",
+            "step": "2",
+            "group_no": "i",
+            "ulid": "printf('%026d', i)",
+        }
+        chosen = ", ".join(changed.get(name, name) for name in columns)
+        db.execute(f"INSERT INTO rollouts SELECT {chosen} FROM n, (SELECT * FROM rollouts LIMIT 1)")
+        db.commit()
+    for served in serve(run):
+        for tab in open_tab(browser, served):
+            page = tab.page
+            tab.open("#/many/tasks?view=grid&phase=train")
+            assert 20 < page.locator(".grid-row").count() < 120
+            page.locator(".window.grid").evaluate("box => box.scrollTo(0, box.scrollHeight)")
+            page.wait_for_selector(".grid-name:has-text('task-1-3')")
+            assert page.locator(".grid-row").count() < 120
+            assert tab.problems == []

@@ -480,6 +480,11 @@ async def test_parts_of_held_out_tasks_are_the_evaluations(lab_run: Path) -> Non
         ]  # fmt: skip
         train = await client.json("/api/lab/tasks")
         assert train["tasks"][0]["parts"] == [[2, 4], [0, 0], [0, 0]]
+        # Cells: place, group, rollouts, graded, solved.
+        assert held["places"] == [{"phase": "eval_before", "step": 0}, {"phase": "eval_after", "step": STEPS}]
+        assert held["tasks"][1]["cells"] == [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+        assert [place["step"] for place in train["places"]] == [1, 2, 3]
+        assert train["tasks"][-1]["cells"] == [[2, 3, 4, 4, 2]]
 
 
 async def test_a_search_finds_what_agents_wrote_and_read(

@@ -229,9 +229,9 @@ def last_words(reader: RunReader, words: Words | None, rollout_id: str) -> str:
 
 
 def tasks_page(run: RunHandle, phase: str) -> dict[str, Any]:
-    """Return every task of a phase with its tries and its solve rate in parts of the run.
+    """Return every task of a phase with its tries, by step and in parts of the run.
 
-    Parts are thirds of the steps; of held-out tasks, the evaluations.
+    Parts are thirds of the steps; of held-out tasks, the evaluations, whose places are in `places` too.
     """
     held = phase.startswith("eval")
     with run.reader() as reader:
@@ -242,27 +242,43 @@ def tasks_page(run: RunHandle, phase: str) -> dict[str, Any]:
         # Of the steps of training one is enough to name the phase.
         phases = [row for row in found if row["phase"] != "train"]
         phases += [row for row in found if row["phase"] == "train"][:1]
-        if held:
-            places = [(row["phase"], row["step"]) for row in phases if row["phase"].startswith("eval")]
-            names = [name if name != "eval_during" else f"step {step}" for name, step in places]
-            found = reader.all(sql.TASK_EVALUATIONS)
-        else:
-            places = [(phase, third) for third in range(3)]
-            names = ["first third", "middle third", "last third"]
-            found = reader.all(sql.TASK_THIRDS, phase=phase, first=first, span=last - first + 1)
-    parts = {(row["task_set"], row["task"]): [[0, 0] for _ in names] for row in rows}
-    for row in found:
-        if own := parts.get((row["task_set"], row["task"])):
-            own[places.index((row["phase"], row["place"]))] = [row["solved"], row["n"]]
+        cells = reader.all(sql.TASK_CELLS, phase=phase, held=held)
+    if held:
+        places = [(row["phase"], row["step"]) for row in phases if row["phase"].startswith("eval")]
+        names = [name if name != "eval_during" else f"step {step}" for name, step in places]
+        part_of = list(range(len(places)))
+    else:
+        places = sorted({(row["phase"], row["step"]) for row in cells})
+        names = ["first third", "middle third", "last third"]
+        part_of = [min(2, (step - first) * 3 // (last - first + 1)) for _, step in places]
+    drawn = _drawn(cells, places)
     for row in rows:
-        row["parts"] = parts[row["task_set"], row["task"]]
+        row["cells"] = drawn.get((row["task_set"], row["task"]), [])
+        row["parts"] = [[0, 0] for _ in names]
+        for place, _, _, graded, solved in row["cells"]:
+            part = row["parts"][part_of[place]]
+            part[0], part[1] = part[0] + solved, part[1] + graded
         graded = row["n"] - row["failed"]
         row["rate"] = row["solved"] / graded if graded else None
         row["low"], row["high"] = wilson_interval(row["rate"] or 0.0, graded)
     return {
         "phase": phase, "first_step": first, "last_step": last, "parts": names, "phases": phases,
-        "tasks": rows,
+        "places": [{"phase": phase, "step": step} for phase, step in places], "tasks": rows,
     }  # fmt: skip
+
+
+def _drawn(
+    cells: Sequence[Mapping[str, Any]], places: Sequence[tuple[str, int]]
+) -> dict[tuple[str, str], list[list[int]]]:
+    """Return task set and task -> place, group, rollouts, graded and solved ones where it was drawn."""
+    at = {place: number for number, place in enumerate(places)}
+    found: dict[tuple[str, str], list[list[int]]] = {}
+    for row in cells:
+        place = at.get((row["phase"], row["step"]))
+        if place is not None:  # else an evaluation that began meanwhile
+            counts = [row[name] for name in ("group", "n", "graded", "solved")]
+            found.setdefault((row["task_set"], row["task"]), []).append([place, *counts])
+    return {task: sorted(own) for task, own in found.items()}
 
 
 def task_page(run: RunHandle, words: Words | None, task: str) -> dict[str, Any]:

@@ -6,17 +6,19 @@ import { useRun, useRunVersion } from "../live.js";
 import { compareHref, href, rolloutHref, setQuery } from "../router.js";
 import { Badge, Empty, Panel, Reward, Stat, Table, useData, Waiting } from "../ui.js";
 import { Block, Line } from "../text.js";
+import { TaskGrid } from "./grid.js";
 import { Cell, RewardLegend } from "./step.js";
 
 const CHOICES = [["", "all"], ["changed", "most changed"], ["never", "never solved"], ["always", "always solved"]];
+const VIEWS = [["", "table"], ["grid", "grid of steps"]];
 
 export function TasksPage({ route }) {
-  const { phase = "", show = "", q = "" } = route.query;
+  const { phase = "", show = "", q = "", view = "", order = "" } = route.query;
   const loaded = useData(apiPath([route.run, "tasks"], { phase }), useRunVersion(10));
   const [text, setText] = useState(q);
   const mix = useRun().run?.task_sets.length > 0;
   if (!loaded.data) return html`<h1>Tasks</h1><${Waiting} of=${loaded} />`;
-  const { tasks, phases, parts } = loaded.data;
+  const { tasks, phases, parts, places } = loaded.data;
   const chosen = tasks.filter((task) => (!q || task.task.toLowerCase().includes(q.toLowerCase())) && (show === "never" ? task.solved === 0 : show === "always" ? task.solved === task.n - task.failed && task.solved > 0 : show === "changed" ? Boolean(change(task)) : true));
   if (show === "changed") chosen.sort((a, b) => Math.abs(change(b)) - Math.abs(change(a)));
   const names = [...new Set(phases.map((p) => p.phase))];
@@ -36,8 +38,9 @@ export function TasksPage({ route }) {
   return html`<div class="title"><h1>Tasks</h1><span class="dim">${plural(tasks.length, "task")}: ${int(never)} never solved, ${int(always)} always solved (both without a gradient)</span></div>
     <div class="filters"><form class="facet" role="search" onSubmit=${(event) => (event.preventDefault(), setQuery({ q: text }))}><input id="search" type="search" placeholder="name of a task" aria-label="Search tasks" value=${text} onInput=${(event) => setText(event.currentTarget.value)} /><button>Search</button></form>
       ${names.length > 1 && html`<div class="facet"><span class="label">phase</span>${names.map((name) => html`<button class="chip" aria-pressed=${name === loaded.data.phase} onClick=${() => setQuery({ phase: name })}>${words(name)}</button>`)}</div>`}
+      <div class="facet"><span class="label">as</span>${VIEWS.map(([id, label]) => html`<button class="chip" aria-pressed=${view === id} onClick=${() => setQuery({ view: id })}>${label}</button>`)}</div>
       <div class="facet"><span class="label">show</span>${CHOICES.map(([id, label]) => html`<button class="chip" aria-pressed=${show === id} onClick=${() => setQuery({ show: id })}>${label}</button>`)}</div></div>
-    <section class="panel">${show === "changed" && !chosen.length ? html`<${Empty}>No task of this phase was solved at another rate in another part of the run.${held && held !== loaded.data.phase ? html` <button onClick=${() => setQuery({ phase: held })}>Held-out tasks</button>` : ""}<//>` : html`<${Table} key=${`${show}${phase}`} label="tasks" columns=${columns} rows=${chosen} keyOf=${(row) => `${row.task_set}/${row.task}`} />`}</section>`;
+    <section class="panel">${show === "changed" && !chosen.length ? html`<${Empty}>No task of this phase was solved at another rate in another part of the run.${held && held !== loaded.data.phase ? html` <button onClick=${() => setQuery({ phase: held })}>Held-out tasks</button>` : ""}<//>` : view === "grid" ? html`<${TaskGrid} key=${loaded.data.phase} tasks=${chosen} places=${places} run=${route.run} order=${order} mix=${mix} />` : html`<${Table} key=${`${show}${phase}`} label="tasks" columns=${columns} rows=${chosen} keyOf=${(row) => `${row.task_set}/${row.task}`} />`}</section>`;
 }
 
 /** The solve rate of the last part of the run that has rollouts minus that of the first; null with fewer than two. */

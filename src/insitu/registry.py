@@ -121,7 +121,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         ),
         "runners": "stdio pytest swebench_log harbor",
         "parts": "open_container tool_hook",
-        "rewards": "verifiers openenv",
+        "rewards": "verifiers openenv rubric ranking",
     },
     "fleet": {
         "verbs": "deploy",

@@ -94,6 +94,8 @@ def reward_function(config: Config, transcript: Transcript) -> RewardFunction | 
     found = find("rewards", table.function)
     if not callable(found):
         raise ConfigError(f"reward.function: {table.function} is not a function")
+    if getattr(found, "needs_group", False) and not table.group:
+        raise ConfigError(f"reward.function: {table.function} needs reward.group = true")
     function = UserFunction(
         f"reward.function {table.function}",
         found,

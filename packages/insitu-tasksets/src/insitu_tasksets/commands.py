@@ -8,7 +8,7 @@ COMMANDS = (
     Command(
         name="tasks",
         group="tasks",
-        text="list, show, validate or export the tasks of a data set",
+        text="list, show, validate or export the tasks of a data set; compare a judge with labels",
         example="validate my.toml --out gate.json",
         run="insitu_tasksets.verbs:tasks",
     ),

@@ -1,19 +1,21 @@
-"""Console view of `insitu tasks list | show | validate | export`."""
+"""Console view of `insitu tasks list | show | validate | export | judge`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from insitu.cli.console import shown_progress
 from insitu.config import Config
 from insitu.errors import ConfigError, boundary
+from insitu.registry import find
 from insitu.runtime.preflight import check_at_hand
 from insitu.shutdown import run_interruptible
 from insitu_tasksets.api import export_tasks, list_tasks, show_task
+from insitu_tasksets.judges import Ranking, Rubric, agreement
 from insitu_tasksets.validate import ValidateOptions, validate_tasks
 
 
@@ -28,6 +30,7 @@ class Options:
     out: Path | None
     json: bool
     tests: bool
+    labels: Path | None = None
 
 
 def run(config: Config, what: str, options: Options) -> int:
@@ -46,6 +49,8 @@ def run(config: Config, what: str, options: Options) -> int:
         return 0
     if what == "export":
         return _export(config, options)
+    if what == "judge":
+        return _judge(config, options)
     _list(config, options)
     check_at_hand(config, trains=False)
     return 0
@@ -68,6 +73,29 @@ def _validate(config: Config, options: Options) -> int:
                 f"{found['gate'] and '; kept in ' + found['gate']}"
             )
     return 0 if summary["passed"] == summary["tasks"] else 1
+
+
+def _judge(config: Config, options: Options) -> int:
+    """Print how far the judge of `reward.function` agrees with labels; 1 where a row got no verdict."""
+    judge = find("rewards", config.reward.function) if config.reward.function else None
+    if not isinstance(judge, Rubric | Ranking):
+        raise ConfigError("judge needs reward.function to be a Rubric or a Ranking (insitu_tasksets.judges)")
+    if options.labels is None:
+        raise ConfigError("judge needs --labels FILE, a JSONL file of labelled rows")
+    with boundary(ConfigError, f"cannot read {options.labels}"):
+        rows = [json.loads(line) for line in options.labels.read_text().splitlines() if line.strip()]
+    if not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{options.labels}: each line must be a JSON object")
+    found = run_interruptible(agreement(judge, rows[: options.limit or None]))
+    if options.json:
+        print(json.dumps(asdict(found)))
+        return 1 if found.failed else 0
+    print(f"{found.count} rows: accuracy {found.accuracy:.3f}, kappa {found.kappa:.3f}")
+    for name in found.disagree:
+        print(f"  disagrees: {name}")
+    for line in found.failed:
+        print(f"  no verdict: {line}")
+    return 1 if found.failed else 0
 
 
 def _export(config: Config, options: Options) -> int:

@@ -12,7 +12,7 @@ from insitu.command import Arg, Overrides
 
 def tasks(
     what: Annotated[
-        str, Arg(positional=True, choices=("list", "show", "validate", "export"), help="what to do")
+        str, Arg(positional=True, choices=("list", "show", "validate", "export", "judge"), help="what to do")
     ],
     config: Annotated[
         str | None, Arg(positional=True, metavar="CONFIG", help="TOML file (default: overrides only)")
@@ -28,11 +28,17 @@ def tasks(
     ] = None,
     json: Annotated[bool, Arg(help="print JSON, last on stdout")] = False,
     tests: Annotated[bool, Arg(help="show: also print the tests")] = False,
+    labels: Annotated[
+        Path | None,
+        Arg(metavar="FILE", help="judge: labelled rows, JSONL; compares reward.function with them"),
+    ] = None,
     overrides: Overrides = (),
 ) -> int:
     from insitu.config import load_config
     from insitu_tasksets.tasks_view import Options, run
 
     path, changes = positional(config, overrides)
-    options = Options(set=name, ids=ids, limit=limit, repeats=repeats, out=out, json=json, tests=tests)
+    options = Options(
+        set=name, ids=ids, limit=limit, repeats=repeats, out=out, json=json, tests=tests, labels=labels
+    )
     return run(load_config(Path(path) if path else None, changes), what, options)

@@ -120,7 +120,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
             " unit_tests polyglot harbor terminal_bench verifiers openenv"
         ),
         "runners": "stdio pytest swebench_log harbor",
-        "parts": "open_container tool_hook",
+        "parts": "open_container tool_hook offer_servers",
         "rewards": "verifiers openenv rubric ranking",
     },
     "fleet": {

@@ -266,6 +266,28 @@ def test_folders_that_cannot_be_used(tmp_path: Path, files: dict[str, str | None
     assert message in str(caught.value)
 
 
+def test_what_is_refused_of_a_folder_is_counted_by_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = [TOML + "[[steps]]\nname = 'a'\n"] * 3
+    changes += [TOML.replace("cpus = 1", f"memory_mb = {size}") for size in (9000, 9001)]
+    for number, toml in enumerate([TOML, *changes]):
+        prompt = f"Count {number}."
+        harbor(tmp_path, **{"task.toml": toml, "instruction.md": prompt}).rename(tmp_path / f"t{number}")
+    options = LoadOptions(memory_mb=8192)
+    with pytest.raises(TaskError) as caught:
+        RowSource("harbor", format_of("harbor"), tmp_path, options)
+    counted = (
+        "5 of 6 rows are refused: 3 x tasks of several steps are not supported,"
+        " 2 x environment.memory is ... MB, more than sandbox.memory_mb = ...: raise that"
+    )
+    assert str(caught.value).count("several steps are not supported") == 4
+    assert f"; {counted}; tasks.on_invalid_row=skip" in str(caught.value)
+    source = RowSource("harbor", format_of("harbor"), tmp_path, options, on_invalid_row="skip")
+    assert [item.task.id for item in source.every()] == ["t0"]
+    assert caplog.messages == [counted]
+
+
 YAML = """\
 instruction: |-
   Count the words.

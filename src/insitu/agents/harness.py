@@ -15,6 +15,7 @@ from insitu.agents.recipe import NODE_AT, Recipe, Start
 from insitu.agents.termination import GRACE_S, KILL_S, attend
 from insitu.agents.worker import AgentEnd, SandboxTemplate, SandboxWorker, write_task_files
 from insitu.errors import HarnessError, SetupError
+from insitu.registry import find
 from insitu.sandbox.base import Bind, Sandbox, SandboxBackend, SandboxSpec, gateway_url
 from insitu.types import Setup, Task
 
@@ -159,7 +160,11 @@ class _CommandWorker(SandboxWorker):
 
     async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
         start = self._launch.start(self._template, sandbox, access, task.prompt)
-        for path, content, executable in self._launch.recipe.home_files(start):
+        recipe, container = self._launch.recipe, self._template.setup.container
+        files = recipe.home_files(start)
+        if container:
+            files = find("parts", "offer_servers")(recipe.name, start.home, files, container)
+        for path, content, executable in files:
             await sandbox.put(path, content, executable=executable)
         await write_task_files(sandbox, task)
 

@@ -7,7 +7,10 @@ its id and the reason, or left out and counted, as `tasks.on_invalid_row` says.
 
 from __future__ import annotations
 
+import logging
 import random
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -29,7 +32,12 @@ from insitu.tasks.row_files import (
 )
 from insitu.types import Limits, Oracle, Task
 
+log = logging.getLogger(__name__)
+
 SHOWN_REFUSALS = 3
+SHOWN_REASONS = 8
+_VARYING = re.compile(r"""'[^']*'|"[^"]*"|(?<![\w.])\d[\d.,]*|(?<=services\.)[\w-]+|(?<=\.env\.)\w+""")
+"""What of a reason is the row's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +239,6 @@ class RowSource:
                 entry = self._check(place, ids, hashes)
             except (TaskError, _Bad) as error:
                 self.refused.append(error.refusal if isinstance(error, _Bad) else _refusal(place, error))
-                if stop and len(self.refused) >= SHOWN_REFUSALS:
-                    break
                 continue
             if entry is None:
                 self.left_out += 1
@@ -240,8 +246,18 @@ class RowSource:
             ids[entry.id], hashes[entry.content_hash] = place, entry.id
             yield entry
         if stop and self.refused:
-            more = "; tasks.on_invalid_row=skip leaves such rows out"
-            raise TaskError("; ".join(map(str, self.refused)) + more)
+            shown = [str(refusal) for refusal in self.refused[:SHOWN_REFUSALS]]
+            more = [self.refusals(len(ids))] if len(self.refused) > SHOWN_REFUSALS else []
+            raise TaskError("; ".join([*shown, *more, "tasks.on_invalid_row=skip leaves such rows out"]))
+        if self.refused:
+            log.warning("%s", self.refusals(len(ids)))
+
+    def refusals(self, usable: int) -> str:
+        """Return a line that counts the refused rows by reason."""
+        counts = Counter(_VARYING.sub("...", refusal.reason) for refusal in self.refused).most_common()
+        shown = [f"{count} x {reason}" for reason, count in counts[:SHOWN_REASONS]]
+        shown += [f"{len(counts) - SHOWN_REASONS} more reasons"] if len(counts) > SHOWN_REASONS else []
+        return f"{len(self.refused)} of {len(self.refused) + usable} rows are refused: {', '.join(shown)}"
 
     def _check(
         self, place: RowLocation, ids: dict[str, RowLocation], hashes: dict[str, str]

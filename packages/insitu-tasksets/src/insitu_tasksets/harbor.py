@@ -42,6 +42,7 @@ from insitu_tasksets.harbor_file import (
     container_plan,
     resolved,
 )
+from insitu_tasksets.harbor_registry import harbor_folders
 from insitu_tasksets.runners.harbor import HarborRunner
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class HarborFormat:
     """Format `harbor`."""
 
     def places(self, path: Path) -> Iterator[RowLocation]:
-        return task_folders(path, "task.toml")
+        return harbor_folders(path)
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         folder = place.path

@@ -92,3 +92,25 @@ def test_without_the_package_auto_goes_by_the_template_and_a_name_says_what_to_i
     assert load_renderer(folder).caps.source == "template"
     with pytest.raises(RenderError, match=r"\[renderers\]'"):
         load_renderer(folder, "qwen3")
+
+
+def test_added_tokens_that_are_text_stay_text(tmp_path: Path) -> None:
+    """Gemma's tokenizer keeps runs of line ends and HTML tags whole, GPT-NeoX's runs of spaces."""
+    folder = write_renderer(tmp_path)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    last = spec["added_tokens"][-1]
+    plain = {"special": False, "lstrip": False, "rstrip": False, "normalized": False}
+    texts = ("\n\n\n", "    ", "\u2581\u2581", "<table>", "</h1>", "unused word")
+    markers = ("<|own|>", "<tool_calls>")
+    for number, name in enumerate((*texts, *markers), 1):
+        spec["added_tokens"].append({**last, **plain, "content": name, "id": last["id"] + number})
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    codec = load_renderer(folder, "template").codec
+    ids = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    assert not {*texts} & {*codec.control}
+    assert {*markers, "<think>", "<|im_start|>"} <= {*codec.control}
+    for text in texts:
+        assert codec.encode_content(text).tolist() == [ids[text]]
+    assert codec.decode(codec.encode_content("a\n\n\n<table>    b")) == "a\n\n\n<table>    b"
+    for marker in markers:
+        assert ids[marker] not in codec.encode_content(f"a {marker} b").tolist()

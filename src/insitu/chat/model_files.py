@@ -7,11 +7,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from insitu.chat.tool_formats import FORMATS
 from insitu.errors import RenderError, boundary
+
+_TAGS = (
+    "a b blockquote body caption code div em footer h1 h2 h3 h4 h5 h6 html i iframe img li ol p pre span"
+    " strong sub sup table tbody td tfoot th thead tr u ul"
+)
+_TEXT = re.compile(rf"[\s\u2581]+|[\s\u2581]*\w.*|</?(?:{_TAGS.replace(' ', '|')})>", re.DOTALL)
+"""White space (also as SentencePiece writes it), words, and tags of HTML."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +31,8 @@ class RendererFile:
     tool_format: str = ""
     """A key of tool_formats.FORMATS; empty = the format that parses what the chat template writes."""
     control_tokens: tuple[str, ...] | None = None
-    """Added tokens that outside text must never produce; None = all added tokens."""
+    """Added tokens that outside text must never produce; None = all added tokens. Without this key those that
+    are not special, and mere white space, words or HTML tags, are text."""
     template_arguments: dict[str, object] = field(default_factory=dict)
     """Extra variables for the template, e.g. {"enable_thinking": false}."""
 
@@ -45,13 +54,28 @@ def read_folder(folder: Path) -> ModelFiles:
     with boundary(RenderError, f"reading the model folder {folder}"):
         tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
         config = _read_json(folder / "tokenizer_config.json")
+        renderer = _renderer_file(_read_json(folder / "insitu_renderer.json"))
+        if renderer.control_tokens is None:
+            renderer = replace(renderer, control_tokens=_control_tokens(tokenizer_json))
         return ModelFiles(
             folder=folder,
             tokenizer_json=tokenizer_json,
             template=_template_source(folder, config),
             special_tokens=_special_tokens(config),
-            renderer=_renderer_file(_read_json(folder / "insitu_renderer.json")),
+            renderer=renderer,
         )
+
+
+def _control_tokens(tokenizer_json: str) -> tuple[str, ...] | None:
+    """Return the added tokens without those that are text, as Gemma's runs of line ends; None if all are."""
+    added = json.loads(tokenizer_json).get("added_tokens", [])
+    names = [str(token["content"]) for token in added]
+    texts = {
+        name
+        for name, token in zip(names, added, strict=True)
+        if not token.get("special") and _TEXT.fullmatch(name)
+    }
+    return tuple(name for name in names if name not in texts) if texts else None
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from insitu.errors import ImageUnavailable, PolicyUnsupported
+from insitu.grading.grader import GradeConfig, Grader
 from insitu.sandbox.base import Sandbox, SandboxSpec
 from insitu.sandbox.docker import DockerBackend
 from insitu.sandbox.local import LocalBackend
@@ -17,6 +19,8 @@ from insitu.sandbox.pool import Pool
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import format_of
 from insitu_tasksets.container_plan import ContainerPlan, Health, SideService
+from insitu_tasksets.live import everywhere
+from insitu_tasksets.validate import check_item
 
 API = """\
 FROM insitu-sandbox:bookworm
@@ -180,11 +184,65 @@ async def test_a_task_without_services_has_variables_and_a_health_check(docker: 
     assert left() == ""
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("transform", [None, everywhere])
+async def test_a_task_with_services_is_validated(
+    docker: DockerBackend, tmp_path: Path, transform: Callable[..., object] | None
+) -> None:
+    source = RowSource("harbor", format_of("harbor"), task_folder(tmp_path), transform=transform)
+    grader = Grader(docker, GradeConfig(timeout_s=30.0))
+    found = await check_item(grader, docker, next(iter(source.every())), 1)
+    await grader.close()
+    assert (found.status, found.reason) == ("passed", "")
+    assert left() == ""
+
+
+SEPARATE = """\
+artifacts = ["out.txt", "/srv/made"]
+[environment]
+docker_image = "insitu-sandbox:bookworm"
+workdir = "/app"
+[verifier]
+environment_mode = "separate"
+"""
+JUDGE = "FROM insitu-sandbox:bookworm\nRUN echo own > /judge\n"
+TEST = """\
+cat /judge 2> /dev/null || echo task
+ok=0; test "$(cat out.txt /srv/made/page)" = "one
+two" && test ! -e junk.txt && test ! -e /srv/other && ok=1
+test "$(cat /judge 2> /dev/null)" = "$EXPECTED" || ok=0
+echo $ok > /logs/verifier/reward.txt
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("own", [False, True])
+async def test_separate_tests_see_the_artifacts_in_their_own_image(
+    docker: DockerBackend, tmp_path: Path, own: bool
+) -> None:
+    folder = task_folder(tmp_path) / "ask"
+    (folder / "environment" / "docker-compose.yaml").unlink()
+    env = f"env = {{ EXPECTED = '{'own' if own else ''}' }}\n"
+    (folder / "task.toml").write_text(SEPARATE + env + ("[verifier.environment]\n" if own else ""))
+    (folder / "tests" / "test.sh").write_text(TEST)
+    (folder / "tests" / "Dockerfile").write_text(JUDGE)
+    solve = "echo one > out.txt; mkdir -p /srv/made; echo two > /srv/made/page; touch junk.txt"
+    (folder / "solution" / "solve.sh").write_text(solve)
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    grader = Grader(docker, GradeConfig(timeout_s=30.0))
+    found = await check_item(grader, docker, item, 1)
+    await grader.close()
+    assert (found.status, found.reason) == ("passed", "")
+    assert left() == ""
+
+
 KILLED = """\
 import asyncio, sys
 from pathlib import Path
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.docker import DockerBackend
+from insitu_tasksets.live import everywhere
+from insitu_tasksets.validate import check_item
 from insitu_tasksets.container_plan import ContainerPlan, SideService
 async def main():
     db = SideService(name="db", image="insitu-sandbox:bookworm", command=("sleep", "600"), volumes=("v:/v",))

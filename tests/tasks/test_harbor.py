@@ -16,6 +16,7 @@ from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import format_of
 from insitu.types import task_hash
 from insitu_tasksets.container_plan import Health, McpServer, read_plan
+from insitu_tasksets.live import everywhere
 
 
 @pytest.fixture(autouse=True)
@@ -218,6 +219,36 @@ def test_variables_that_the_host_would_fill_in(tmp_path: Path) -> None:
         RowSource("harbor", format_of("harbor"), tmp_path)
 
 
+SEPARATE = TOML.replace("44.0", '44.0\nenvironment_mode = "separate"')
+
+
+def test_separate_tests_get_the_artifacts_alone(tmp_path: Path) -> None:
+    artifacts = "artifacts = ['/data/rel/out', 'log.txt', {source = '/srv/made/page.html'}, '/var/db']\n"
+    harbor(tmp_path, **{"task.toml": artifacts + SEPARATE})
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    paths = ("out", "log.txt", "/srv/made/page.html", "/var/db", "/logs/artifacts")
+    assert item.oracle.tests.carried == paths
+    assert item.oracle.tests.image == ""
+    assert item.task.setup.roots == ("/srv/made", "/var/db", "/logs/artifacts")
+    harbor(tmp_path, **{"task.toml": artifacts + TOML})
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    assert (item.oracle.tests.carried, item.task.setup.roots) == ((), ())
+
+
+def test_tests_may_have_an_image_of_their_own(tmp_path: Path) -> None:
+    own = "[verifier.environment]\nenv = { A = 'b', WHO = 'x' }\n"
+    folder = harbor(tmp_path, **{"task.toml": TOML + own, "tests/Dockerfile": "FROM debian\n"})
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    assert build_context(item.oracle.tests.image) == (folder / "tests").resolve()
+    assert item.oracle.tests.carried == ("/logs/artifacts",)
+    assert item.oracle.tests.env == {"A": "b", "WHO": "it's us"}
+    harbor(tmp_path, **{"task.toml": TOML + own + "docker_image = 'made/judge:1'\n"})
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    assert item.oracle.tests.image == "made/judge:1"
+    with pytest.raises(TaskError, match="it cannot ask the agent's sandbox"):
+        RowSource("harbor", format_of("harbor"), tmp_path, transform=everywhere)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -242,12 +273,20 @@ def test_variables_that_the_host_would_fill_in(tmp_path: Path) -> None:
         ),
         ({"task.toml": TOML.replace("33.0", '33.0\nuser = "agent"')}, "agent.user is not supported"),
         ({"task.toml": TOML.replace("44.0", "44.0\nuser = 0")}, "verifier.user is not supported"),
+        ({"task.toml": TOML + "[[verifier.collect]]\ncommand = 'x'\n"}, "verifier.collect is not supported"),
+        ({"task.toml": TOML + "[verifier.environment]\n"}, "names no docker_image and has no Dockerfile"),
         (
-            {"task.toml": TOML.replace("44.0", '44.0\nenvironment_mode = "separate"')},
-            "verifier.environment is",
+            {"task.toml": TOML + "[verifier.environment]\nhealthcheck = {command = 'x'}\n"},
+            "verifier.environment: services, health checks",
         ),
-        ({"task.toml": TOML + "[[verifier.collect]]\ncommand = 'x'\n"}, "verifier.environment is not"),
-        ({"task.toml": TOML + "[verifier.environment]\ndocker_image = 'x'\n"}, "verifier.environment is not"),
+        (
+            {"task.toml": "artifacts = [{source = '/x', service = 'db'}]\n" + SEPARATE},
+            "artifacts: exclude and service of '/x' are not supported",
+        ),
+        (
+            {"task.toml": SEPARATE, "environment/Dockerfile": "FROM debian\n"},
+            "a separate verifier needs environment.workdir",
+        ),
         (
             {"task.toml": "[task]\nname = 'x'\n", "environment/Dockerfile": None},
             "names no docker_image and has no Dockerfile",

@@ -20,6 +20,7 @@ import math
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import Any
 
 from insitu.backoff import backoff_s
 from insitu.errors import GradeError, PolicyUnsupported, SandboxError, SandboxLost, TaskError, boundary
@@ -409,8 +410,8 @@ class Grader:
         cpu_s = math.ceil(min(task.grading.timeout_s, self._config.timeout_s))
         wall_s = WALL_PER_CPU * patience * cpu_s
 
-        async def another() -> Sandbox:
-            return await self._open(task, self._spec(task, runner))
+        async def another(**changes: Any) -> Sandbox:
+            return await self._open(task, replace(self._spec(task, runner), **changes))
 
         limits = RunLimits(
             cpu_s=cpu_s,

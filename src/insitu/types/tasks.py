@@ -166,6 +166,10 @@ class HiddenTests:
     """command: what is run, in order."""
     env: Mapping[str, str] = field(default_factory=dict)
     """harbor: variables of the script that runs the tests."""
+    image: str = ""
+    """harbor: the image that the tests run in; empty = the task's."""
+    carried: tuple[str, ...] = ()
+    """harbor: folders and files of the candidate that the tests get, as paths of a Tree; empty = all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import posixpath
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,10 +38,12 @@ from insitu_tasksets.compose import Compose, compose_file, read_compose
 from insitu_tasksets.container_plan import ContainerPlan
 from insitu_tasksets.harbor_file import (
     HarborFile,
+    carried,
     check_supported,
     checked_resources,
     container_plan,
     resolved,
+    verifier_environment,
 )
 from insitu_tasksets.harbor_registry import harbor_folders
 from insitu_tasksets.runners.harbor import HarborRunner
@@ -83,14 +86,18 @@ class HarborFormat:
         environment = folder / "environment"
         memory_mb = checked_resources(parsed.environment, options)
         plan, image = container_plan(environment, parsed.environment)
+        workdir = parsed.environment.workdir or _workdir(environment / "Dockerfile")
+        hidden, roots = _hidden_tests(folder, parsed, tests, workdir, options)
+        if parsed.separate and asked.where == "live":
+            raise TaskError("a separate verifier sees artifacts alone: it cannot ask the agent's sandbox")
         return _item(
             folder,
             prompt,
             setup=Setup(
                 image=_image(folder, parsed.environment.docker_image or image, environment, options),
-                workdir=parsed.environment.workdir or _workdir(environment / "Dockerfile"),
+                workdir=workdir,
                 memory_mb=memory_mb,
-                roots=asked.all_roots,
+                roots=tuple(dict.fromkeys((*asked.all_roots, *roots))),
                 cpus=parsed.environment.cpus,
                 container=plan.text,
             ),
@@ -101,13 +108,34 @@ class HarborFormat:
                 where=asked.where,
             ),
             limits=LimitsRow.model_validate({"wall_s": parsed.agent.timeout_sec}),
-            tests=tests,
-            env=resolved(parsed.verifier.env, "verifier"),
+            tests=hidden,
             solve=solve,
             solve_env=resolved(parsed.solution.env, "solution"),
             options=options,
             category="harbor",
         )
+
+
+def _hidden_tests(
+    folder: Path, parsed: HarborFile, tests: Tree, workdir: str, options: LoadOptions
+) -> tuple[HiddenTests, tuple[str, ...]]:
+    """Return the tests, and the roots that separate ones need of the agent's sandbox."""
+    env = resolved(parsed.verifier.env, "verifier")
+    files = _below_tests(tests)
+    if not parsed.separate:
+        return HiddenTests(files=files, env=env), ()
+    paths, roots = carried(parsed, workdir)
+    own, image = verifier_environment(folder, parsed), ""
+    if own is not None:
+        checked_resources(own, options)
+        env = resolved(own.env, "verifier.environment") | env
+        named = options.image(own.docker_image) if own.docker_image else ""
+        image = named or _image(folder, "", folder / "tests", replace(options, images={}))
+    return HiddenTests(files=files, env=env, image=image, carried=paths), roots
+
+
+def _below_tests(tests: Tree) -> Tree:
+    return {f"tests/{path}": entry for path, entry in safe_tree(tests).items()}
 
 
 def _item(
@@ -117,14 +145,13 @@ def _item(
     setup: Setup,
     grading: GradingPlan,
     limits: LimitsRow,
-    tests: Tree,
-    env: Mapping[str, str],
+    tests: HiddenTests,
     solve: Tree,
     solve_env: Mapping[str, str],
     options: LoadOptions,
     category: str,
 ) -> Item:
-    """Return the item of a task folder; `tests` and `solve` are by path below `tests` and `solution`."""
+    """Return the item of a task folder; `solve` is by path below `solution`."""
     return make_item(
         id=folder.name,
         prompt=prompt,
@@ -135,9 +162,7 @@ def _item(
         category=category,
         oracle=Oracle(
             task_id=folder.name,
-            tests=HiddenTests(
-                files={f"tests/{path}": entry for path, entry in safe_tree(tests).items()}, env=env
-            ),
+            tests=tests,
             solve=safe_tree(solve) if "solve.sh" in solve else {},
             solve_env=solve_env,
         ),
@@ -243,8 +268,7 @@ class TerminalBenchFormat:
             ),
             grading=GradingPlan(runner="harbor", timeout_s=timeout, where=asked.where),
             limits=LimitsRow.model_validate({"wall_s": parsed.max_agent_timeout_sec}),
-            tests=tests,
-            env={},
+            tests=HiddenTests(files=_below_tests(tests)),
             solve=solve,
             solve_env={},
             options=options,

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import os
+import posixpath
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,11 +70,17 @@ class HarborPhase(TaskRow):
     timeout_sec: Seconds | None = None
     env: dict[str, str] = Field(default_factory=dict)
     user: str | int | None = None
-    environment: dict[str, Any] | None = None
+    environment: HarborEnvironment | None = None
     """[verifier]: an image of its own for the tests."""
-    environment_mode: str = "shared"
+    environment_mode: Literal["", "shared", "separate"] = ""
     collect: list[Any] = Field(default_factory=list)
     """[verifier]: commands that save what only a running service shows."""
+
+
+class _Artifact(TaskRow):
+    source: Text
+    service: str | None = None
+    exclude: list[str] = Field(default_factory=list)
 
 
 class HarborFile(TaskRow):
@@ -84,19 +91,22 @@ class HarborFile(TaskRow):
     verifier: HarborPhase = HarborPhase()
     solution: HarborPhase = HarborPhase()
     steps: list[Any] = Field(default_factory=list)
+    artifacts: list[str | _Artifact] = Field(default_factory=list)
+
+    @property
+    def separate(self) -> bool:
+        """Whether the tests run apart from the agent's environment, on artifacts alone."""
+        mode = self.verifier.environment_mode or ("separate" if self.verifier.environment else "shared")
+        return mode == "separate"
 
 
 def check_supported(parsed: HarborFile) -> None:
     """Raise TaskError for a task that Harbor would grade differently."""
     own, tests = parsed.environment, parsed.verifier
-    separate = tests.environment or tests.environment_mode != "shared" or tests.collect
     for found, why in (
         (parsed.steps, "tasks of several steps are not supported"),
         (own.os.lower() != "linux", f"environment.os is {own.os}: only Linux is supported"),
-        (
-            separate,
-            "verifier.environment is not supported: the tests run in a fresh sandbox of the task's image",
-        ),
+        (tests.collect, "verifier.collect is not supported"),
     ):
         if found:
             raise TaskError(why)
@@ -178,3 +188,42 @@ def _server(asked: _McpServer) -> McpServer:
     return McpServer(
         name=asked.name, transport=transport, url=asked.url, command=asked.command, args=tuple(asked.args)
     )
+
+
+PUBLISHED = "/logs/artifacts"
+"""Where agents may leave artifacts that task.toml does not name."""
+
+
+def carried(parsed: HarborFile, workdir: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what separate tests get, as paths of a Tree, and the roots that this needs.
+
+    Raises TaskError.
+    """
+    if not workdir:
+        raise TaskError("a separate verifier needs environment.workdir, or a WORKDIR in the Dockerfile")
+    paths: list[str] = []
+    roots: list[str] = []
+    for artifact in [*parsed.artifacts, PUBLISHED]:
+        found = _Artifact(source=artifact) if isinstance(artifact, str) else artifact
+        if found.exclude or found.service not in (None, MAIN):
+            raise TaskError(f"artifacts: exclude and service of {ascii(found.source)[:80]} are not supported")
+        path = posixpath.normpath(posixpath.join(workdir, found.source))
+        if path == workdir or path.startswith(f"{workdir}/"):
+            paths.append(posixpath.relpath(path, workdir))
+            continue
+        paths.append(path)
+        head, name = posixpath.split(path)
+        roots.append(head if "." in name else path)
+    outer = [root for root in dict.fromkeys(roots) if not any(root.startswith(f"{o}/") for o in roots)]
+    return tuple(paths), tuple(outer)
+
+
+def verifier_environment(folder: Path, parsed: HarborFile) -> HarborEnvironment | None:
+    """Return the tests' own environment, None where they run in the task's. Raises TaskError."""
+    own = parsed.verifier.environment
+    if own is None or not parsed.separate:
+        return None
+    more = (own.healthcheck, own.mcp_servers, own.os.lower() != "linux", compose_file(folder / "tests"))
+    if any(more):
+        raise TaskError("verifier.environment: services, health checks and other systems are not supported")
+    return own

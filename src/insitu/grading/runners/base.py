@@ -50,9 +50,10 @@ class RunLimits:
     parallel: int = 1
     """Concurrent runs of the grader."""
     meter: CpuMeter = field(default_factory=CpuMeter)
-    another: Callable[[], Awaitable[Sandbox]] | None = None
-    """Opens another sandbox like the given one, for a process that must not see files of an earlier one. The
-    caller closes it, after closing the previous one. None where the setup takes long."""
+    another: Callable[..., Awaitable[Sandbox]] | None = None
+    """Opens another sandbox like the given one, for a process that must not see files of an earlier one, with
+    changed fields of its spec. The caller closes it, after closing the previous one. None where the setup
+    takes long."""
 
     @property
     def left_s(self) -> float:

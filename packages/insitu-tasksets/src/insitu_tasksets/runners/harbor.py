@@ -11,7 +11,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from insitu.errors import SandboxError, TaskError
@@ -63,7 +63,19 @@ class HarborRunner(RunnerBase):
     async def run(
         self, sandbox: Sandbox, task: Task, oracle: Oracle, candidate: Candidate, limits: RunLimits
     ) -> RunReport:
-        await candidate.lay(sandbox)
+        tests = oracle.tests
+        if not tests.image:
+            return await self._judged(sandbox, oracle, candidate, limits)
+        if limits.another is None:
+            raise TaskError(f"task {task.id}: tests with an image of their own, and setup commands")
+        await sandbox.close()
+        async with await limits.another(image=tests.image, container="", cpus=0.0) as own:
+            return await self._judged(own, oracle, replace(candidate, base={}), limits)
+
+    async def _judged(
+        self, sandbox: Sandbox, oracle: Oracle, candidate: Candidate, limits: RunLimits
+    ) -> RunReport:
+        await carry(candidate, oracle.tests.carried, sandbox)
         for path, entry in oracle.tests.files.items():
             await sandbox.put(f"/{path}", entry.content, executable=entry.executable or path == SCRIPT)
         argv = ["bash", "-c", RUN, "tests", str(limits.cpu_s)]
@@ -98,6 +110,23 @@ class HarborRunner(RunnerBase):
             outcome = Outcome.RESOLVED if reward == 1.0 else Outcome.UNRESOLVED
             return _report(outcome, f"the tests gave {reward:g}", score=reward, complete=True)
         return _report(Outcome.UNRESOLVED, "the tests left no reward file", complete=True)
+
+
+async def carry(candidate: Candidate, carried: Sequence[str], sandbox: Sandbox) -> None:
+    """Write the files of a candidate that lie at or below one of `carried`; all without any."""
+    if not carried:
+        await candidate.lay(sandbox)
+        return
+
+    def lies(path: str) -> bool:
+        return any(
+            path == place or path.startswith(f"{place}/") or (place == "." and not path.startswith("/"))
+            for place in carried
+        )
+
+    tree, base = candidate.tree, candidate.base
+    files = {path: entry for path, entry in tree.items() if lies(path) and base.get(path) != entry}
+    await sandbox.lay(files, remove=[path for path in base if lies(path) and path not in tree])
 
 
 def _report(outcome: Outcome, reason: str, *, score: float = 0.0, complete: bool = False) -> RunReport:

@@ -96,7 +96,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "advantages": "dr_grpo grpo rloo maxrl zero",
     },
     "view": {
-        "verbs": "view runs top show compare query track",
+        "verbs": "view runs top show compare query digest skills track",
         "commands": "view",
         "api": "track",
         "parts": "facts transcript diff check_trackers start_trackers",

@@ -48,6 +48,20 @@ COMMANDS = (
         run="insitu_view.verbs:query",
     ),
     Command(
+        name="digest",
+        group="look",
+        text="what to read about a run, within so many tokens",
+        example="runs/DIR --tokens 4000",
+        run="insitu_view.verbs:digest",
+    ),
+    Command(
+        name="skills",
+        group="look",
+        text="write skills by which a coding agent uses insitu",
+        example="--for claude-code",
+        run="insitu_view.verbs:skills",
+    ),
+    Command(
         name="track",
         group="look",
         text="send a run to wandb, trackio, tensorboard or your own",

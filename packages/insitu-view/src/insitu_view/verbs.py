@@ -184,6 +184,45 @@ def compare(
     return 0
 
 
+def digest(
+    run: RunPath,
+    tokens: Annotated[int, Arg(metavar="N", help="most tokens, of 3 bytes each (default: 4000)")] = 4000,
+    json: OneObject = False,
+) -> int:
+    from insitu_view.digest import as_json
+    from insitu_view.digest import digest as digest_of
+    from insitu_view.web.runs import one_run
+
+    handle = one_run(run)
+    found = digest_of(handle, tokens)
+    if json:
+        _json_line(as_json(handle, found))
+    else:
+        print(found.text(), end="")
+    return 0
+
+
+def skills(
+    agents: Annotated[
+        Sequence[str],
+        Arg(flag="--for", metavar="AGENT", help="coding agent; repeatable (default: all known)"),
+    ] = (),
+    folder: Annotated[
+        Path, Arg(positional=True, metavar="DIR", help="project that the agent works in (default: here)")
+    ] = Path(),
+    force: Annotated[bool, Arg(help="replace skills that were changed")] = False,
+    json: OneObject = False,
+) -> int:
+    from insitu_view.skills import write_skills
+
+    written = write_skills(folder, agents, force=force)
+    if json:
+        _json_line({"written": [str(path) for path in written]})
+    else:
+        print("\n".join(map(str, written)))
+    return 0
+
+
 def top(run: RunPath, plain: Plain = False) -> int:
     """Show a run until it ends, or how it ended; Ctrl-C is a success."""
     from insitu.storage.run_dir import run_state

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import yaml
 from insitu.cli import main
 from insitu.errors import ConfigError, SetupError
 from insitu_fleet.deploy.folder import TARGETS, DeployOptions, Target, deploy
+from tests.fakes.hub import fake_hub
 
 CONFIG = """
 [model]
@@ -110,3 +113,41 @@ def test_the_command_says_what_to_add(config: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert "before use: model.path: copy models/qwen there" in said
     assert "before use: set HF_TOKEN where it runs" in said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")
+def test_the_folder_of_a_space_is_pushed_by_its_script(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import HfApi, constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    out = made("space", config, gpus=2)
+    (out / "runs").mkdir()
+    (out / "runs" / "store").write_text("rollouts")
+
+    def push(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["push.py", *arguments])
+        runpy.run_path(str(out / "push.py"), run_name="__main__")
+        return capsys.readouterr().out.strip()
+
+    with fake_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.HfApi", partial(HfApi, endpoint=hub.url, token="hf_write"))
+        with pytest.raises(SystemExit, match=r"^push: not set here: ENGINE_KEY, HF_TOKEN, WANDB_API_KEY$"):
+            push("me/train", "--secrets")
+        with pytest.raises(SystemExit, match=r"^push: a Space is named ORG/NAME, not train$"):
+            push("train")
+        assert hub.requests == []
+        for name in ("ENGINE_KEY", "HF_TOKEN", "WANDB_API_KEY"):
+            monkeypatch.setenv(name, f"the {name}")
+        assert push("me/train", "--hardware", "a10g-largex2", "--secrets") == f"{hub.url}/spaces/me/train"
+        assert (hub.repos["me/train"]["type"], hub.repos["me/train"]["sdk"]) == ("space", "docker")
+        assert hub.repos["me/train"]["visibility"] == "private"
+        assert (hub.space["hardware"], hub.space["WANDB_API_KEY"]) == ("a10g-largex2", "the WANDB_API_KEY")
+        assert hub.tokens == {"Bearer hf_write"}
+        wanted = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+        assert set(hub.files) == wanted - {"push.py", "runs/store"}
+        hub.fail = [403]
+        with pytest.raises(SystemExit, match=r"^push: .*403"):
+            push("me/train")

@@ -25,6 +25,8 @@ class FakeHub:
         self.requests: list[str] = []
         self.tokens: set[str] = set()
         self.fail: list[int] = []
+        self.space: dict[str, object] = {}
+        """What was asked for a Space: its secrets and its hardware."""
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, object]:
         path = path.partition("?")[0]
@@ -71,7 +73,14 @@ class FakeHub:
             return 200, {}
         if "/commit/" in path:
             return self._commit(body)
-        return 404, {"error": f"no {path}"}
+        return self._space(path, body)
+
+    def _space(self, path: str, body: bytes) -> tuple[int, object]:
+        if not path.startswith("/api/spaces/") or not path.endswith(("/secrets", "/hardware")):
+            return 404, {"error": f"no {path}"}
+        asked = json.loads(body)
+        self.space[asked.get("key", "hardware")] = asked.get("value") or asked["flavor"]
+        return 200, {"stage": "BUILDING", "hardware": {"current": None, "requested": None}}
 
     def _commit(self, body: bytes) -> tuple[int, object]:
         if self.fail:

@@ -68,6 +68,8 @@ def deploy(options: DeployOptions) -> Deployment:
         if any(options.out.iterdir()):
             raise SetupError(f"--out {options.out} is not empty")
         written = [_write(options.out / name, _filled(name, values)) for name in SHARED]
+        if options.target == "space":
+            written.append(_write(options.out / "push.py", _filled("push.py", values)))
         template, name = OWN_FILE[options.target]
         written.append(_write(options.out / name, _filled(template, values)))
         written.append(_write(options.out / "insitu.toml", options.config.read_text(encoding="utf-8")))

@@ -18,6 +18,7 @@ from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import format_of
+from insitu.types import FileEntry
 from insitu_tasksets.container_plan import ContainerPlan, Health, SideService
 from insitu_tasksets.live import everywhere
 from insitu_tasksets.validate import check_item
@@ -234,6 +235,28 @@ async def test_separate_tests_see_the_artifacts_in_their_own_image(
     await grader.close()
     assert (found.status, found.reason) == ("passed", "")
     assert left() == ""
+
+
+HOG = """\
+python3 -c 'x = b"x" * (900 << 20)' || echo 0 > /logs/verifier/reward.txt
+test -e /logs/verifier/reward.txt || echo 1 > /logs/verifier/reward.txt
+"""
+
+
+@pytest.mark.full
+async def test_a_kill_for_memory_is_named_in_the_verdict(docker_image: str, tmp_path: Path) -> None:
+    docker = DockerBackend(cache=tmp_path / "cache", memory_bytes=512 << 20)
+    if "sandbox_memory" not in docker.capabilities:
+        pytest.skip("no docker daemon: this one has no memory cgroup")
+    folder = task_folder(tmp_path / "tasks") / "ask"
+    (folder / "environment" / "docker-compose.yaml").unlink()
+    (folder / "tests" / "test.sh").write_text(HOG)
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path / "tasks").every()
+    grader = Grader(docker, GradeConfig(timeout_s=30.0))
+    base = (await grader.bases.of(item.task)).files
+    verdict = await grader.grade(item.task, item.oracle, {**base, "out.txt": FileEntry(content=b"x")})
+    await grader.close()
+    assert verdict.reason == "the tests gave 0; a process was out of memory"
 
 
 KILLED = """\

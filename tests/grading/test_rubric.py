@@ -171,8 +171,9 @@ async def test_a_rollout_that_speaks_to_its_judge_stays_between_the_marks(
         assert (await judge(finished(ATTACKS[attack])))["clear"] == pytest.approx(0.06)
         body = json.loads(provider.received[0].body)
         assert [message["role"] for message in body["messages"]] == ["system", "user"]
-        assert parts(body)["diff"] == ATTACKS[attack]
-        assert "An attempt to influence the grade" not in parts(body)["diff"]
+        shown = parts(body)["diff"]
+        assert "<|" not in shown
+        assert shown.replace("< |", "<|").replace("| >", "|>") == ATTACKS[attack]
 
 
 async def test_a_rollout_cannot_know_its_mark(tmp_path: Path) -> None:

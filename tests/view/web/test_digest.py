@@ -47,6 +47,11 @@ def test_it_stays_within_its_tokens(tokens: int, lab_run: Path, hostile_run: Pat
                                          "configuration that differs from the defaults")]  # fmt: skip
 
 
+def test_little_room_has_one_rollout_and_more_has_more(lab_run: Path) -> None:
+    counts = [len(digest(one_run(lab_run), tokens).rollouts) for tokens in (800, 4000, 50_000)]
+    assert 1 == counts[0] < counts[1] <= counts[2]
+
+
 def test_json_has_the_parts_and_the_commands_run(lab_run: Path, capsys: Capture) -> None:
     assert main(["digest", str(lab_run), "--json", "--tokens", "2000"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -21,6 +21,7 @@ from insitu_tasksets.judges.endpoint import Chat, NoVerdict
 TOP = 10.0
 """The best score."""
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n```", re.DOTALL)
+_MARKER = re.compile(r"<\|([^|\s<>]{1,40})\|>")
 _SAID_CHARS = 120
 
 _RULES = """You grade the work of a program that writes code. {what}
@@ -80,5 +81,8 @@ def cut(text: str, most: int) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return a text that JSON takes."""
-    return text.encode(errors="replace").decode()
+    """Return a text that JSON takes, its markers of chat templates pulled apart.
+
+    Servers encode such a marker as the control token, wherever it stands.
+    """
+    return _MARKER.sub(r"< |\1| >", text.encode(errors="replace").decode())

@@ -59,7 +59,7 @@ def opened(folder: Path, **changes: object) -> tuple[Config, TaskSource]:
         [
             "harness.agent=script", "harness.workers=1", "limits.wall_s=20", "limits.max_call_tokens=512",
             "model.max_context_tokens=16384", "tasks.source=jsonl", f"tasks.path={folder / 'rows.jsonl'}",
-            "tasks.eval_share=0",
+            "tasks.eval_share=0", f"sandbox.backend={'docker' if 'image' in changes else 'local'}",
         ],
     )  # fmt: skip
     return config, open_source(config, limits_of(config), runner_for)
@@ -88,6 +88,17 @@ async def test_a_server_that_the_agent_left_running_is_asked(tmp_path: Path) -> 
     ledger = rollout.trajectory.ledger
     assert ledger.balanced
     assert ledger.trained == ledger.captured > 0
+
+
+@pytest.mark.full
+async def test_a_server_that_the_agent_left_running_in_an_image_is_asked(
+    docker_image: str, tmp_path: Path
+) -> None:
+    rollout = await attempt(tmp_path, SERVE, image=docker_image, workdir="/app")
+    verdict = rollout.verdict
+    assert verdict is not None, rollout.error
+    assert (rollout.status, rollout.reward, verdict.image) == (Status.OK, 1.0, docker_image), verdict
+    assert (verdict.trust, verdict.reason) == ("weak", "in the agent's own sandbox: 2 of 2 checks pass")
 
 
 @pytest.mark.slow

@@ -313,8 +313,8 @@ def folder(root: Path, **more: Any) -> Path:
     (made / "tests.json").write_text(json.dumps({"FAIL_TO_PASS": rows.F2P, "PASS_TO_PASS": rows.P2P}))
     (made / "problem_statement.md").write_text(rows.ISSUE)
     (made / "hints.md").write_text("return 1")
-    (made / "patch.diff").write_text(rows.GOLD)
-    (made / "test_patch.diff").write_text(rows.TESTS)
+    (made / "gold.patch").write_text(rows.GOLD)
+    (made / "test.patch").write_text(rows.TESTS)
     (made / "eval.sh").write_text(f"echo '{START}'\npytest -rA\necho '{END}'\n")
     return made
 
@@ -325,6 +325,36 @@ def test_task_folders_of_version_5(tmp_path: Path) -> None:
     assert (item.task.id, item.task.setup.image) == ("some__thing-9", "i:1")
     assert item.oracle.tests.fail_to_pass == tuple(rows.F2P)
     assert "return 1" not in item.task.prompt
+
+
+def test_a_task_repository_of_version_5(tmp_path: Path) -> None:
+    made = folder(tmp_path, split="test", datasets=["Full", "Lite"], eval_type="pass_and_fail")
+    (made / "test_assets" / "tests").mkdir(parents=True)
+    (made / "test_assets" / "tests" / "page.png").write_bytes(b"\x89PNG")
+    for number, (split, sets) in enumerate((("deprecated", ["Full"]), ("test", ["Full"]), ("dev", ["Lite"]))):
+        other = made.with_name(f"other-{number}")
+        shutil.copytree(made, other)
+        keys = yaml.safe_load((made / "task.yaml").read_text()) | {"split": split, "datasets": sets}
+        (other / "task.yaml").write_text(yaml.safe_dump(keys | {"image": f"j:{number}"}))
+    form = format_of("swe_bench_folders")
+
+    def ids(name: str) -> list[str]:
+        return [item.task.id for item in RowSource("f", form, Path(f"{tmp_path}{name}")).every()]
+
+    assert len(ids("")) == 4, "without sweb.yaml all are taken"
+    with pytest.raises(TaskError, match=r"has no sweb\.yaml that names data sets"):
+        ids("@Lite")
+    (tmp_path / "sweb.yaml").write_text("datasets: [Full, Lite]\n")
+    assert ids("") == ["other-1", "some__thing-9"]
+    assert ids("@Lite") == ["some__thing-9"]
+    with pytest.raises(TaskError, match="has no Verified; it has Full, Lite"):
+        ids("@Verified")
+    (item,) = RowSource("f", form, Path(f"{tmp_path}@Lite")).every()
+    assert item.oracle.tests.files["tests/page.png"].content == b"\x89PNG"
+    keys = yaml.safe_load((made / "task.yaml").read_text())
+    (made / "task.yaml").write_text(yaml.safe_dump(keys | {"eval_type": "fail_only"}))
+    with pytest.raises(TaskError, match="eval_type 'fail_only' counts tests that did not run as passed"):
+        ids("@Lite")
 
 
 def test_task_folders_that_are_wrong(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,7 +31,7 @@ from insitu.tasks.row_files import (
     parse_literal,
     parse_object,
 )
-from insitu.tasks.shared import Seconds, make_item, read_text, yaml_mapping
+from insitu.tasks.shared import Seconds, make_item, read_text, safe_tree, tree_of_folder, yaml_mapping
 from insitu.types import GradingPlan, HiddenTests, Limits, Oracle, RewardKind, Setup
 from insitu_tasksets.swe_script import (
     ACTIVATE,
@@ -250,32 +250,68 @@ def parser_name(name: str) -> str:
 
 
 class SweFolders:
-    """Format `swe_bench_folders`: tasks/<id>/ with task.yaml, tests.json and problem_statement.md.
+    """Format `swe_bench_folders`: a task repository of SWE-bench 5, or one task folder of it.
 
-    As SWE-bench 5 stores them; patches and scripts are in task.yaml or in files beside it.
+    tasks/<id>/ has task.yaml, tests.json, problem_statement.md, gold.patch, test.patch, eval.sh and, for what
+    no patch can carry, test_assets/. sweb.yaml names the data sets and the splits that are published; `path`
+    may end in @DATASET.
     """
 
     beside: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "problem_statement": ("problem_statement.md",),
-        "patch": ("patch.diff", "gold.patch", "patch"),
-        "test_patch": ("test_patch.diff", "test.patch", "test_patch"),
+        "patch": ("gold.patch", "patch.diff", "patch"),
+        "test_patch": ("test.patch", "test_patch.diff", "test_patch"),
         "eval_script": ("eval.sh", "eval_script.sh"),
     }
 
     def places(self, path: Path) -> Iterator[RowLocation]:
-        inner = path / "tasks"
-        return task_folders(inner if inner.is_dir() else path, "task.yaml")
+        folder, at, dataset = (path, "", "") if path.exists() else _parted(path)
+        inner = folder / "tasks"
+        found = task_folders(inner if inner.is_dir() else folder, "task.yaml")
+        if not (folder / "sweb.yaml").is_file():
+            if at:
+                raise TaskError(f"tasks.path: {folder} has no sweb.yaml that names data sets")
+            return found
+        config = yaml_mapping(folder / "sweb.yaml")
+        named = [str(name) for name in config.get("datasets") or ()]
+        if at and dataset not in named:
+            raise TaskError(f"tasks.path: {folder} has no {dataset}; it has {', '.join(named)}")
+        splits = config.get("splits") or ["test"]
+        return (place for place in found if _published(place.path, splits, dataset))
 
     def build(self, row: RawRow, place: RowLocation, options: LoadOptions) -> Item:
         folder = place.path
         keys: dict[str, Any] = {"instance_id": folder.name, **yaml_mapping(folder / "task.yaml")}
+        if keys.get("eval_type", PASS_AND_FAIL) != PASS_AND_FAIL:
+            raise TaskError(
+                f"eval_type {ascii(keys['eval_type'])[:40]} counts tests that did not run as passed"
+            )
         for key, names in self.beside.items():
             found = next((folder / name for name in names if (folder / name).is_file()), None)
             if found is not None:
                 keys.setdefault(key, read_text(found))
         if (folder / "tests.json").is_file():
             keys |= parse_object(read_text(folder / "tests.json"), str(folder / "tests.json"))
-        return _SweFormat(name="swe_bench").item(SweRow.model_validate(keys), options)
+        item = _SweFormat(name="swe_bench").item(SweRow.model_validate(keys), options)
+        if not (folder / "test_assets").is_dir():
+            return item
+        tests = replace(item.oracle.tests, files=safe_tree(tree_of_folder(folder / "test_assets")))
+        return replace(item, oracle=replace(item.oracle, tests=tests))
+
+
+PASS_AND_FAIL = "pass_and_fail"
+
+
+def _parted(path: Path) -> tuple[Path, str, str]:
+    """Return folder, "@" and data set of FOLDER@DATASET."""
+    name, at, dataset = path.name.partition("@")
+    return path.with_name(name) if name else path.parent, at, dataset
+
+
+def _published(folder: Path, splits: Sequence[object], dataset: str) -> bool:
+    keys = yaml_mapping(folder / "task.yaml")
+    of = keys.get("datasets")
+    return keys.get("split") in splits and (not dataset or (isinstance(of, list) and dataset in of))
 
 
 HEX = re.compile(r"^[0-9a-f]{7,40}$")

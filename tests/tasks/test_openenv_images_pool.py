@@ -189,3 +189,43 @@ def test_tasks_of_an_image_and_an_action_as_a_tool(docker: Path, monkeypatch: py
 
 async def _fails(action: object) -> None:
     raise ConnectionError("4 is not an answer")
+
+
+SERVES = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("", 8000), Handler).serve_forever()
+"""
+LEAVES_REAL = """
+import os, signal, sys
+from insitu_tasksets.openenv_images import ServerImage, ServerPool
+with ServerPool(ServerImage(image="answers", options=("--network", sys.argv[1]))).blocking() as lease:
+    print(lease.url, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.full
+def test_no_container_of_a_real_daemon_outlives_its_process(docker_image: str, tmp_path: Path) -> None:
+    def docker(*words: object) -> str:
+        done = subprocess.run(["docker", *map(str, words)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    (tmp_path / "serves.py").write_text(SERVES)
+    (tmp_path / "Dockerfile").write_text(
+        f'FROM {docker_image}\nCOPY serves.py /\nCMD ["python3", "/serves.py"]\n'
+    )
+    docker("build", "--network", "none", "--tag", "answers", tmp_path)
+    network = docker("network", "create", f"insitu-{tmp_path.name}"[:40])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LEAVES_REAL, network], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, "http://127.0.0.1:" in done.stdout) == (-signal.SIGKILL, True), done.stderr
+        wait(lambda: docker("ps", "--all", "--quiet", "--filter", "ancestor=answers") == "")
+    finally:
+        docker("network", "rm", network)

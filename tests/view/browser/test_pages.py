@@ -211,6 +211,28 @@ def test_each_chart_is_also_a_table(tab: Tab) -> None:
     assert tab.problems == []
 
 
+def test_speed_is_shown_where_it_was_measured(tab: Tab, browser: Any, tmp_path: Path) -> None:
+    tab.open("#/lab")
+    shown = [chart.get_attribute("aria-label") for chart in tab.page.locator(".small [role=img]").all()]
+    assert "tokens sampled per second: 3 points, from 100 to 300" in shown
+    assert "tokens trained per second: 3 points, from 50 to 150" in shown
+    assert "share of the GPUs' peak (MFU): 3 points, from 0.1 to 0.3" in shown
+    assert "unparsed share: 3 points, from 0.143 to 0.429" in shown
+    assert tab.page.locator(".small:has-text('MFU') b").text_content() == "30 %"
+    tab.open("#/lab/health")
+    gpus = tab.page.locator(".small-multiples > div:has-text('use of the GPUs')")
+    assert gpus.locator(".legend li").all_text_contents() == ["GPU 0", "GPU 1"]
+    assert "memory of the GPUs" in tab.page.text_content("main")
+    assert tab.problems == []
+    stored(tmp_path / "bare", BEFORE, AFTER)
+    for served in serve(tmp_path / "bare"):
+        for bare in open_tab(browser, served):
+            for address in ("#/bare", "#/bare/health"):
+                bare.open(address)
+                text = bare.page.text_content("main")
+                assert not any(word in text for word in ("MFU", "per second", "GPU"))
+
+
 def test_j_k_and_enter_open_rows_where_a_page_has_no_keys_of_its_own(tab: Tab) -> None:
     for address, opened in (("#/lab", "#/lab/rollout"), ("#/lab/tasks", "#/lab/task/")):
         tab.open(address)

@@ -114,7 +114,8 @@ def make_run(
         _evaluate(store, flavour, "eval_after", steps)
         timeline = run.timeline()
         with timeline.phase(flavour.text("collect"), 1):
-            timeline.write("gauges", {"rollouts_running": 2, flavour.text("rss_bytes"): 3})
+            gpus = {"gpu0_use": 40, "gpu0_memory_bytes": 1 << 30, "gpu1_use": 60}
+            timeline.write("gauges", {"rollouts_running": 2, flavour.text("rss_bytes"): 3, **gpus})
         run.write_summary({"agent": flavour.text("script"), "rollouts": steps * GROUPS * SLOTS})
     return path
 
@@ -159,6 +160,11 @@ def _commit(store: Store, config: PlanConfig, step: int, groups: list[Group]) ->
             "malformed_calls": 9 * step,
             "unknown_tools": step,
             "unparsed_share": step / 7,
+            "tokens_sampled": 300 * step,
+            "collect_s": 3.0,
+            "tokens": 100 * step,
+            "seconds": 2.0,
+            "mfu": step / 10,
         },
         ledger=plan.ledger,
         trained=[name for name, reason in reasons.items() if not reason],

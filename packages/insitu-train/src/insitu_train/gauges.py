@@ -1,4 +1,4 @@
-"""Gauges of a run under way for its timeline: rollouts, sandboxes, tokens, memory, disk."""
+"""Gauges of a run under way for its timeline: rollouts, sandboxes, tokens, memory, disk, GPUs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from insitu.errors import RecordError
 from insitu.runtime.running import OpenSession
 from insitu.storage.store import Store
 from insitu.storage.timeline import Timeline
+from insitu_train.gpus import gpu_reader
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ async def write_gauges(
 
     async def watch() -> None:
         before: dict[str, int] = {}
+        gpus = gpu_reader()
         read_s = time.monotonic()
         while True:
             await asyncio.sleep(interval_s)
@@ -45,7 +47,9 @@ async def write_gauges(
             except (RecordError, OSError) as error:
                 log.warning("no gauges error=%s", error)
                 return
-            timeline.write("gauges", {**gauges, **more(), "tokens_per_s": tokens / (now_s - read_s)})
+            timeline.write(
+                "gauges", {**gauges, **more(), **gpus(), "tokens_per_s": tokens / (now_s - read_s)}
+            )
             timeline.write("agent", _agent(sessions()))
             before, read_s = sampled, now_s
 

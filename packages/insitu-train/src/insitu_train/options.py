@@ -244,6 +244,8 @@ class StepResult:
     """Tokens of the rows, prompts included."""
     micro_batches: int = 0
     seconds: float = 0.0
+    mfu: float | None = None
+    """Share of the devices' peak that the update reached (trainer/utilization.py); None where not known."""
 
 
 def gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:

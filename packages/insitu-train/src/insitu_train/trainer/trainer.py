@@ -39,6 +39,7 @@ from insitu_train.trainer.mismatch import Mismatch, refused
 from insitu_train.trainer.optimizer import Optimiser
 from insitu_train.trainer.reference import Scorer
 from insitu_train.trainer.score_recorder import ScoreRecorder
+from insitu_train.trainer.utilization import utilization
 from insitu_train.trainer.versions import check_versions
 
 T = TypeVar("T")
@@ -115,7 +116,9 @@ class Trainer:
         if self._recorder is not None:
             self._recorder.write()
             self._recorder = None
-        return replace(result, seconds=time.monotonic() - began)
+        seconds, world = time.monotonic() - began, self.ranks.world
+        mfu = utilization(self.model, plan, epochs=self.config.epochs, ranks=world, seconds=seconds)
+        return replace(result, seconds=seconds, mfu=mfu)
 
     @contextmanager
     def whole(self, *, moments: bool = False) -> Iterator[None]:

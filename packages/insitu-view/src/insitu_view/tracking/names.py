@@ -82,6 +82,7 @@ STEP: Mapping[str, Mapping[str, str]] = {
         "evaluate_s": "seconds that the step waited for evaluations beside it",
         "publish_s": "seconds until the engine had the weights",
         "seconds": "seconds of the update alone",
+        "mfu": "share of the GPUs' peak that the update reached, where it is known",
     },
     "async": {
         "staleness_max": "most versions that a trained rollout was behind",

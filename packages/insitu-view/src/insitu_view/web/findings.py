@@ -72,7 +72,7 @@ def timeline(run: RunHandle) -> dict[str, Any] | None:
             phases.append({"phase": line["phase"], "step": line["step"], "began_s": time_s, "ended_s": None})
         elif event == "end" and phases and phases[-1]["phase"] == line["phase"]:
             phases[-1]["ended_s"] = time_s
-    names = [name for name in (gauges[-1] if gauges else ()) if name != "schema_version"]
+    names = dict.fromkeys(name for line in gauges for name in line if name != "schema_version")
     return {"gauges": {name: [line.get(name) for line in gauges] for name in names}, "phases": phases}
 
 

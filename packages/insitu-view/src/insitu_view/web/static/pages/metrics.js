@@ -1,6 +1,6 @@
 // All metrics of the steps as small multiples in named groups.
 import { html, useMemo, useState } from "../vendor/preact-htm.module.js";
-import { num, secs, words } from "../format.js";
+import { num, pct, secs, words } from "../format.js";
 import { go, href } from "../router.js";
 import { Panel, useStored } from "../ui.js";
 import { Chart, movingMean, Stack } from "../chart.js";
@@ -10,10 +10,22 @@ const GROUPS = [
   ["Tool calls", ["unparsed_share", "malformed_calls", "unknown_tools"]],
   ["Exactness", ["max_logprob_gap", "max_logprob_gap_seen", "mismatched", "off_policy_kl", "ess"]],
   ["Freshness", ["staleness_max", "staleness_mean", "waited_s", "wasted", "dropped"]],
-  ["Speed", ["tokens_sampled", "tokens_trained", "calls_mean", "micro_batches", "rows"]],
+  ["Speed", ["sampled_per_s", "trained_per_s", "mfu", "tokens_sampled", "tokens_trained", "calls_mean", "micro_batches", "rows"]],
 ];
 
-export function Metrics({ steps, run }) {
+const LABELS = { mfu: "share of the GPUs' peak (MFU)", sampled_per_s: "tokens sampled per second", trained_per_s: "tokens trained per second" };
+
+/** The metrics of the steps with tokens per second: sampled while rollouts ran, trained during the update. */
+function withRates(metrics) {
+  const rate = (tokens, seconds) => tokens?.map((n, i) => (n !== null && seconds?.[i] > 0 ? n / seconds[i] : null));
+  // Rollouts of an asynchronous run do not wait for the trainer.
+  const sampling = metrics.collect_s?.map((s, i) => ((metrics.waited_s?.[i] ?? null) === null ? s : metrics.cycle_s?.[i]));
+  const rates = { sampled_per_s: rate(metrics.tokens_sampled, sampling), trained_per_s: rate(metrics.tokens, metrics.seconds) };
+  return { ...metrics, ...Object.fromEntries(Object.entries(rates).filter(([, values]) => values)) };
+}
+
+export function Metrics({ steps: stored, run }) {
+  const steps = useMemo(() => ({ ...stored, metrics: withRates(stored.metrics) }), [stored]);
   const [filter, setFilter] = useState("");
   const [options, setOptions] = useStored("metrics", { smooth: false, log: false, time: false });
   const named = new Set(GROUPS.flatMap(([, keys]) => keys));
@@ -52,10 +64,10 @@ function Small({ name, xs, values, options, run, steps }) {
     return options.smooth ? [{ ...line, colour: "--c1-faint", quiet: true, width: 1 }, { ...line, values: movingMean(shown, 9) }] : [line];
   }, [values, options.log, options.smooth]);
   const last = values.findLast((value) => value !== null);
-  const format = name.endsWith("_s") ? secs : num;
+  const format = /^mfu$|_share$/.test(name) ? pct : name.endsWith("_per_s") ? num : name.endsWith("_s") ? secs : num;
   const pick = (x) => go(href(run, "step", [options.time ? steps.step[xs.indexOf(x)] : x]));
-  return html`<div class="small"><h3><span class="grow">${words(name)}</span><b>${format(last)}</b></h3>
-    <${Chart} title=${words(name)} xs=${xs} series=${series} height=${110} log=${options.log} sync="steps" format=${format} axis=${options.time ? "time" : "step"} onPick=${pick} /></div>`;
+  return html`<div class="small"><h3><span class="grow">${LABELS[name] ?? words(name)}</span><b>${format(last)}</b></h3>
+    <${Chart} title=${LABELS[name] ?? words(name)} xs=${xs} series=${series} height=${110} log=${options.log} sync="steps" format=${format} axis=${options.time ? "time" : "step"} onPick=${pick} /></div>`;
 }
 
 const PARTS = [["collect_s", "collect", "--c1"], ["train_s", "train", "--c2"], ["publish_s", "publish weights", "--c3"]];

@@ -38,8 +38,9 @@ from insitu.types import IntArray, Message, RequestKey, Rollout, Status, Task
 from insitu_fleet import controller as controller_module
 from insitu_fleet import ray_link
 from insitu_fleet.controller import Fleet, open_fleet
-from insitu_fleet.links import ProcessLink, code_identity
+from insitu_fleet.links import ProcessLink
 from insitu_fleet.ray_relay import NodeRelay
+from insitu_train.channel.installed import code_identity
 from insitu_train.demo.demonstrator import edit
 from insitu_train.demo.make_warm_start import write_renderer
 from insitu_train.demo.scripted import ScriptedEngine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -42,6 +43,14 @@ def _degenerate(value: object) -> object:
     if not 0 < variance < math.inf:
         raise ValueError("must be drop, keep or a variance above 0")
     return variance
+
+
+def split_ranks(ranks: int | str) -> tuple[int, int, str]:
+    """Return the ranks here, those on all hosts, and where hosts meet, empty for one; raise ValueError."""
+    found = re.fullmatch(r"([1-9]\d*)(?:\+([1-9]\d*)@([^@:\s]+:[1-9]\d{0,4}))?", str(ranks))
+    if found is None:
+        raise ValueError("must be a number from 1, or HERE+THERE@HOST:PORT, such as 2+4@10.0.0.1:29400")
+    return int(found[1]), int(found[1]) + int(found[2] or 0), found[3] or ""
 
 
 _TWO = AfterValidator(_none_or_two)
@@ -204,8 +213,9 @@ class OptimizerKeys(Keys):
 class _ParallelKeys(Keys):
     """Data parallelism."""
 
-    ranks: Count = 1
-    """Data-parallel processes; 1 = the learner alone."""
+    ranks: Annotated[int | str, AfterValidator(lambda given: split_ranks(given) and given)] = 1
+    """Data-parallel processes; 1 = the learner alone, "2+4@10.0.0.1:29400" = two here, and four that other
+    hosts bring to this address of the learner's machine (`insitu ranks`)."""
 
 
 class RowRules(Keys):

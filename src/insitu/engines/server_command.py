@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from insitu.config import Config
+from insitu.config.training import split_ranks
 from insitu.errors import ConfigError
 
 SERVERS = ("vllm", "sglang")
@@ -229,7 +230,7 @@ def place(config: Config, present: Sequence[str]) -> Placement:
 def _learner_gpus(config: Config) -> int:
     """Return the GPUs that the learner uses."""
     on_gpu = config.policy.kind == "hf" and config.policy.device != "cpu"
-    return config.train.ranks if on_gpu else 0
+    return split_ranks(config.train.ranks)[0] if on_gpu else 0
 
 
 def describe_servers(config: Config) -> list[str]:

@@ -38,7 +38,8 @@ _KEYS = tuple(
 CHANGEABLE = tuple(key for key in _KEYS if key.partition(".")[0] not in ("train", "policy"))
 """Of an evaluation, which has no trainer."""
 TRAINING = (
-    "run.steps", "run.stop_after_evals", "train.on_bad_step", "train.reference", "tasks.reference", *_KEYS,
+    "run.steps", "run.stop_after_evals", "train.on_bad_step", "train.ranks", "train.reference",
+    "tasks.reference", *_KEYS,
 )  # fmt: skip
 """Of a training run: also more steps, and another place of the same teacher."""
 

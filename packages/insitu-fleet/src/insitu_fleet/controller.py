@@ -35,7 +35,8 @@ from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.tasks.base import TaskSource
 from insitu_fleet.attempts import FleetAttempts, Gate
 from insitu_fleet.engine import EngineCalls
-from insitu_fleet.links import Link, ProcessLink, code_identity
+from insitu_fleet.links import Link, ProcessLink
+from insitu_train.channel.installed import code_identity
 from insitu_train.channel.rpc import NOTHING, Array, Frame, Meta, RpcPeer
 
 START_S = 300.0

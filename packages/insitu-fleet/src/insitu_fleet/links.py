@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Protocol
 
-from insitu._version import __version__
 from insitu.errors import EngineError
-from insitu.registry import SATELLITES
 from insitu.storage.temp_dirs import scratch_folder
 from insitu_train.channel.child import Child
 from insitu_train.channel.rpc import Handler, RpcClient, RpcPeer
 
 NODE = "insitu_fleet.node"
-
-
-@functools.cache
-def code_identity() -> str:
-    """Return version and digest of the installed insitu: checkouts of one version may differ."""
-    found = hashlib.sha256()
-    for package in ("insitu", *(f"insitu_{name}" for name in SATELLITES)):
-        for root in (Path(spec.origin).parent for spec in [find_spec(package)] if spec and spec.origin):
-            for file in sorted(root.rglob("*.py")):
-                found.update(str(file.relative_to(root.parent)).encode() + b"\0" + file.read_bytes())
-    return f"{__version__} ({found.hexdigest()[:12]})"
 
 
 class Link(Protocol):

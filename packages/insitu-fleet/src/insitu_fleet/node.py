@@ -39,8 +39,8 @@ from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
 from insitu.tasks.base import Split
 from insitu.types import Oracle, Rollout, Task
 from insitu_fleet.engine import RemoteEngine
-from insitu_fleet.links import code_identity
 from insitu_fleet.values import pack, unpack
+from insitu_train.channel.installed import code_identity
 from insitu_train.channel.parent_watch import main_of_child
 from insitu_train.channel.rpc import NOTHING, Frame, RpcPeer, serve_peer
 

@@ -38,7 +38,7 @@ def check_service(config: Config) -> None:
         raise ConfigError("policy.kind tinker: train.kl needs a reference policy, which the service lacks")
     if config.engine.temperature != 1.0:
         raise ConfigError("policy.kind tinker: the service trains at engine.temperature = 1 only")
-    if config.train.ranks > 1:
+    if config.train.ranks != 1:
         raise ConfigError("policy.kind tinker: train.ranks has no effect, the service places the model")
     if config.engine.model.startswith("tinker://"):
         raise ConfigError(f"policy.kind tinker: engine.model {config.engine.model} is not a base model")

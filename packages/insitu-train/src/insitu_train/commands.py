@@ -34,6 +34,13 @@ COMMANDS = (
         run="insitu_train.verbs:sft",
     ),
     Command(
+        name="ranks",
+        group="train",
+        text="on another host: run ranks for the learner of a run (train.ranks)",
+        example="10.0.0.1:29400 --ranks 4",
+        run="insitu_train.verbs:ranks",
+    ),
+    Command(
         name="replay",
         group="look",
         text="repeat a stored run's training and compare it bit for bit",

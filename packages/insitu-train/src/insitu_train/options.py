@@ -13,7 +13,7 @@ from insitu.config import Config
 from insitu.config.base import CountOrZero, Keys
 from insitu.config.model import PolicyKeys
 from insitu.config.tables import ALARMS
-from insitu.config.training import LearnerKeys, LossConfig, OptimizerKeys
+from insitu.config.training import LearnerKeys, LossConfig, OptimizerKeys, split_ranks
 from insitu.errors import ConfigError, boundary
 
 Decay = Literal["constant", "linear", "cosine"]
@@ -113,10 +113,27 @@ class TrainConfig(LearnerKeys):
     share_gpu: bool = False
     """An engine uses the GPU between steps: torch's memory cache is freed after each."""
 
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on the learner's machine."""
+        return split_ranks(self.ranks)[0]
+
+    @property
+    def world(self) -> int:
+        """Ranks on all hosts."""
+        return split_ranks(self.ranks)[1]
+
+    @property
+    def meeting(self) -> str:
+        """HOST:PORT where ranks of other hosts come; empty = there are none."""
+        return split_ranks(self.ranks)[2]
+
     @model_validator(mode="after")
     def _sharded(self) -> Self:
-        if self.shard and (self.ranks == 1 or self.policy.kind != "hf"):
+        if self.shard and (self.world == 1 or self.policy.kind != "hf"):
             raise ValueError("train.shard needs ranks > 1 and policy.kind hf")
+        if self.shard and self.meeting:
+            raise ValueError("train.shard divides a model inside one machine: not with ranks of other hosts")
         return self
 
     @classmethod

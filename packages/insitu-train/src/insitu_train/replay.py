@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from insitu.config import model_folder
+from insitu.config.training import split_ranks
 from insitu.errors import RecordError
 from insitu.progress.base import View
 from insitu.storage.open_run import kind_of
@@ -39,6 +40,8 @@ async def replay_run(run_dir: Path, view: View) -> Mapping[str, Any]:
             raise RecordError(f"{run_dir} has no committed step to replay")
         require_learner(config)
         scratch = stack.enter_context(scratch_folder())
+        # here, also where other hosts took part
+        config = config.changed(train=config.train.changed(ranks=split_ranks(config.train.ranks)[1]))
         spec = LearnerSpec.of(config, model=model_folder(config), log=scratch / "learner.log")
         learner = await stack.enter_async_context(Learner.start(replace(spec, samples=False)))
         check_start_model(store, learner)

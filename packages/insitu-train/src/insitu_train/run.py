@@ -31,7 +31,7 @@ from insitu_train.checks import check_learner, check_reference, check_service, c
 from insitu_train.evaluations import check_evaluations
 from insitu_train.gauges import write_gauges
 from insitu_train.learner.client import Learner
-from insitu_train.learner.process import LearnerSpec
+from insitu_train.learner.process import LearnerSpec, say_hosts
 from insitu_train.learner.supervisor import LearnerSupervisor
 from insitu_train.loop import (
     EXTRA,
@@ -126,6 +126,7 @@ async def assemble(
             stage("checking the engine")
             engines = await stack.enter_async_context(open_server(config, renderer, note))
         stage("starting the learner")
+        say_hosts(config, note)
         spec = LearnerSpec.of(config, model=model_folder(config), log=run.logs / "learner.log")
         learner = await stack.enter_async_context(Learner.start(spec))
         keep_start_model(store, learner)
@@ -163,6 +164,7 @@ async def _assemble_served(
     """Open the learner of a run on stored sessions, which has no agents and no engine."""
     config = run.config
     stage("starting the learner")
+    say_hosts(config, note)
     spec = LearnerSpec.of(config, model=model_folder(config), log=run.logs / "learner.log")
     async with Learner.start(replace(spec, samples=False)) as learner:
         keep_start_model(store, learner)

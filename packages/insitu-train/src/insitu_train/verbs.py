@@ -1,7 +1,8 @@
-"""The verbs `train`, `sft` and `replay`; each imports its dependencies when it runs."""
+"""The verbs `train`, `sft`, `ranks` and `replay`; each imports its dependencies when it runs."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,7 @@ def train(
     overrides: Overrides = (),
 ) -> int:
     from insitu_train.api import resolve_training, train_and_report
-    from insitu_train.learner.process import describe_memory
+    from insitu_train.learner.process import describe_learner
     from insitu_train.loop import TrainOptions
 
     path: str | None
@@ -48,7 +49,7 @@ def train(
         raise ConfigError("give a configuration file, for instance examples/demo.toml, or --resume DIR")
     resolved, resume = resolve_training(path, changes, resume, {}, named=False)
     if dry:
-        return dry_run(resolved, describe_memory, trains=True, samples=True)
+        return dry_run(resolved, describe_learner, trains=True, samples=True)
     options = TrainOptions(resume=resume, began=process_began())
     return run_to_end(
         "train",
@@ -70,7 +71,7 @@ def sft(
     overrides: Overrides = (),
 ) -> int:
     from insitu.api import config_from_run, resolve
-    from insitu_train.learner.process import describe_memory
+    from insitu_train.learner.process import describe_learner
     from insitu_train.loop import TrainOptions
     from insitu_train.sft.run import run_sft
 
@@ -83,7 +84,7 @@ def sft(
         if resolved.sft.run != str(source.absolute()):
             raise ConfigError(f"RUN {source} already sets sft.run: drop sft.run={resolved.sft.run}")
     if dry:
-        return dry_run(resolved, describe_memory, trains=True, samples=False)
+        return dry_run(resolved, describe_learner, trains=True, samples=False)
     options = TrainOptions(resume=resume, began=process_began())
     return run_to_end(
         "sft", resolved, lambda config, view: run_sft(config, view, options), plain=plain, json=json
@@ -100,4 +101,22 @@ def replay(run: RunPath, plain: Plain = False, json: SummaryJson = False) -> int
     if not result["identical"]:
         steps = ", ".join(map(str, result["differing_steps"]))
         return fail(f"the replay of {run} differs at steps {steps}", EXIT_FAILED)
+    return 0
+
+
+def ranks(
+    address: Annotated[
+        str, Arg(positional=True, metavar="HOST:PORT", help="where train.ranks says that ranks meet")
+    ],
+    ranks: Annotated[int, Arg(metavar="K", help="ranks to run here; on GPUs one for each")] = 1,
+    model: Annotated[
+        Path | None,
+        Arg(metavar="FOLDER", help="the start model here, if not at the path that it has at the learner"),
+    ] = None,
+) -> int:
+    from insitu_train.learner.host_agent import attend
+
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: at least 1")
+    attend(address, ranks, model, lambda line: print(f"insitu ranks: {line}", file=sys.stderr, flush=True))
     return 0

@@ -37,7 +37,7 @@ def demo(
     from insitu.evaluate.resume import TRAINING
     from insitu_train.demo.run import DemoOptions, run_demo
     from insitu_train.demo.smollm2 import smollm2_file
-    from insitu_train.learner.process import describe_memory
+    from insitu_train.learner.process import describe_learner
 
     if model and (agent or from_scratch or resume):
         raise ConfigError(
@@ -53,7 +53,7 @@ def demo(
     else:
         resolved = load_config(None, changes, demo_preset())
     if dry:
-        return dry_run(resolved, describe_memory, trains=True, samples=True)
+        return dry_run(resolved, describe_learner, trains=True, samples=True)
     options = DemoOptions(from_scratch=from_scratch, resume=resume, began=process_began())
     return run_to_end(
         "demo", resolved, lambda config, view: run_demo(config, view, options), plain=plain, json=json

@@ -50,6 +50,8 @@ class Learner:
         """Hex digest over all the trainer's tensors in name order."""
         self.reference = ""
         """Checksum of the reference policy; empty without one."""
+        self.hosts = ""
+        """Which ranks take part; empty where all are here."""
         self.probe_gap = 0.0
         """Largest |trainer - sampler| log-probability of the start-up probe."""
 
@@ -93,7 +95,7 @@ class Learner:
         """Replace a dead process; it and its engine hold the start model. Raises EngineError, TrainError."""
         if self._engine is not None:
             self._engine.fed = False
-        await self._end()
+        await self._end(again=True)
         await self._begin()
 
     async def _begin(self) -> None:
@@ -101,7 +103,8 @@ class Learner:
         for remaining in reversed(range(self._spec.restarts + 1)):
             log = self._spec.log or self._folder / "learner.log"
             self._lives += 1
-            self._child = await spawn_learner(self._spec, self._folder / f"learner{self._lives}", log)
+            socket = self._folder / f"learner{self._lives}"
+            self._child = await spawn_learner(self._spec, socket, log, again=self._lives > 1)
             try:
                 self._channel = await self._child.connect(self._spec.start_deadline_s)
                 await self._attach()
@@ -127,13 +130,14 @@ class Learner:
             self._engine.one_thread = self._spec.service is None
         info = await self._call("train.info", {}, self._spec.start_deadline_s)
         self.probe_gap, self.reference = float(info.meta["probe_gap"]), str(info.meta["reference"])
+        self.hosts = str(info.meta.get("hosts", ""))
         for line in info.meta["notices"]:
             log.warning("%s", line)
         self._note(info)
 
-    async def _end(self) -> None:
+    async def _end(self, *, again: bool = False) -> None:
         try:
-            await _request_shutdown(self._channel)
+            await _request_shutdown(self._channel, again=again)
         finally:
             await self._child.end()
 
@@ -238,8 +242,8 @@ class Learner:
             raise TrainError(f"{op}: {cause}") from error
 
 
-async def _request_shutdown(channel: RpcClient) -> None:
+async def _request_shutdown(channel: RpcClient, *, again: bool) -> None:
     """Ask for a clean exit; a dead or busy learner is ended otherwise."""
     with contextlib.suppress(EngineError):
-        await channel.call("train.shutdown", deadline_s=2.0)
+        await channel.call("train.shutdown", {"again": again}, deadline_s=2.0)
     await channel.close()

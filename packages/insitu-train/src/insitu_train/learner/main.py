@@ -112,6 +112,7 @@ class Commands:
         notices = trainer.model.notices if isinstance(trainer.model, HfPolicy) else []
         reference = checkpoint.reference_of(trainer)
         found = {"step": trainer.steps, "probe_gap": self._probe_gap, "notices": notices}
+        found["hosts"] = self._others.described()
         call.reply({**found, "reference": reference, **self._held()})
 
     def _step(self, call: RpcCall) -> None:
@@ -143,8 +144,7 @@ class Commands:
     def _load(self, call: RpcCall) -> None:
         self._drain()
         with self._exit_on_lost_rank():
-            self._others.send("load", {"folder": call.meta["folder"]})
-        checkpoint.load(self._trainer, Path(call.meta["folder"]))
+            self._others.load(self._trainer, Path(call.meta["folder"]))
         self._digest = ""
         self._info(call)
 
@@ -196,6 +196,8 @@ class Commands:
 
     def _shutdown(self, call: RpcCall) -> None:
         self.stop = True
+        if self._others.hosts is not None and not call.meta.get("again"):
+            self._others.hosts.end()
         call.reply()
 
     @contextmanager
@@ -211,7 +213,8 @@ class Commands:
     def _exit_on_lost_rank(self) -> Iterator[None]:
         """Exit when a rank is lost: the learner may be restarted."""
         try:
-            yield
+            with self._others.working():
+                yield
         except RankLostError as error:
             raise SystemExit(f"RankLostError: {error}") from error
 
@@ -247,8 +250,8 @@ def _sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineServic
 def run(args: argparse.Namespace) -> None:
     follow_parent(args.parent)
     config = parse_config(args.train)
-    with peers.started(args.model, config) as others:
-        model = peers.open_model(args.model, config, others.ranks)
+    with peers.started(args.model, config, again=args.again) as others:
+        model = peers.open_model(args.model, config, others.ranks, others.place)
         service, gap = _sampler(model, args.engine, config)
         reserved = 0 if service is None else service.core.cache.nbytes
         trainer = peers.make_trainer(model, args.model, config, others.ranks, reserved)
@@ -263,6 +266,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--train", required=True)
     parser.add_argument("--engine", required=True)
+    parser.add_argument("--again", action="store_true", help="a learner of this run died")
     return main_of_child(parser, run, argv)
 
 

@@ -15,16 +15,18 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from insitu.config import Config, dump_toml, model_folder, model_kind
+from insitu.config.training import split_ranks
 from insitu.engines.server_command import VISIBLE, place, present_gpus
 from insitu.errors import ConfigError, EngineError
 from insitu.install_hints import install_extra
 from insitu_train.channel.child import Child, python_path
+from insitu_train.channel.host_link import SECRET, secret_of
 from insitu_train.embedded.architecture import read_architecture
 from insitu_train.host_memory import available_memory
 from insitu_train.options import ServiceOptions, TrainConfig, dump_config
@@ -208,9 +210,11 @@ def _program(spec: LearnerSpec) -> tuple[str, list[str]]:
     return "insitu_train.learner.main", ["--engine", json.dumps(engine) if spec.samples else ""]
 
 
-async def spawn_learner(spec: LearnerSpec, socket: Path, log: Path) -> Child:
-    """Start a learner, which listens at `socket`."""
+async def spawn_learner(spec: LearnerSpec, socket: Path, log: Path, *, again: bool = False) -> Child:
+    """Start a learner, which listens at `socket`; again: one of this run died."""
     program, own_arguments = _program(spec)
+    if again and spec.train.meeting and spec.service is None:
+        own_arguments.append("--again")
     arguments = [
         *("--socket", str(socket), "--model", absolute(spec.model), "--parent", str(os.getpid())),
         *("--train", dump_config(spec.train), *own_arguments),
@@ -224,7 +228,29 @@ async def spawn_learner(spec: LearnerSpec, socket: Path, log: Path) -> Child:
     return await Child.start(program, arguments, environment, socket, log)
 
 
-def describe_memory(config: Config) -> list[str]:
+def describe_hosts(config: Config) -> list[str]:
+    """Return the command that brings ranks of other hosts; none without hosts."""
+    here, world, address = split_ranks(config.train.ranks)
+    if not address:
+        return []
+    return [
+        f"train.ranks: other hosts bring {world - here} of {world} ranks, each with {SECRET} as here:"
+        f" insitu ranks {address} --ranks K"
+    ]
+
+
+def say_hosts(config: Config, say: Callable[[str], None]) -> None:
+    """Say before the learner starts which hosts it waits for."""
+    for line in describe_hosts(config):
+        say(line)
+
+
+def describe_learner(config: Config) -> list[str]:
+    """Return who takes part from other hosts, and the memory of a GPU, a line each."""
+    return [*describe_hosts(config), *_describe_memory(config)]
+
+
+def _describe_memory(config: Config) -> list[str]:
     """Return what a model of transformers takes of a GPU, a line each, or why that is not known."""
     if config.policy.kind != "hf":
         return []
@@ -262,5 +288,7 @@ def require_learner(config: Config) -> None:
         are = "is" if len(missing) == 1 else "are"
         extra = {"transformers": "hf", "tinker": "tinker"}.get(further or "", "train")
         raise ConfigError(f"{' and '.join(missing)} {are} not installed: {install_extra(extra)}")
+    if split_ranks(config.train.ranks)[2]:
+        secret_of(os.environ)
     if config.engine.kind == "embedded" and (model_folder(config) / "config.json").exists():
         _check_sampler(config)

@@ -94,6 +94,8 @@ class LearnerSupervisor:
     async def begin(self) -> None:
         """Load and publish the last committed step's weights."""
         process = await self.ready()
+        if self._learner.hosts:
+            self._say(self._learner.hosts)
         try:
             async with self._restart_lock:
                 await self._catch_up()
@@ -164,6 +166,8 @@ class LearnerSupervisor:
                     await self._learner.restart()
                 await self._catch_up()
                 self._process += 1
+                if self._learner.hosts:
+                    self._say(self._learner.hosts)
                 self._weights_ready = True
             except (TrainError, EngineError):
                 if self._learner.alive or self._deaths >= self._restarts:
@@ -193,7 +197,8 @@ class LearnerSupervisor:
             if again.weights not in ("", self._learner.weights):
                 self._say(
                     f"step {again.step}: trained again after the last checkpoint, its weights differ from"
-                    " those before: expected on a GPU, else the machine or a library has changed"
+                    " those before: expected on a GPU or with other ranks, else the machine or a library has"
+                    " changed"
                 )
         await self._publisher.publish(self._learner.version)
         self._replaying = False

@@ -27,7 +27,7 @@ def describe(config: Config) -> Iterator[str]:
     """Yield a line each: what is held, the pass of the longest row, and a server's weights."""
     model = _model_of(config)
     train, length = TrainConfig.of(config), config.model.max_context_tokens
-    shards = train.ranks if train.shard else 1
+    shards = train.world if train.shard else 1
     on_cpu = train.policy.device == "cpu"
     predictor = MemoryModel(
         model,

@@ -48,17 +48,18 @@ def open_policy(
     )
 
 
-def device_of(config: PolicyConfig, rank: int, ranks: int) -> torch.device | None:
-    """Return a rank's own device; None = no choice to make. Raises ConfigError."""
+def device_of(config: PolicyConfig, rank: int, ranks: int, here: int = 0) -> torch.device | None:
+    """Return a rank's own device; None = no choice to make. Raises ConfigError.
+
+    rank: its number on its machine, which has `here` of all `ranks`; 0 = all.
+    """
     if config.kind == "builtin" or ranks == 1:
         return None
     device = _device(config.device)
     if device.type == "cpu":
         return device
-    if ranks > torch.cuda.device_count():
-        raise ConfigError(
-            f"train.ranks = {ranks}: each rank needs a GPU of its own, torch sees {torch.cuda.device_count()}"
-        )
+    if (needed := here or ranks) > (present := torch.cuda.device_count()):
+        raise ConfigError(f"train.ranks = {needed}: each rank needs a GPU of its own, torch sees {present}")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from insitu.capture.ledger import reassign
 from insitu.config import Config, model_folder
-from insitu.config.training import PlanKeys
+from insitu.config.training import PlanKeys, split_ranks
 from insitu.errors import TrainError
 from insitu.types import (
     BoolArray,
@@ -65,7 +65,7 @@ class PlanConfig(PlanKeys):
         """Return the planner's part of a run's configuration."""
         t = config.train
         # The constant is close enough for a small model's pass on a CPU.
-        cost = pair_cost(model_folder(config)) if t.layout == "tree" or t.ranks > 1 else PAIR_COST
+        cost = pair_cost(model_folder(config)) if t.layout == "tree" or t.ranks != 1 else PAIR_COST
         return cls.rules_of(config).changed(pair_cost=cost)
 
     @classmethod
@@ -196,7 +196,7 @@ def pack_rows(
         [int(row.mask.argmax()) for row in rows],
         config.token_budget,
         layout=config.layout,
-        ranks=config.ranks,
+        ranks=split_ranks(config.ranks)[1],
         pair_cost=config.pair_cost,
         known=known or sort_rows([row.ids for row in rows], [row.experts for row in rows]),
     )

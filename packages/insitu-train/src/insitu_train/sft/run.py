@@ -34,7 +34,7 @@ from insitu.storage.temp_dirs import remove_stale_scratch
 from insitu.storage.wall_clock import WallClock
 from insitu.types import Ledger
 from insitu_train.learner.client import Learner
-from insitu_train.learner.process import LearnerSpec, require_learner
+from insitu_train.learner.process import LearnerSpec, require_learner, say_hosts
 from insitu_train.loop import (
     TrainOptions,
     finished_run,
@@ -274,6 +274,7 @@ async def run_sft(config: Config, view: View, options: TrainOptions) -> Mapping[
         spec = LearnerSpec.of(run.config, model=folder, log=run.logs / "learner.log")
         spec = replace(spec, train=train_config(run.config, len(course.steps)), samples=False)
         view.begin(f"supervised training on {run.config.sft.run}", 0)
+        say_hosts(run.config, view.note)
         view.stage("supervised steps", len(course.steps))
         learner = await stack.enter_async_context(Learner.start(spec))
         keep_start_model(store, learner)

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -32,6 +33,7 @@ from insitu_train.embedded.model_files import StoredModel, copied, model_files, 
 from insitu_train.host_memory import available_memory
 from insitu_train.model.base import Policy
 from insitu_train.model.shard import like
+from insitu_train.trainer.distributed import Together
 from insitu_train.trainer.trainer import Trainer
 
 SCHEMA = 2
@@ -164,8 +166,28 @@ class CheckpointWriter:
         return str(failed or "")
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A checkpoint as it was read."""
+
+    raw: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    moments: dict[str, Tensor]
+
+
 def load(trainer: Trainer, folder: Path) -> None:
     """Restore the trainer from a checkpoint. Raises TrainError, changing nothing, when it does not fit."""
+    _restore(trainer, _read(trainer, folder))
+
+
+def load_shared(trainer: Trainer, folder: Path | None) -> None:
+    """Restore all ranks from a checkpoint that only the first reads, as `load`; the others give None."""
+    ranks = trainer.ranks
+    found = ranks.attempt(lambda: None if folder is None else _read(trainer, folder))
+    _restore(trainer, _from_first(ranks, found) if isinstance(ranks, Together) else found)
+
+
+def _read(trainer: Trainer, folder: Path) -> _Loaded:
     verify(folder)
     with model_files(TrainError, f"load checkpoint {folder}"):
         raw = json.loads((folder / STATE).read_text())
@@ -179,12 +201,41 @@ def load(trainer: Trainer, folder: Path) -> None:
         raise TrainError(f"checkpoint {folder} was made with different optimizer settings: {raw['optim']}")
     if raw["reference"] != reference_of(trainer):
         raise TrainError(f"checkpoint {folder} was made with a different reference policy (train.reference)")
-    held = trainer.model.read(folder)
+    return _Loaded(raw, trainer.model.read(folder), moments)
+
+
+def _restore(trainer: Trainer, found: _Loaded | None) -> None:
+    if found is None:
+        raise TrainError("a single rank has no checkpoint to load")
+    moments = found.moments
     random = {name: moments.pop(name) for name in (RNG, RNG_GPU) if name in moments}
     trainer.optimiser.restore(moments)
-    _copy(held, trainer.model)
-    trainer.steps, trainer.version = int(raw["step"]), int(raw["version"])
+    _copy(found.weights, trainer.model)
+    trainer.steps, trainer.version = int(found.raw["step"]), int(found.raw["version"])
     _restore_random(random, trainer.model.device)
+
+
+def _from_first(ranks: Together, found: _Loaded | None) -> _Loaded:
+    """Return what the first rank read, one tensor after another."""
+    held = {} if found is None else {**_tagged("w", found.weights), **_tagged("m", found.moments)}
+    shapes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in held.items()]
+    text = json.dumps([{} if found is None else dict(found.raw), shapes]).encode()
+    size = int(ranks.broadcast(torch.tensor([len(text)])))
+    sent = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if found
+        else torch.empty(size, dtype=torch.uint8)
+    )
+    raw, shapes = json.loads(bytes(ranks.broadcast(sent).tolist()))
+    parts: dict[str, dict[str, Tensor]] = {"w": {}, "m": {}}
+    for name, dtype, shape in shapes:
+        own = held[name].detach() if found else torch.empty(shape, dtype=getattr(torch, dtype))
+        parts[name[0]][name[2:]] = ranks.broadcast(own)
+    return _Loaded(raw, parts["w"], parts["m"])
+
+
+def _tagged(tag: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{tag} {name}": tensor for name, tensor in tensors.items()}
 
 
 def _random(device: torch.device) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ process.
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from insitu.errors import BadStepError, ConfigError, TrainError
+from insitu.errors import BadStepError, ConfigError, TrainError, boundary
 from insitu_train.plan.packing import MicroBatch
 
 T = TypeVar("T")
@@ -107,6 +108,15 @@ class Together(Ranks):
         with _all_there("sum over ranks"):
             self._group.allreduce([moved]).wait()
         return tensor if moved is tensor else tensor.copy_(moved)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return the first rank's tensor; the others give one of its shape and dtype."""
+        moved = tensor.to(self._device).contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        with _all_there("take over from rank 0"):
+            self._group.broadcast([moved], options).wait()
+        return moved.to(tensor.device)
 
     def combine(self, parameters: Sequence[torch.nn.Parameter], measures: Any) -> None:
         self._add_gradients(parameters)
@@ -209,31 +219,68 @@ def _bits(tensor: Tensor) -> int:
     return int(flat.view(_WORD[flat.element_size()]).sum())
 
 
+def tcp_store(host: str, deadline_s: float) -> tuple[Any, int]:
+    """Return the TCPStore of rank 0, which listens at an address of this machine only, and its port."""
+    with boundary(TrainError, f"train.ranks: listen at {host}"):
+        sock = socket.create_server((host, 0))
+    port = int(sock.getsockname()[1])
+    with _all_there(f"listen at {host}"):
+        limit = timedelta(seconds=deadline_s)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=sock.fileno()
+        )
+    sock.detach()
+    return store, port
+
+
+def connect_store(address: str, deadline_s: float) -> Any:
+    """Return the TCPStore at tcp://HOST:PORT."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with _all_there(f"reach {address}"):
+        limit = timedelta(seconds=deadline_s)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), is_master=False, timeout=limit, wait_for_workers=False
+        )
+
+
 def join(
     rank: int,
     world: int,
-    store: Path,
+    store: Path | Any,
     *,
     deadline_s: float,
     device: torch.device | None = None,
     sharded: bool = False,
+    address: str = "",
 ) -> Together:
-    """Meet the other ranks over a file that does not exist yet. Raises TrainError after the deadline.
+    """Meet the other ranks over a file that does not exist yet, or a store of torch's.
 
-    device: of this rank's model. GPUs, one per rank, use NCCL (not yet run), CPUs gloo. GPUs and sharded
-    ranks use torch's default process group, which `leave` destroys.
+    device: of this rank's model. GPUs, one per rank, use NCCL (not yet run), CPUs gloo, at `address` if
+    given. GPUs and sharded ranks use torch's default process group, which `leave` destroys. Raises TrainError
+    after the deadline.
     """
     if not 0 <= rank < world:
         raise ConfigError(f"rank {rank} of {world}")
     on_gpu = device is not None and device.type == "cuda"
     with _all_there(f"meet {world} ranks"):
         limit = timedelta(seconds=deadline_s)
-        file = dist.FileStore(str(store), world)  # type: ignore[attr-defined]
+        if isinstance(store, Path):
+            store = dist.FileStore(str(store), world)  # type: ignore[attr-defined]
         if not (on_gpu or sharded):
-            return Together(dist.ProcessGroupGloo(file, rank, world, limit))
+            return Together(_gloo(store, rank, world, limit, address))
         backend = "nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=file, rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         return (Sharded if sharded else Together)(dist.group.WORLD, device)
+
+
+def _gloo(store: Any, rank: int, world: int, limit: timedelta, address: str) -> Any:
+    """Return gloo's process group; without `address` it listens where this machine's name leads."""
+    if not address:
+        return dist.ProcessGroupGloo(store, rank, world, limit)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = limit
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, world, options)
 
 
 def leave() -> None:

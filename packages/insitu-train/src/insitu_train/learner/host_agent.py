@@ -1,0 +1,202 @@
+"""`insitu ranks`: the agent of another host, which runs ranks for a learner and passes its commands on.
+
+It imports no torch. It ends with the run, when the learner refuses it, or after `GIVE_UP_S` without one;
+when a learner dies, its ranks end and it waits for the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from insitu.backoff import backoff_s
+from insitu.config.base import split_address
+from insitu.errors import ConfigError, TrainError, boundary
+from insitu_train.channel.host_link import BEAT_S, HostLink, RefusedError, greet, secret_of
+from insitu_train.channel.installed import code_identity, torch_version, weights_digest
+from insitu_train.channel.rpc import Frame, encode
+from insitu_train.learner.process import computing
+from insitu_train.learner.rank_process import Place, RankChild, end_all
+from insitu_train.options import parse_config
+
+PACKAGES = ("insitu", "insitu_train")
+GIVE_UP_S = 600.0
+_CONNECT_S = 10.0
+_LONGEST_PAUSE_S = 5.0
+clock = time.time
+Say = Callable[[str], None]
+
+
+def attend(address: str, ranks: int, model: Path | None, say: Say) -> None:
+    """Run ranks for the learner at HOST:PORT until its run ends.
+
+    model: folder of the start model here; None = the learner's path. Raises ConfigError, TrainError.
+    """
+    secret, since, failures = secret_of(os.environ), time.monotonic(), 0
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise ConfigError(f"{address} {error}") from error
+    say(f"{ranks} ranks for the learner at {address}")
+    while True:
+        try:
+            with boundary(TrainError, f"no learner at {address}"):
+                sock = socket.create_connection((host, port), _CONNECT_S)
+            agent = _Agent(HostLink(sock), host, ranks, say)
+            try:
+                agent.join(secret, model)
+                failures = 0
+                line = agent.work()
+            finally:
+                agent.close()
+                since = time.monotonic() if agent.known else since
+        except RefusedError as error:
+            raise TrainError(f"the learner at {address} refuses this host: {error}") from error
+        except TrainError as error:
+            failures += 1
+            if failures == 1:
+                say(f"{error}; trying again for {GIVE_UP_S:g} s")
+            if time.monotonic() - since > GIVE_UP_S:
+                raise
+            time.sleep(backoff_s(failures, 0.5, _LONGEST_PAUSE_S))
+        else:
+            if line:
+                raise TrainError(f"the learner at {address} ended: {line}")
+            say("the run ended")
+            return
+
+
+class _Agent:
+    """Takes part in one life of the learner."""
+
+    def __init__(self, link: HostLink, learner: str, ranks: int, say: Say) -> None:
+        self._link, self._learner, self._ranks, self._say = link, learner, ranks, say
+        self._model = Path()
+        self._children: list[RankChild] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="insitu-scores-")
+        self._inbox: queue.SimpleQueue[Frame | TrainError] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self.known = False
+        """The learner has proved itself."""
+
+    def join(self, secret: str, model: Path | None) -> None:
+        """Prove the secret and show what is here. Raises RefusedError, TrainError."""
+        about = {
+            "name": socket.gethostname(),
+            "ranks": self._ranks,
+            "insitu": code_identity(PACKAGES),
+            "torch": torch_version(),
+            "clock": clock(),
+        }
+        greet(self._link, secret, about)
+        self.known = True
+        threading.Thread(target=self._beat, daemon=True).start()
+        theirs = self._link.expect("model")
+        self._link.quiet_s = float(theirs["quiet_s"])
+        self._model = model or Path(theirs["folder"])
+        try:
+            digest = weights_digest(self._model)
+        except TrainError as error:
+            line = f"{error} on {about['name']}: give --model FOLDER"
+            self._link.send({"op": "refused", "line": line})
+            raise RefusedError(line) from error
+        self._link.send({"op": "ready", "weights": digest})
+        self._link.expect("accepted")
+        self._say(f"the learner knows this host ({self._link.here}); its ranks start with the others")
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def work(self) -> str:
+        """Follow the learner to the end; return why it ended, empty for its run. Raises TrainError."""
+        while True:
+            frame = self._inbox.get()
+            if isinstance(frame, TrainError):
+                raise frame
+            op = frame.meta["op"]
+            if op == "end":
+                self._finish()
+                return str(frame.meta["line"])
+            if op == "start":
+                self._start(frame)
+            else:
+                self._pass_on(frame)
+
+    def close(self) -> None:
+        """End the link and kill the ranks that are left."""
+        self._stop.set()
+        self._link.close()
+        end_all(self._children, kill=True)
+        self._folder.cleanup()
+
+    def _start(self, frame: Frame) -> None:
+        first, world = int(frame.meta["first"]), int(frame.meta["world"])
+        config = parse_config(frame.meta["train"])
+        for index in range(self._ranks):
+            place = Place(
+                rank=first + index,
+                world=world,
+                index=index,
+                here=self._ranks,
+                store=f"tcp://{self._learner}:{frame.meta['port']}",
+                address=self._link.here,
+            )
+            shares = config.share_gpu
+            environment = computing(os.environ, shares_tensors=shares)
+            self._children.append(RankChild.start(place, self._model, config, environment))
+        self._say(f"started ranks {first} to {first + self._ranks - 1} of {world}")
+
+    def _pass_on(self, frame: Frame) -> None:
+        """Write a command to the pipe of each rank here."""
+        meta = frame.meta
+        if meta.get("scores"):
+            meta = {**meta, "scores": str(Path(self._folder.name) / Path(meta["scores"]).name)}
+        data = encode(meta, frame.arrays)
+        for child in self._children:
+            with boundary(TrainError, "write to a rank"):
+                child.send(data)
+
+    def _finish(self) -> None:
+        """Send the scores that are left and end the ranks, which may take longer than the learner waits."""
+        self._stop.set()
+        with contextlib.suppress(TrainError):
+            self._send_scores()
+            end_all(self._children)
+            self._send_scores()
+        self._children.clear()
+
+    def _read(self) -> None:
+        """Take frames off the link at once, whatever the ranks are doing; kill these when it ends."""
+        try:
+            while True:
+                self._inbox.put(self._link.receive())
+        except TrainError as error:
+            for child in tuple(self._children):
+                child.kill()
+            self._inbox.put(error)
+
+    def _beat(self) -> None:
+        """Say that this host is there, what its ranks scored, and when one died."""
+        while not self._stop.wait(BEAT_S):
+            self._link.beat()
+            with contextlib.suppress(TrainError):
+                self._send_scores()
+                if line := next(filter(None, (child.exit_line for child in tuple(self._children))), ""):
+                    self._say(f"{line}: see its output above")
+                    self._link.send({"op": "died", "line": line})
+                    self._link.close()
+                    return
+
+    def _send_scores(self) -> None:
+        for path in sorted(Path(self._folder.name).glob("*.bin")):
+            with boundary(TrainError, "read scores"):
+                data = np.frombuffer(path.read_bytes(), np.uint8)
+                path.unlink()
+            self._link.send({"op": "scores", "name": path.name}, {"data": data})

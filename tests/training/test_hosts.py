@@ -1,0 +1,306 @@
+"""The meeting of a learner and hosts: who is let in, who is refused and why, and what a lost host does.
+Both ends are threads of this process; ranks are not started."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hosts_lab import KEY, free_port
+from pydantic import ValidationError
+from train_lab import small_model
+
+from insitu.config import load_config
+from insitu.errors import ConfigError, TrainError
+from insitu_train.channel.host_link import SECRET, HostLink, greet
+from insitu_train.channel.installed import code_identity, torch_version, weights_digest
+from insitu_train.channel.rpc import encode
+from insitu_train.embedded.model import save_model
+from insitu_train.learner import host_agent, hosts
+from insitu_train.learner.host_agent import attend
+from insitu_train.learner.hosts import Hosts
+from insitu_train.options import TrainConfig
+from insitu_train.trainer.distributed import RankLostError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(small_model(0), folder)
+    return folder
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setenv(SECRET, KEY)
+    monkeypatch.setattr(hosts, "_GRACE_S", 0.0)
+    return free_port()
+
+
+@pytest.fixture
+def met(port: int, model: Path) -> Iterator[Hosts]:
+    found = Hosts(TrainConfig(ranks=f"1+2@127.0.0.1:{port}", step_timeout_s=20.0), model)
+    yield found
+    found.close()
+
+
+class Started:
+    """In the place of the process of a rank."""
+
+    every: list[Started]
+
+    def __init__(self, place: Any) -> None:
+        self.place, self.frames, self.exit_line, self.killed = place, list[bytes](), "", False
+        self.every.append(self)
+
+    @classmethod
+    def start(cls, place: Any, *_: object) -> Started:
+        return cls(place)
+
+    def send(self, frame: bytes) -> None:
+        self.frames.append(frame)
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    Started.every = []
+    monkeypatch.setattr(host_agent, "RankChild", Started)
+    return Started.every
+
+
+class Agent:
+    """`insitu ranks` in a thread."""
+
+    def __init__(self, port: int, ranks: int, model: Path | None = None) -> None:
+        self.lines: list[str] = []
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, args=(port, ranks, model), daemon=True)
+        self._thread.start()
+
+    def _run(self, port: int, ranks: int, model: Path | None) -> None:
+        try:
+            attend(f"127.0.0.1:{port}", ranks, model, self.lines.append)
+        except (TrainError, ConfigError) as error:
+            self.error = str(error)
+
+    def ended(self) -> str:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+def until(true: Any) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_host_gets_its_ranks_and_every_command_once(
+    met: Hosts, port: int, started: list[Started], tmp_path: Path
+) -> None:
+    agent = Agent(port, 2)
+    assert met.meet(again=False) == 2
+    met.start(4321, 3)
+    until(lambda: len(started) == 2)
+    places = [(one.place.rank, one.place.world, one.place.index, one.place.here) for one in started]
+    assert places == [(1, 3, 0, 2), (2, 3, 1, 2)]
+    assert {one.place.store for one in started} == {"tcp://127.0.0.1:4321"}
+    rows = {"rows": np.arange(1000, dtype=np.int32)}
+    met.send(encode({"op": "step", "scores": ""}, rows))
+    until(lambda: all(len(one.frames) == 1 for one in started))
+    assert started[0].frames == started[1].frames == [encode({"op": "step", "scores": ""}, rows)]
+    met.end()
+    assert agent.ended() == ""
+    assert agent.lines[-1] == "the run ended"
+
+
+def test_a_learner_that_could_not_start_tells_its_hosts_why(met: Hosts, port: int) -> None:
+    agent = Agent(port, 1)
+    until(lambda: met._waiting)
+    met.end("no memory")
+    assert agent.ended() == f"the learner at 127.0.0.1:{port} ended: no memory"
+
+
+def test_hosts_that_do_not_come_are_named_at_first_and_done_without_after_a_death(
+    port: int, model: Path
+) -> None:
+    config = TrainConfig(ranks=f"1+2@127.0.0.1:{port}", step_timeout_s=2.0)
+    met = Hosts(config, model)
+    try:
+        agent = Agent(port, 1)
+        until(lambda: met._waiting)
+        with pytest.raises(
+            TrainError, match=r"1 of 2 ranks of other hosts came within 1 s \(1 of .*\): start"
+        ):
+            met.meet(again=False)
+        met.end()
+        agent.ended()
+    finally:
+        met.close()
+    met = Hosts(config, model)
+    try:
+        assert met.meet(again=True) == 0
+    finally:
+        met.close()
+
+
+def test_a_host_too_many_waits_for_the_next_life(met: Hosts, port: int, started: list[Started]) -> None:
+    first = Agent(port, 2)
+    assert met.meet(again=False) == 2
+    late = Agent(port, 1)
+    until(lambda: met._waiting)
+    met.end()
+    assert (first.ended(), late.ended()) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("secret", r"another secret \(INSITU_RANKS_SECRET\)"),
+        ("insitu", r"insitu 9\.9 \(other\) there, .* at the learner"),
+        ("torch", r"torch 1\.0 there, .* at the learner"),
+        ("clock", r"the clocks differ by \+100 s"),
+        ("ranks", r"--ranks 3: train\.ranks takes 2 of other hosts"),
+        ("model", r"its model has other weights than .* at the learner"),
+        ("folder", r"no-such has no model on .*: give --model FOLDER"),
+    ],
+)
+def test_a_host_that_does_not_fit_gets_the_reason_in_a_line(
+    met: Hosts, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any, what: str, line: str
+) -> None:
+    model = None
+    if what == "secret":
+        monkeypatch.setenv(SECRET, "wrong")
+    elif what == "insitu":
+        monkeypatch.setattr(host_agent, "code_identity", lambda names: "9.9 (other)")
+    elif what == "torch":
+        monkeypatch.setattr(host_agent, "torch_version", lambda: "1.0")
+    elif what == "clock":
+        monkeypatch.setattr(host_agent, "clock", lambda: time.time() + 100)
+    elif what == "model":
+        model = tmp_path / "other"
+        save_model(small_model(1), model)
+    elif what == "folder":
+        model = tmp_path / "no-such"
+    error = Agent(port, 3 if what == "ranks" else 1, model).ended()
+    assert re.fullmatch(rf"the learner at 127\.0\.0\.1:{port} refuses this host: .*{line}.*", error)
+    until(lambda: "refused: " in capfd.readouterr().err)
+    assert not met._waiting
+    assert "wrong" not in error
+
+
+def test_a_learner_that_does_not_know_the_secret_learns_nothing(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", port)) as server:
+        agent = Agent(port, 1)
+        link = HostLink(server.accept()[0])
+        link.send({"op": "challenge", "nonce": "00"})
+        said = link.expect("hello")
+        assert KEY not in str(said)
+        link.send({"op": "welcome", "proof": "00"})
+        assert "the learner has another secret" in agent.ended()
+        link.close()
+
+
+@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", encode({"op": "hello"}), b"x" * 200_000])
+def test_strangers_are_dropped(met: Hosts, port: int, junk: bytes, started: list[Started]) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(20)
+        stranger.sendall(junk)
+        try:
+            while stranger.recv(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+    agent = Agent(port, 2)
+    assert met.meet(again=False) == 2
+    met.end()
+    assert agent.ended() == ""
+
+
+def test_a_host_whose_link_ends_is_lost_and_comes_back(
+    met: Hosts, port: int, started: list[Started], model: Path
+) -> None:
+    agent = Agent(port, 2)
+    met.meet(again=False)
+    met.start(1, 3)
+    until(lambda: len(started) == 2)
+    (host,) = met.world
+    host.link.close()
+    until(lambda: met._lost)
+    with pytest.raises(RankLostError, match=r"host .* is lost"):
+        met.send(b"")
+    with pytest.raises(RankLostError), met.working():
+        pass
+    until(lambda: all(one.killed for one in started))
+    met.close()
+    again = Hosts(met._config, model)
+    try:
+        assert again.meet(again=True) == 2
+        again.end()
+        assert agent.ended() == ""
+    finally:
+        again.close()
+
+
+def test_a_host_that_is_silent_is_lost(met: Hosts, port: int, capfd: Any) -> None:
+    """As behind a cut cable: nothing closes the link."""
+    sock = socket.create_connection(("127.0.0.1", port))
+    link = HostLink(sock)
+    about = {"name": "mute", "ranks": 2, "insitu": code_identity(hosts.PACKAGES), "torch": torch_version()}
+    greet(link, KEY, {**about, "clock": time.time()})
+    folder = Path(link.expect("model")["folder"])
+    link.send({"op": "ready", "weights": weights_digest(folder)})
+    met.meet(again=False)
+    until(lambda: met._lost)
+    assert met._lost == "host mute is lost: nothing was heard for 5 s"
+    link.close()
+
+
+def test_a_rank_that_dies_ends_the_work_of_its_host(met: Hosts, port: int, started: list[Started]) -> None:
+    Agent(port, 2)
+    met.meet(again=False)
+    met.start(1, 3)
+    until(lambda: len(started) == 2)
+    started[1].exit_line = "rank 2 died (exit status -9)"
+    until(lambda: met._lost)
+    assert met._lost.endswith("is lost: rank 2 died (exit status -9)")
+
+
+def test_the_key_takes_a_number_or_ranks_of_hosts() -> None:
+    made = TrainConfig.of(load_config(None, ["train.ranks=2+4@10.0.0.1:29400"]))
+    assert (made.ranks_here, made.world, made.meeting) == (2, 6, "10.0.0.1:29400")
+    made = TrainConfig.of(load_config(None, ["train.ranks=3"]))
+    assert (made.ranks_here, made.world, made.meeting) == (3, 3, "")
+    for wrong in ("0", "2+4", "2+0@h:1", "2@h:1", "2+2@h", "2+2@h:0", "2+2@:1", "x"):
+        with pytest.raises(ConfigError, match=r"train\.ranks.*must be a number from 1, or HERE\+THERE@HOST"):
+            load_config(None, [f"train.ranks={wrong}"])
+
+
+def test_a_model_is_not_divided_over_hosts() -> None:
+    with pytest.raises(ValidationError, match="inside one machine"):
+        TrainConfig.model_validate({"ranks": "1+1@h:1", "shard": True, "policy": {"kind": "hf"}})
+
+
+def test_without_the_secret_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET, raising=False)
+    with pytest.raises(ConfigError, match=f"{SECRET} is not set"):
+        attend("127.0.0.1:1", 1, None, print)
+    monkeypatch.setenv(SECRET, KEY)
+    with pytest.raises(ConfigError, match="is neither HOST:PORT nor a port"):
+        attend("nowhere", 1, None, print)

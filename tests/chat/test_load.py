@@ -114,3 +114,7 @@ def test_added_tokens_that_are_text_stay_text(tmp_path: Path) -> None:
     assert codec.decode(codec.encode_content("a\n\n\n<table>    b")) == "a\n\n\n<table>    b"
     for marker in markers:
         assert ids[marker] not in codec.encode_content(f"a {marker} b").tolist()
+    spec["added_tokens"][-1]["content"] = "user<|im_end|>"
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(RenderError, match="begins with an ordinary character 'u'; name control_tokens"):
+        load_renderer(folder, "template")

@@ -128,13 +128,18 @@ def test_a_data_set_is_taken_by_its_name_at_the_hub_and_then_from_the_cache(
 @pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")
 def test_parts_of_a_data_set_are_named_and_a_half_download_goes_on(hub: FakeHub, tmp_path: Path) -> None:
     hub.files["data/train.jsonl"] = rows("t5").encode()
-    with pytest.raises(ConfigError, match=r"several parts; add one of :data/test\*, :data/train\*$"):
+    hub.files["data/train_extra.json"] = b"{}"
+    parts = r"several parts; add one of :data/test-\*-of-\*.jsonl, :data/train.jsonl$"
+    with pytest.raises(ConfigError, match=parts):
         ids("hub:me/fixes")
-    assert ids("hub:me/fixes:data/train*") == ["t5"]
+    assert ids("hub:me/fixes:data/train.jsonl") == ["t5"]
     assert sorted(ids("hub:me/fixes:data/test*")) == IDS[:4]
     for shard in (tmp_path / "hub").rglob("test-00001-of-00002.jsonl"):
         shard.unlink()
     assert sorted(ids("hub:me/fixes:data/test*")) == IDS[:4]
+    for wrong in ("**/*.jsonl", "/etc/passwd", "a**", "../../etc/pass*", "d*/train.jsonl"):
+        with pytest.raises(ConfigError, match="FILES is a file, or a pattern of files of one folder"):
+            ids(f"hub:me/fixes:{wrong}")
     for wrong in ("hub:me/none", "hub:fixes", "hub:me/fixes:data/other*"):
         with pytest.raises((ConfigError, SetupError), match=wrong.replace("*", r"\*")):
             ids(wrong)

@@ -168,13 +168,33 @@ def test_a_task_whose_rollouts_reach_limits_again_and_again_is_left_out() -> Non
         seen = np.array([(task, 8, 0, 0, reached) for task, reached in groups], np.float64).reshape(-1, 5)
         return within_limits(np.arange(6), 3, 0, seen).tolist()
 
-    assert after() == after((0, 2), (2, 2)) == [0, 1, 2, 3, 4, 5]
-    assert after((1, 1), (1, 2)) == [0, 2, 3, 5, 6, 8]
-    assert after((1, 8), (2, 3)) == [0, 3, 6, 9, 12, 15]
+    plain = after((0, 2), (2, 2))
+    assert [sorted(plain[:3]), sorted(plain[3:])] == [[0, 1, 2], [0, 1, 2]]
+    assert plain == after()
+    left = after((1, 1), (1, 2))
+    assert {*left} == {0, 2}
+    assert [one for one, was in zip(left, plain, strict=True) if was != 1] == [
+        one for one in plain if one != 1
+    ]
+    assert {*after((1, 8), (2, 3))} == {0}
     with pytest.raises(TaskError, match="3 rollouts of each task reached a limit"):
         after((0, 3), (1, 3), (2, 4))
     with pytest.raises(TaskError, match="needs a set with an end"):
         within_limits(np.arange(1), None, 0, history())
+
+
+def test_a_task_left_out_stays_out_in_later_epochs(tmp_path: Path) -> None:
+    tables = sets(tmp_path)[:1]
+    mix = open_mix(load_config(None, ["tasks.sampler=within_limits"], {"tasks": tables}))
+    ids = mix.sets[0].train_ids()
+    settled: list[GroupOutcome] = []
+    draw = TaskDraws(mix, lambda: settled)
+    assert Counter(draw(number).id for number in range(18)) == dict.fromkeys(ids, 3)
+    out = GroupOutcome(task_set="a", task_id=ids[3], graded=8, reward_sum=0, square_sum=0, truncated=3)
+    settled = [out]
+    later = Counter(draw(number).id for number in range(18, 36))
+    assert later.keys() == {*ids} - {ids[3]}
+    assert min(later.values()) >= 3
 
 
 def test_a_set_that_cannot_be_drawn_from_is_refused(tmp_path: Path) -> None:

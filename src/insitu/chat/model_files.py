@@ -18,7 +18,7 @@ _TAGS = (
     "a b blockquote body caption code div em footer h1 h2 h3 h4 h5 h6 html i iframe img li ol p pre span"
     " strong sub sup table tbody td tfoot th thead tr u ul"
 )
-_TEXT = re.compile(rf"[\s\u2581]+|[\s\u2581]*\w.*|</?(?:{_TAGS.replace(' ', '|')})>", re.DOTALL)
+_TEXT = re.compile(rf"[\s\u2581]+|[\s\u2581]*\w[^<>\[\]|]*|</?(?:{_TAGS.replace(' ', '|')})>", re.DOTALL)
 """White space (also as SentencePiece writes it), words, and tags of HTML."""
 
 

@@ -17,8 +17,10 @@ from insitu_train.redaction import Redaction
 MODEL = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 DATA_SET = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([^:]+))?")
 ROWS = ("*.parquet", "*.jsonl", "*.jsonl.gz")
-_SHARD = re.compile(r"(?:-\d+-of-\d+)?(?:\.parquet|\.jsonl(?:\.gz)?)$")
-"""The end of a name of rows, in which files of one part of a set differ: train-00000-of-00002.parquet."""
+_ROWS, _SHARD = re.compile(r"\.(?:parquet|jsonl(?:\.gz)?)$"), re.compile(r"-\d+-of-\d+(?=\.\w+(?:\.gz)?$)")
+"""The end of a name of rows, and in what files of one part of a set differ: train-00000-of-00002.parquet."""
+_FILES = re.compile(r"(?!/)(?:(?!\.\.?/)[^*?\[/]+/)*(?!\.\.?$)(?!.*\*\*)[^/]+")
+"""A file, or a pattern of files of one folder."""
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*")
 """What a model folder needs; no weights in other forms."""
 
@@ -66,6 +68,8 @@ def hub_rows(path: str, say: Callable[[str], None]) -> str:
     found = DATA_SET.fullmatch(path)
     if found is None:
         raise ConfigError(f"tasks.path takes hub:ORG/NAME[@REVISION][:FILES], got {path}")
+    if found[3] and not _FILES.fullmatch(found[3]):
+        raise ConfigError(f"tasks.path: {path}: FILES is a file, or a pattern of files of one folder")
     repo, files = found[1], found[3] or _only_part(path, _listed(found[1], path, found[2]))
     options: dict[str, Any] = {"repo_type": "dataset", "revision": found[2], "allow_patterns": [files]}
     folder = download(repo, path, local_files_only=True, **options)
@@ -96,7 +100,7 @@ def _listed(repo: str, path: str, revision: str | None) -> Sequence[str]:
 
 def _only_part(path: str, names: Sequence[str]) -> str:
     """Return the pattern of the only part of a data set among files of its repository; raise ConfigError."""
-    parts = sorted({_SHARD.sub("*", name) for name in names if _SHARD.search(name)})
+    parts = sorted({_SHARD.sub("-*-of-*", name) for name in names if _ROWS.search(name)})
     if not parts:
         raise ConfigError(
             f"tasks.path: {path} has no Parquet or JSON Lines file; name others as {path}:FILES"

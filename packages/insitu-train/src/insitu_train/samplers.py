@@ -58,7 +58,7 @@ def epochs(draws: Indices, size: int | None, seed: int) -> Indices:
 
 
 def within_limits(draws: Indices, size: int | None, seed: int, history: History) -> Indices:
-    """Return each task once per epoch, but none of which REACHED rollouts were truncated by a limit.
+    """Return each task once per epoch, and others in place of those of which REACHED rollouts were truncated.
 
     Raises TaskError where no task is left.
     """
@@ -68,7 +68,14 @@ def within_limits(draws: Indices, size: int | None, seed: int, history: History)
     kept = np.flatnonzero(reached < REACHED)
     if not len(kept):
         raise TaskError(f"{REACHED} rollouts of each task reached a limit: raise [limits] or the context")
-    return kept[draws % len(kept)] + draws // len(kept) * size
+
+    def one(draw: int) -> int:
+        # below `size`, since the source shuffles later epochs by itself: an index would be another task
+        index = int(np.random.default_rng([seed, draw // size]).permutation(size)[draw % size])
+        other = int(kept[np.random.default_rng([seed, draw]).integers(len(kept))])
+        return index if reached[index] < REACHED else other
+
+    return np.array([one(draw) for draw in draws.tolist()], np.int64)
 
 
 def learning_signal(size: int, history: History) -> npt.NDArray[np.float64]:

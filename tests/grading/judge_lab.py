@@ -11,6 +11,7 @@ from typing import Any
 
 from insitu.types import FinishedRollout, Outcome, Status, Task, Verdict
 from insitu_tasksets.judges import ChatEndpoint
+from insitu_tasksets.judges.endpoint import CONTROL
 from tests.fakes.provider import KEY, FakeProvider, serve_provider
 
 TASK = Task(id="t", prompt="Make f return 2.", files={})
@@ -42,6 +43,8 @@ def scored(score: Callable[[str, str], object]) -> Reply:
     """A judge that gives `score(name, text)`: of a criterion and the diff, or of a candidate."""
 
     def reply(body: Any) -> Mapping[str, Any]:
+        if body["messages"] == CONTROL:
+            return {"content": '{"ok": true}'}
         mark, rules, _ = asked(body)
         names = re.findall(r"^- ([\w-]+):", rules, re.MULTILINE)
         shown = parts(body)

@@ -67,6 +67,7 @@ def test_the_verb_prints_it(
 
     async def asked_before() -> None:
         async with judge_at(tmp_path, scored(lambda name, diff: 9 if "good" in diff else 1)) as (_, client):
+            monkeypatch.setenv("JUDGE_URL", client.url)
             await agreement(Rubric(endpoint=client), rows)
 
     asyncio.run(asked_before())

@@ -41,7 +41,9 @@ async def test_one_question_ranks_a_group_and_equal_rollouts_are_equal(tmp_path:
         assert len(provider.received) == 1
 
 
-async def test_a_judge_that_leaves_one_out_is_no_verdict(tmp_path: Path) -> None:
+async def test_one_that_the_judge_leaves_out_has_the_lowest_score_and_the_others_keep_theirs(
+    tmp_path: Path,
+) -> None:
     def reply(body: object) -> dict[str, str]:
         whole = json.loads(scored(lambda name, text: 5)(body)["content"])
         whole["scores"].pop("candidate-1")
@@ -50,8 +52,17 @@ async def test_a_judge_that_leaves_one_out_is_no_verdict(tmp_path: Path) -> None
     async with judge_at(tmp_path, reply) as (_, client):
         group = group_of("a", "b")
         with pytest.raises(GradeError, match="did not score each candidate once"):
-            await Ranking(endpoint=client)(group[0])
-        assert await Ranking(endpoint=client, no_verdict=0.5)(group[0]) == {"judged": 0.5}
+            await Ranking(endpoint=client, no_verdict=None)(group[0])
+        found = await asyncio.gather(*map(Ranking(endpoint=client), group))
+        assert sorted(one["judged"] for one in found if one) == [0.0, 0.5]
+
+
+async def test_a_group_of_which_the_judge_says_nothing_has_no_reward_and_is_no_failure(
+    tmp_path: Path,
+) -> None:
+    async with judge_at(tmp_path, lambda body: {"content": "All are fine."}) as (_, client):
+        group = group_of("a", "b")
+        assert await Ranking(endpoint=client, solved=1.0)(group[0]) is None
 
 
 async def test_long_candidates_share_the_room(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from insitu import registry
 from insitu.config import load_config
 from insitu.errors import ConfigError, GradeError
 from insitu.grading.reward import reward_function
-from insitu.tasks.user_functions import UserFunction
+from insitu.tasks.user_functions import FAILURES, UserFunction
 from insitu_tasksets.judges import ChatEndpoint, Rubric, endpoint
 
 CRITERIA = {"clear": (0.3, "It is easy to read."), "noisy": (-0.1, "It changes what it need not.")}
@@ -58,8 +59,9 @@ async def test_equal_questions_at_a_time_are_asked_once_and_a_busy_judge_again(t
         assert len(provider.received) == 4
         assert [record["tries"] for record in records(tmp_path)] == [4]
         # another client, as after a resume
-        again = rubric(ChatEndpoint(url="http://127.0.0.1:1/v1", model="judge", cache=tmp_path / "cache"))
+        again = rubric(ChatEndpoint(url=client.url, model="judge", cache=tmp_path / "cache"))
         assert (await again(finished("+x")))["clear"] == pytest.approx(0.15)
+        assert len(provider.received) == 4
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ async def test_equal_questions_at_a_time_are_asked_once_and_a_busy_judge_again(t
         ('{"mark": "MARK", "criteria": {"clear": NaN, "noisy": 0}}', "gave no JSON object"),
     ],
 )
-async def test_a_reply_that_is_no_verdict_is_asked_for_again_and_is_not_zero(
+async def test_a_reply_that_is_no_verdict_is_asked_for_again_and_earns_nothing(
     content: str, why: str, tmp_path: Path
 ) -> None:
     def reply(body: Any) -> Mapping[str, Any]:
@@ -81,16 +83,66 @@ async def test_a_reply_that_is_no_verdict_is_asked_for_again_and_is_not_zero(
 
     async with judge_at(tmp_path, reply) as (provider, client):
         with pytest.raises(GradeError) as raised:
-            await rubric(client)(finished("+x"))
+            await rubric(client, no_verdict=None)(finished("+x"))
         assert why in str(raised.value)
         assert raised.value.infra
         assert len(provider.received) == 2
-        assert await rubric(client, no_verdict=0.0)(finished("+x")) == {
-            "solved": 1.0,
-            "clear": 0.0,
-            "noisy": 0.0,
-        }
+        nothing = {"solved": 1.0, "clear": 0.0, "noisy": -0.1}
+        assert await rubric(client)(finished("+x")) == nothing, "a fault counts in full"
         assert len(provider.received) == 4, "what is no verdict is not kept"
+
+
+async def test_rollouts_without_a_verdict_do_not_end_the_run(tmp_path: Path) -> None:
+    async with judge_at(tmp_path, lambda body: {"content": "10 of 10"}) as (_, client):
+        user = UserFunction("reward.function rubric", rubric(client))
+        try:
+            for number in range(FAILURES + 1):
+                found = await user.call(lambda function, n=number: function(finished(f"+{n}")))  # type: ignore[misc]
+                assert found["clear"] == 0.0
+        finally:
+            user.close()
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_a_text_that_the_endpoint_refuses_earns_nothing(status: int, tmp_path: Path) -> None:
+    async with judge_at(tmp_path, scored(lambda name, diff: 5)) as (provider, client):
+        provider.busy = [(status, "0")]
+        assert (await rubric(client)(finished("+x")))["clear"] == 0.0
+        control = json.loads(provider.received[1].body)
+        assert (control["messages"], control["temperature"]) == (endpoint.CONTROL, 0)
+        provider.busy = [(status, "0")]
+        assert (await rubric(client)(finished("+y")))["clear"] == 0.0
+        assert len(provider.received) == 3, "it is known to work"
+        with pytest.raises(GradeError, match=f"HTTP {status}"):
+            provider.busy = [(status, "0")]
+            await rubric(client, no_verdict=None)(finished("+z"))
+
+
+async def test_answers_are_of_one_url_and_a_torn_line_of_the_record_is_left_out(tmp_path: Path) -> None:
+    async with judge_at(tmp_path, scored(lambda name, diff: 5), prices=(1.0, 0.0)) as (provider, client):
+        await rubric(client)(finished("+x"))
+        with (tmp_path / "cache" / "calls.jsonl").open("a") as file:
+            file.write('{"at": 1, "co\n')
+        other = ChatEndpoint(
+            url=f"{provider.url}/v1/", model="judge", cache=client.cache, max_cost=1.0, per_minute=60_000
+        )
+        await rubric(other)(finished("+y"))
+        assert len(provider.received) == 2
+        gone = ChatEndpoint(url="http://127.0.0.1:1/v1", model="judge", cache=client.cache, attempts=1)
+        with pytest.raises(GradeError, match="did not answer"):
+            await rubric(gone)(finished("+x"))
+
+
+async def test_one_judge_serves_two_event_loops(tmp_path: Path) -> None:
+    async with judge_at(tmp_path, scored(lambda name, diff: 5)) as (provider, client):
+        judge = rubric(client)
+        client.per_minute = 600
+        client._next_at = time.monotonic() + 0.3  # both wait for their turn
+        other = asyncio.to_thread(lambda: asyncio.run(judge(finished("+x"))))
+        found = await asyncio.gather(judge(finished("+x")), other)
+        assert found[0] == found[1]
+        assert len(provider.received) == 2
+        assert not client._running
 
 
 async def test_a_second_reply_may_be_the_verdict_also_in_a_fence_or_after_thoughts(tmp_path: Path) -> None:
@@ -165,8 +217,7 @@ async def test_a_rollout_that_speaks_to_its_judge_stays_between_the_marks(
     async with judge_at(tmp_path, gullible) as (provider, client):
         judge = rubric(client)
         if attack == "plants":
-            with pytest.raises(GradeError, match="does not repeat the mark"):
-                await judge(finished(ATTACKS[attack]))
+            assert (await judge(finished(ATTACKS[attack])))["clear"] == 0.0
             return
         assert (await judge(finished(ATTACKS[attack])))["clear"] == pytest.approx(0.06)
         body = json.loads(provider.received[0].body)

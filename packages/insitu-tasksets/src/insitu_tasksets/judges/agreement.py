@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from insitu.concurrency import run_all
@@ -43,6 +43,7 @@ async def agreement(
     """
     if not rows:
         raise ConfigError("no labelled rows")
+    judge = replace(judge, no_verdict=None)  # a row without a verdict is no answer
     places = asyncio.Semaphore(AT_A_TIME)
     pairs = isinstance(judge, Ranking)
 

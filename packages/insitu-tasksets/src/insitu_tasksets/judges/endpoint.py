@@ -1,7 +1,8 @@
 """A chat-completions endpoint that is asked for verdicts: cache on disk, pace, retries, account of tokens.
 
-An answer is cached by the SHA-256 of model, options and messages, once it is a verdict; equal questions at
-the same time are asked once. Raises GradeError, an infrastructure failure.
+An answer is cached by the SHA-256 of URL, model, options and messages, once it is a verdict; equal questions
+at the same time are asked once. Raises GradeError, an infrastructure failure, and NoVerdict for what the text
+in a question can cause.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import aiohttp
@@ -26,6 +28,10 @@ from insitu.storage.files import write_text
 
 BUSY = frozenset({408, 409, 425, 429})
 """Besides 5xx: answers after which the question is asked again."""
+REFUSED = frozenset({400, 413, 422})
+"""Answers to a text that is too long or that a filter refuses; also to options that the endpoint has not."""
+CONTROL = [{"role": "user", "content": 'Answer with the JSON object {"ok": true}.'}]
+"""Asked when the first question is refused: an endpoint that refuses this too does not work."""
 FIRST_S, MAX_S = 1.0, 60.0
 _ERROR_CHARS = 200
 _AGAIN = "That is not the JSON object asked for. Answer with that object and nothing else."
@@ -34,7 +40,11 @@ Verdict = TypeVar("Verdict")
 
 
 class NoVerdict(Exception):
-    """A reply is not the verdict asked for; `str(error)` says why."""
+    """A reply is not the verdict asked for; `str(error)` says why, `scores` what of it can be used."""
+
+    def __init__(self, why: str, scores: Mapping[str, float] = MappingProxyType({})) -> None:
+        super().__init__(why)
+        self.scores = scores
 
 
 class _Busy(Exception):
@@ -73,25 +83,31 @@ class ChatEndpoint:
 
     def __post_init__(self) -> None:
         self._next_at = 0.0
-        self._running: dict[str, asyncio.Task[str]] = {}
+        self._running: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[str]] = {}
+        """By event loop and key: a task cannot be awaited from another loop."""
+        self._works = False
+        """It answered a question of this process."""
         self._cost: float | None = None
 
     async def ask(self, messages: Chat, read: Callable[[str], Verdict], about: str = "") -> Verdict:
         """Return what `read` makes of the reply; `read` raises NoVerdict. `about` is written to the record.
 
-        Raises GradeError when the endpoint does not answer, and NoVerdict when no reply is one.
+        Raises GradeError when the endpoint does not answer, and NoVerdict when no reply is one or when the
+        endpoint refuses the text.
         """
         body = {"model": self._model, **self.options, "messages": list(messages)}
-        key = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        named = orjson.dumps([self._url.rstrip("/"), body], option=orjson.OPT_SORT_KEYS)
+        key = hashlib.sha256(named).hexdigest()
         file = self._folder / f"{key}.json"
         if file.exists():
             with boundary(GradeError, f"cannot read {file}"):
                 return read(orjson.loads(file.read_bytes())["reply"])
-        if key not in self._running:
-            self._running[key] = asyncio.create_task(self._verdict(body, read, key, about))
-            self._running[key].add_done_callback(lambda _: self._running.pop(key, None))
+        here = (asyncio.get_running_loop(), key)
+        if here not in self._running:
+            self._running[here] = asyncio.create_task(self._verdict(body, read, key, about))
+            self._running[here].add_done_callback(lambda _: self._running.pop(here, None))
         # Shielded: who else waits for this question still wants its answer.
-        return read(await asyncio.shield(self._running[key]))
+        return read(await asyncio.shield(self._running[here]))
 
     async def _verdict(
         self, body: Mapping[str, Any], read: Callable[[str], object], key: str, about: str
@@ -121,6 +137,13 @@ class ChatEndpoint:
             await self._pace()
             try:
                 text, usage = await self._post(body)
+                self._works = True
+            except NoVerdict as refused:
+                if body["messages"] is CONTROL:
+                    raise GradeError(str(refused)) from refused
+                if not self._works:
+                    await self._reply({**body, "messages": CONTROL}, key, "control")
+                raise
             except _Busy as error:
                 if failures >= self.attempts:
                     raise GradeError(f"the judge did not answer {failures} times: {error}") from error
@@ -132,16 +155,13 @@ class ChatEndpoint:
         return text
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        url = self.url or os.environ.get("JUDGE_URL", "")
-        if not url:
-            raise GradeError("no judge: set url of its ChatEndpoint, or JUDGE_URL")
         key = os.environ.get(self.key_env, "")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as http:
                 # The key goes nowhere else.
-                target = f"{url.rstrip('/')}/chat/completions"
+                target = f"{self._url.rstrip('/')}/chat/completions"
                 async with http.post(
                     target, data=orjson.dumps(body), headers=headers, allow_redirects=False
                 ) as answer:
@@ -175,8 +195,15 @@ class ChatEndpoint:
             file = self._folder / "calls.jsonl"
             with boundary(GradeError, f"cannot read {file}"):
                 lines = file.read_bytes().splitlines() if file.exists() else []
-                self._cost = sum(orjson.loads(line)["cost"] for line in lines)
+                self._cost = sum(map(_cost, lines))
         return self._cost
+
+    @property
+    def _url(self) -> str:
+        url = self.url or os.environ.get("JUDGE_URL", "")
+        if not url:
+            raise GradeError("no judge: set url of its ChatEndpoint, or JUDGE_URL")
+        return url
 
     @property
     def _model(self) -> str:
@@ -193,18 +220,30 @@ class ChatEndpoint:
 
 
 def _said(status: int, headers: Mapping[str, str], raw: bytes) -> tuple[str, Mapping[str, Any]]:
-    """Return text and usage of an answer; raise _Busy, GradeError for one that no retry changes."""
+    """Return text and usage of an answer.
+
+    Raises _Busy, and for an answer that no retry changes NoVerdict or GradeError.
+    """
     if status in BUSY or status >= 500:
         raise _Busy(f"HTTP {status}", retry_after_s(headers))
     if status != 200:
         text = raw[:_ERROR_CHARS].decode(errors="replace")
-        raise GradeError(f"the judge refused the question: HTTP {status} {text!a}")
+        kind = NoVerdict if status in REFUSED else GradeError
+        raise kind(f"the judge refused the question: HTTP {status} {text!a}")
     try:
         answer = orjson.loads(raw)
         text, usage = answer["choices"][0]["message"]["content"], answer.get("usage")
     except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
         raise _Busy("the answer is no chat completion") from error
     return text if isinstance(text, str) else "", usage if isinstance(usage, dict) else {}
+
+
+def _cost(line: bytes) -> float:
+    """Return the cost in a line of the record; 0 for one that was not written to its end."""
+    try:
+        return float(orjson.loads(line)["cost"])
+    except (ValueError, LookupError, TypeError):
+        return 0.0
 
 
 def _count(value: object) -> int:

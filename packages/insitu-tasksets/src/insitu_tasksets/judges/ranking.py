@@ -38,21 +38,24 @@ class Ranking:
     """Of each rollout; the task is always shown."""
     max_chars: int = 60_000
     """Of all rollouts together; the middle of a longer one is left out."""
-    no_verdict: float | None = None
-    """Share of the best score for all where no reply is a verdict; None = not graded."""
+    no_verdict: float | None = 0.0
+    """Share of the best score for one that the judge gave no score; a group of which it scored none has no
+    reward. None = an infrastructure failure, and several in a row end the run."""
     endpoint: ChatEndpoint = field(default_factory=ChatEndpoint)
     needs_group: bool = True
     """Tells the configuration that it needs reward.group."""
 
-    async def __call__(self, rollout: FinishedRollout) -> dict[str, float]:
-        """Return the components of the reward. Raises GradeError."""
+    async def __call__(self, rollout: FinishedRollout) -> dict[str, float] | None:
+        """Return the components of the reward, None if the judge scored none. Raises GradeError."""
         group = rollout.group or (rollout,)
         texts = {one.id: self._text(one) for one in group}
         scores = await self.scores(rollout.task.prompt, list(texts.values()), rollout.id.rpartition("/")[0])
+        if not scores:
+            return None
         return solved_of(rollout, self.solved) | {JUDGED: self.weight * scores[texts[rollout.id]]}
 
     async def scores(self, prompt: str, texts: Sequence[str], about: str = "") -> dict[str, float]:
-        """Return the share of the best score, from 0 to 1, by text. Raises GradeError."""
+        """Return the share of the best score, from 0 to 1, by text; {} if none has one. Raises GradeError."""
         shown = sorted(set(texts), key=lambda text: hashlib.sha256(text.encode(errors="replace")).digest())
         names = {f"candidate-{number}": text for number, text in enumerate(shown, 1)}
         most = self.max_chars // len(names)
@@ -67,7 +70,9 @@ class Ranking:
         except NoVerdict as error:
             if self.no_verdict is None:
                 raise GradeError(str(error)) from error
-            found = dict.fromkeys(names, self.no_verdict)
+            if not error.scores:
+                return {}
+            found = dict.fromkeys(names, self.no_verdict) | dict(error.scores)
         return {names[name]: score for name, score in found.items()}
 
     def _text(self, rollout: FinishedRollout) -> str:
@@ -77,6 +82,14 @@ class Ranking:
 
 def _read(reply: str, mark: str, names: Mapping[str, str]) -> dict[str, float]:
     given = verdict_of(reply, mark).get("scores")
-    if not isinstance(given, dict) or given.keys() != names.keys():
+    if not isinstance(given, dict) or not given.keys() <= names.keys():
         raise NoVerdict("the judge did not score each candidate once")
-    return {name: share(score, name) for name, score in given.items()}
+    found, wrong = {}, ""
+    for name, score in given.items():
+        try:
+            found[name] = share(score, name)
+        except NoVerdict as error:
+            wrong = str(error)
+    if len(found) < len(names):
+        raise NoVerdict(wrong or "the judge did not score each candidate once", found)
+    return found

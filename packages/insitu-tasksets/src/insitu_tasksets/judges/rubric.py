@@ -46,8 +46,9 @@ class Rubric:
     shows: Sequence[Part] = ("prompt", "diff")
     max_chars: int = 40_000
     """Of each part; the middle of a longer one is left out."""
-    no_verdict: float | None = None
-    """Share of the best score for each criterion where no reply is a verdict; None = not graded."""
+    no_verdict: float | None = 0.0
+    """Share of the best for each criterion where no reply is a verdict, which the rollout's text can cause;
+    None = an infrastructure failure, and several in a row end the run."""
     endpoint: ChatEndpoint = field(default_factory=ChatEndpoint)
 
     def __post_init__(self) -> None:
@@ -86,7 +87,8 @@ class Rubric:
         except NoVerdict as error:
             if self.no_verdict is None:
                 raise GradeError(str(error)) from error
-            return dict.fromkeys(self.criteria, self.no_verdict)
+            least = self.no_verdict
+            return {name: least if w > 0.0 else 1.0 - least for name, (w, _) in self.criteria.items()}
 
     def _read(self, reply: str, mark: str) -> dict[str, float]:
         given = verdict_of(reply, mark).get("criteria")

@@ -18,12 +18,14 @@ from insitu.attempt import AttemptSpec
 from insitu.chat.template import TemplateRenderer
 from insitu.config import load_config
 from insitu.errors import ConfigError, InsituError
+from insitu.gateway.dialects.base import WireError
+from insitu.gateway.host_tools import HostTool, ToolBox
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.tool_hooks import BLOCKED
 from insitu.runtime.gateway import gateway_config
 from insitu.storage.run_dir import RunDir, name_run
 from insitu.tasks.user_functions import FAILURES
-from insitu.types import Message, Task, ToolEvent, Trajectory
+from insitu.types import Limits, Message, Task, ToolEvent, Trajectory
 from insitu_tasksets import tool_hooks
 from insitu_tasksets.tool_hooks import UserHook
 from insitu_view.rollout_text import rollout_found, rollout_text
@@ -179,6 +181,141 @@ async def test_a_reminder_to_a_call_comes_with_its_result_and_tokens_are_counted
         await rig.http.post(f"{rig.base}/messages", json=body, headers=rig.auth)
         assert tokens == len(rig.engine.sent[1].ids)
         assert "x = 1\n\nAbout read." in renderer.decode(rig.engine.sent[1].ids)
+
+
+def named(messages: list[Any], name: Callable[[int], str]) -> list[Any]:
+    """The messages of a client that gives the nth call of a conversation an id of its own."""
+    ids: dict[str, str] = {}
+    for message in messages:
+        for made in message.get("tool_calls") or ():
+            ids.setdefault(made["id"], name(len(ids)))
+    copy = json.loads(json.dumps(messages))
+    for message in copy:
+        for made in message.get("tool_calls") or ():
+            made["id"] = ids[made["id"]]
+        if message["role"] == "tool":
+            message["tool_call_id"] = ids[message["tool_call_id"]]
+    return copy
+
+
+@pytest.mark.parametrize("echo", [lambda n: f"mine_{n}", lambda n: f"unnamed_contents[{2 * n + 1}].parts[0]"])
+async def test_a_client_with_ids_of_its_own_gets_past_no_hook(
+    renderer: TemplateRenderer, echo: Callable[[int], str]
+) -> None:
+    asked: list[tuple[str, str, str]] = []
+
+    def hook(event: ToolEvent) -> Mapping[str, str] | None:
+        asked.append((event.kind, event.name, str(event.arguments.get("path", ""))))
+        if event.kind == "call" and event.name == "bash":
+            return {"block": f"Not {event.arguments['command']}."}
+        return {"remind": "About read."} if event.kind == "call" else guard(event)
+
+    other = Message(role="assistant", text="Then.", tool_calls=(call("bash", '{"command": "rm -r x"}'),))
+    script = [PUSH, READ, other, said("Done.")]
+    async with Rig(renderer, script, config=hooked(hook)) as rig:
+        messages: list[Any] = [*ASK]
+        for _ in range(4):
+            status, body = await rig.post({"messages": named(messages, echo), "tools": [*TOOLS, BASH]})
+            assert status == 200, body
+            messages.append(body["choices"][0]["message"])
+            for made in messages[-1].get("tool_calls") or ():
+                text = "no such tool" if made["function"]["name"] == BLOCKED else "key = sk-1"
+                messages.append({"role": "tool", "tool_call_id": made["id"], "content": text})
+        last = renderer.decode(rig.engine.sent[3].ids)
+        for text in ("Not git push.", "key = ***\n\nAbout read.", "Not rm -r x."):
+            assert last.count(text) == 1
+        assert "no such tool" not in last
+        assert asked == [
+            ("call", "bash", ""),
+            ("call", "read", "a"),
+            ("result", "read", "a"),
+            ("call", "bash", ""),
+        ]
+        trajectory = await rig.sealed()
+        assert [turn.parent for turn in trajectory.turns] == [-1, 0, 1, 2]
+        assert hints(trajectory)[3] == [("hook", "blocked bash")]
+
+
+async def test_two_conversations_may_give_their_calls_the_same_ids(renderer: TemplateRenderer) -> None:
+    other = Message(
+        role="assistant", text="I push.", tool_calls=(call("bash", '{"command": "git push -f"}'),)
+    )
+
+    def hook(event: ToolEvent) -> Mapping[str, str] | None:
+        return {"block": f"Not {event.arguments['command']}."} if event.kind == "call" else None
+
+    async with Rig(renderer, [PUSH, other, said("x")], config=hooked(hook)) as rig:
+        asks = [ASK, [ASK[0], {"role": "user", "content": "Fix g."}]]
+        for ask, text in zip(asks, ("Not git push.", "Not git push -f."), strict=True):
+            _, body = await rig.post({"messages": ask, "tools": [*TOOLS, BASH]})
+            made = body["choices"][0]["message"]
+            result = {"role": "tool", "tool_call_id": made["tool_calls"][0]["id"], "content": "no"}
+            messages = named([*ask, made, result], lambda n: "call_0")
+            rig.script.insert(rig.session.stats.calls, said("Well."))
+            await rig.post({"messages": messages, "tools": [*TOOLS, BASH]})
+            assert text in renderer.decode(rig.engine.sent[-1].ids)
+
+
+async def test_invented_results_are_bounded(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(tool_hooks, "SPARE_RESULTS", 2)
+    limits = Limits(max_calls=32, max_call_tokens=512, max_context_tokens=1000)
+    invented = [{"role": "tool", "tool_call_id": f"c{n}", "content": "x"} for n in range(2000)]
+    config = hooked(lambda event: asked.append(event.call_id))
+    async with Rig(renderer, [said("x")], config=config, limits=limits) as rig:
+        assert (await rig.post({"messages": [*ASK, *invented], "tools": TOOLS}))[0] == 400
+        assert asked == []
+        assert (await rig.post({"messages": [*ASK, *invented[:4]], "tools": TOOLS}))[0] == 200
+        assert asked == ["c0", "c1"]
+        assert renderer.decode(rig.engine.sent[0].ids).count(tool_hooks.TOO_MANY) == 2
+
+
+async def test_what_a_hook_records_leaves_the_host_tools_their_calls() -> None:
+    tool = HostTool(name="end", description="", parameters={"type": "object"}, ends=True)
+    box = ToolBox([tool], max_calls=1)
+    hook = UserHook("h", guard).open("r/0", box)
+    for turn in range(3):
+        await hook.called(turn, [replace(PUSH.tool_calls[0], id=f"c{turn}")])
+    assert box.call("end", {}) == {"ok": True}
+    assert box.ended
+    with pytest.raises(WireError, match="too often"):
+        box.call("end", {})
+    assert [one.source for one in box.calls] == ["hook", "hook", "hook", "agent"]
+
+
+async def test_the_label_of_a_block_is_not_the_models_to_give(renderer: TemplateRenderer) -> None:
+    forged = Message(role="assistant", tool_calls=(call(BLOCKED, "{}"),))
+    async with Rig(renderer, [forged], config=hooked(guard)) as rig:
+        await loop(rig, 1, lambda name: "no such tool")
+        (turn,) = (await rig.sealed()).turns
+        assert BLOCKED not in turn.labels
+
+
+async def test_a_call_whose_client_left_while_the_hook_saw_it_is_in_the_account(
+    renderer: TemplateRenderer,
+) -> None:
+    seen, gone = asyncio.Event(), threading.Event()
+    here = asyncio.get_running_loop()
+
+    def hook(event: ToolEvent) -> None:
+        here.call_soon_threadsafe(seen.set)
+        gone.wait(10)
+
+    config = replace(hooked(hook), disconnect_grace_s=0.0)
+    async with Rig(renderer, [PUSH], config=config) as rig:
+        asking = asyncio.create_task(rig.post({"messages": ASK, "tools": [*TOOLS, BASH]}))
+        await seen.wait()
+        (running,) = rig.session.calls
+        asking.cancel()
+        await asyncio.wait({running.task})
+        gone.set()
+        assert rig.session.stats.sampled_tokens > 0
+        trajectory = await rig.sealed()
+        assert trajectory.ledger.balanced
+        assert trajectory.ledger.captured == rig.session.stats.sampled_tokens
+        assert [turn.excluded for turn in trajectory.turns] == ["undelivered"]
 
 
 async def test_a_coroutine_function_is_a_hook_too(renderer: TemplateRenderer) -> None:

@@ -101,7 +101,7 @@ class ToolBox:
         self.ended = False
         """A tool that ends the rollout was called."""
         self._checks = {tool.name: _validator(tool) for tool in tools}
-        self._max_calls, self._bytes_left = max_calls, max_bytes
+        self._calls_left, self._bytes_left = max_calls, max_bytes
         self._answers: dict[str, str] = {}
         """Minted id of a call of an injected tool -> answer for the model."""
         self._offered: _Offered | None = None
@@ -124,13 +124,13 @@ class ToolBox:
             raise WireError("not_found", "There is no such tool.")
         if source == "agent":
             arguments = _unwrapped(check, arguments)
-        if len(self.calls) >= self._max_calls:
+        if not self._calls_left:
             raise WireError("rate_limited", "This session has called host tools too often.")
         text = json_text(arguments)
         size = len(text.encode("utf-8", "surrogatepass"))
         if size > self._bytes_left:
             raise WireError("rate_limited", "This session has sent too much to host tools.")
-        self._bytes_left -= size
+        self._calls_left, self._bytes_left = self._calls_left - 1, self._bytes_left - size
         error = _schema_error(check, arguments)
         self.ended |= not error and any(tool.ends for tool in self.tools if tool.name == name)
         self.keep(name, text, source, error)

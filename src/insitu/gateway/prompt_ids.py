@@ -194,8 +194,9 @@ async def prepared(
 ) -> tuple[ModelRequest, Mapping[str, HostTool]]:
     """Return the request as the model reads it, and the host tools that the agent does not offer itself.
 
-    Waits for the tools that the host answers. Raises WireError if one failed.
+    Waits for the tools that the host answers. Raises WireError if one failed or there are too many messages.
     """
+    check_size(request, session.max_context)
     with host_failures(session):
         await session.tools.answered(request.messages)
         request, injected = session.tools.prepare(request)
@@ -209,7 +210,6 @@ async def counted(session: TokenSession, request: ModelRequest) -> int:
     """
     forest = session.forest
     request, _ = await prepared(session, request)
-    check_size(request, session.max_context)
     plan = await planned(forest, request, session.renderer.fingerprint)
     if plan.parent is not None:
         return len(forest.path_ids(plan.parent))

@@ -15,6 +15,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import is_not
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -31,7 +32,6 @@ from insitu.gateway.dialects.base import SSE_HEADERS, Dialect, Envelope, ParsedB
 from insitu.gateway.dialects.client_tools import echoed
 from insitu.gateway.dialects.media import in_place_of
 from insitu.gateway.prompt_ids import (
-    check_size,
     explain,
     fresh_texts,
     host_failures,
@@ -279,7 +279,6 @@ class TokenCall:
         session, forest = self.session, self.session.forest
         session.stats.calls += 1
         request, injected = await prepared(session, request)
-        check_size(request, session.max_context)
         plan = await planned(forest, request, session.renderer.fingerprint)
         session.stats.edited += plan.drift.kind == "edited"
         session.stats.forks += plan.drift.kind == "fork"
@@ -302,7 +301,7 @@ class TokenCall:
             raise
         finally:
             if reply is None:
-                forest.mark_aborted(context)
+                forest.mark_aborted(context if self._node is None else self._node)
         if reply is None:
             session.spend("wall")
             return session.stop()
@@ -368,28 +367,28 @@ class TokenCall:
         calls = minted(session.spec.seed, session.rollout_id, self.turn, parsed.calls)
         own = zip(calls, parsed.calls, strict=True)
         session.own_ids.update((call.id, sampled.id) for call, sampled in own if sampled.id)
-        if session.hook is not None:
-            with host_failures(session):
-                calls = await session.hook.called(self.turn, calls)
-        known = tuple(echoed(call, names[call.name]) if call.name in names else call for call in calls)
+        given, failure = await self._given(calls)
+        known = tuple(echoed(call, names[call.name]) if call.name in names else call for call in given)
         self._node = session.forest.commit(
             self._context,
             generation,
             Message(role="assistant", text=parsed.text, reasoning=parsed.reasoning, tool_calls=known),
             turn=self.turn,
             discarded=sampled_tokens - len(generation.ids),
-            labels=self._labels(parsed, request, plan, calls),
+            labels=self._labels(parsed, request, plan, [*map(is_not, given, calls)]),
             advisory=request.advisory,
         )
         stats.prompt_tokens += prompt
         stats.sampled_tokens += sampled_tokens
-        first = f"{calls[0].name} {calls[0].arguments}" if calls else parsed.text
+        first = f"{given[0].name} {given[0].arguments}" if given else parsed.text
         stats.doing = f"call {self.turn + 1}: {first[:DOING_CHARS]}"
         stats.truncated |= generation.finish == "length"
+        if failure is not None:
+            raise failure
         return Reply(
             text=parsed.text,
             reasoning=parsed.reasoning,
-            tool_calls=calls,
+            tool_calls=given,
             finish=generation.finish,
             stop=stop,
             prompt_tokens=prompt,
@@ -397,8 +396,16 @@ class TokenCall:
             pointer=session.forest.pointer(self._node),
         )
 
+    async def _given(self, calls: tuple[ToolCall, ...]) -> tuple[tuple[ToolCall, ...], BaseException | None]:
+        """Return the calls as the agent gets them, or what to raise once they are stored as sampled."""
+        try:
+            with host_failures(self.session):
+                return await self.session.hook.called(self.turn, calls) if self.session.hook else calls, None
+        except (WireError, asyncio.CancelledError) as error:
+            return calls, error
+
     def _labels(
-        self, parsed: ParsedReply, request: ModelRequest, plan: PromptPlan, calls: Sequence[ToolCall]
+        self, parsed: ParsedReply, request: ModelRequest, plan: PromptPlan, blocked: Sequence[bool]
     ) -> list[str]:
         """Return the labels of a turn (`Turn.labels`), and count its calls."""
         stats = self.session.stats
@@ -407,10 +414,10 @@ class TokenCall:
         stats.malformed += parsed.malformed
         stats.unknown_tools += unknown
         found = {
-            "shim": stats.shimmed[-1:] == [self.turn],
+            "shim": self.turn in stats.shimmed,
             MALFORMED: parsed.malformed,
             UNKNOWN_TOOL: unknown,
             PARTS_LEFT_OUT: any(name == DROPPED_PART for name, _ in plan.hints),
-            BLOCKED: any(call.name == BLOCKED for call in calls),
+            BLOCKED: any(blocked),
         }
         return [label for label, holds in found.items() if holds]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 
 import pytest
 from gateway_rig import ASK, Rig, call, said
@@ -10,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from insitu.chat.template import TemplateRenderer
+from insitu.gateway.host_tools import ToolBox
+from insitu.gateway.request import GatewayConfig
 from insitu.gateway.text_tool_calls import TextShim, translate
-from insitu.types import Limits, Message
+from insitu.types import Limits, Message, ModelRequest, ToolCall
 
 BASH = {"type": "function", "function": {"name": "bash", "description": "Run.", "parameters": {}}}
 
@@ -88,6 +92,42 @@ async def test_the_sampled_ids_stay_and_the_turn_is_labelled(renderer: TemplateR
         assert ("label", "shim") not in trajectory.turns[1].hints
         assert [turn.parent for turn in trajectory.turns] == [-1, 0]
         assert trajectory.ledger.trained == trajectory.ledger.captured
+
+
+class Slow:
+    """A hook that answers for the first turn when the second was translated too."""
+
+    def __init__(self) -> None:
+        self.both = asyncio.Event()
+
+    def open(self, rollout_id: str, tools: ToolBox) -> Slow:
+        return self
+
+    async def called(self, turn: int, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+        if turn:
+            self.both.set()
+        await self.both.wait()
+        return tuple(calls)
+
+    async def read(self, request: ModelRequest) -> ModelRequest:
+        return request
+
+    def hints(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+async def test_parallel_calls_that_wait_for_a_hook_are_labelled_each(renderer: TemplateRenderer) -> None:
+    config = GatewayConfig(hook=Slow())
+    async with Rig(renderer, [said("```bash\nls\n```")], config=config) as rig:
+        limits = Limits(max_context_tokens=100_000)
+        session = rig.gateway.open_session("r/shim", seed=7, limits=limits, shim=TextShim())
+        rig.auth, rig.base = {"Authorization": f"Bearer {session.secret}"}, f"{rig.origin}/v1"
+        asks = [ASK, [ASK[0], {"role": "user", "content": "Fix g."}]]
+        await asyncio.gather(*(rig.post({"messages": ask, "tools": [BASH]}) for ask in asks))
+        assert [turn.labels for turn in (await session.seal(1.0)).turns] == [{"shim"}, {"shim"}]
 
 
 async def test_off_by_default_and_silent_where_there_is_nothing_to_do(renderer: TemplateRenderer) -> None:

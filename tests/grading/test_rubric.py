@@ -118,6 +118,12 @@ async def test_a_text_that_the_endpoint_refuses_earns_nothing(status: int, tmp_p
             await rubric(client, no_verdict=None)(finished("+z"))
 
 
+@pytest.mark.parametrize("choices", [[], [{"message": {}}], [{"message": {"content": None}}]])
+async def test_an_answer_that_a_filter_emptied_is_no_verdict(choices: object, tmp_path: Path) -> None:
+    raw = json.dumps({"choices": choices}).encode()
+    assert endpoint._said(200, {}, raw) == ("", {})
+
+
 async def test_answers_are_of_one_url_and_a_torn_line_of_the_record_is_left_out(tmp_path: Path) -> None:
     async with judge_at(tmp_path, scored(lambda name, diff: 5), prices=(1.0, 0.0)) as (provider, client):
         await rubric(client)(finished("+x"))

@@ -232,7 +232,9 @@ def _said(status: int, headers: Mapping[str, str], raw: bytes) -> tuple[str, Map
         raise kind(f"the judge refused the question: HTTP {status} {text!a}")
     try:
         answer = orjson.loads(raw)
-        text, usage = answer["choices"][0]["message"]["content"], answer.get("usage")
+        # A filter may leave the choices or the content out.
+        text = answer["choices"][0]["message"].get("content") if answer["choices"] != [] else ""
+        usage = answer.get("usage")
     except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
         raise _Busy("the answer is no chat completion") from error
     return text if isinstance(text, str) else "", usage if isinstance(usage, dict) else {}

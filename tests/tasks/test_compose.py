@@ -140,15 +140,42 @@ def test_a_plan_names_content_and_no_path(tmp_path: Path) -> None:
         ("healthcheck: {test: x, interval: often}", "'often' is no duration like 1m30s"),
         ("mem_limit: much", "services.db.memory: 'much' is no size like 8G"),
         ("command: 'a \"b'", "services.db.command: No closing quotation"),
+        ("environment: {A: '${X:?must}'}", "yaml: ${X:?must} is not supported"),
+        ("environment: {A: '${X:+must}'}", "yaml: ${X:+must} is not supported"),
+        ("environment: {A: '${X:-${Y:-z}}'}", "yaml: ${X:-${Y:-z}} is not supported"),
+        ("tmpfs: '${X}'", "reads X from the host"),
+        ('environment: {A: "b\\0"}', "a byte of 0 is not supported"),
+        ("read_only: 'true'", "services.db.read_only: 'true' is not true or false"),
+        ("init: 'true'", "services.db.init: 'true' is not true or false"),
+        ("healthcheck: {test: a, disable: 'no'}", "healthcheck.disable: 'no' is not true or false"),
+        ("depends_on: {main: {condition: [a]}}", "depends_on.main: ['a'] is not supported"),
+        ("networks: {1: a, b: c}", "more than one network is not supported"),
+        (f"mem_limit: 1{'0' * 400}", "services.db.memory: '1000"),
+        ("shm_size: 9999999999g", "services.db.shm_size: '9999999999g' is no size"),
+        ("cpus: abc", "services.db.cpus: 'abc' is no number"),
+        ("cpus: .nan", "services.db.cpus: nan is no number"),
+        ("cpus: .inf", "services.db.cpus: inf is no number"),
+        ("cpus: -1", "services.db.cpus: -1 is no number"),
+        (f"healthcheck: {{test: a, retries: 1{'0' * 400}}}", "services.db.healthcheck.retries: 1000"),
+        (f"healthcheck: {{test: a, interval: {'9' * 400}s}}", "is no duration like 1m30s"),
+        ("hostname: Main", "services.db: the host name main is another service's"),
+        ("volumes: ['./lnk:/host:ro']", "the file 'a,src=/,consistency=default' is not supported"),
+        ("volumes: ['./out:/host:ro']", "is not in the folder of the task"),
+        ('volumes: ["./api:/a\\n:ro"]', "services.db.volumes: './api:/a\\n:ro' is not supported"),
+        ('volumes: ["./api:/a\\":ro"]', "is not supported"),
+        ("volumes: [x]\nvolumes: {../../x: }", "yaml: volumes.../../x is not supported"),
     ],
 )
 def test_what_is_refused_is_named(tmp_path: Path, service: str, message: str) -> None:
     image = "" if service.startswith("build") else "    image: x\n"
+    (tmp_path / "task" / "a,src=" / ",consistency=default").mkdir(parents=True)
+    (tmp_path / "task" / "lnk").symlink_to("a,src=/,consistency=default")
+    (tmp_path / "task" / "out").symlink_to("/etc")
     path = folder_of(tmp_path / "task", f"services:\n  main: {{}}\n  db:\n{image}    {service}\n")
     with pytest.raises(TaskError) as caught:
         read_compose(path, "main")
     assert message in str(caught.value)
-    assert str(caught.value).startswith(("docker-compose.yaml", "[", "'often'", "services"))
+    assert str(caught.value).startswith(("docker-compose.yaml", "[", "services"))
 
 
 @pytest.mark.parametrize(

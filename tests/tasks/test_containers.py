@@ -7,21 +7,88 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from insitu.errors import ImageUnavailable, PolicyUnsupported
+from insitu.errors import BackendTimeout, ImageUnavailable, PolicyUnsupported, RecordError
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.sandbox.base import Sandbox, SandboxSpec
 from insitu.sandbox.docker import DockerBackend
+from insitu.sandbox.docker_cli import Cli
+from insitu.sandbox.docker_image import Images
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool
+from insitu.storage.image_builds import register_build
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import format_of
 from insitu.types import FileEntry
-from insitu_tasksets.container_plan import ContainerPlan, Health, SideService
+from insitu_tasksets import containers
+from insitu_tasksets.container_plan import ContainerPlan, Health, Mount, SideService
+from insitu_tasksets.containers import Company, _run_arguments
 from insitu_tasksets.live import everywhere
 from insitu_tasksets.validate import check_item
+
+SLOW = """\
+#!/bin/sh
+echo "$@" >> {0}/calls
+case "$1" in
+run) (setsid sh -c "sleep 1; touch {0}/made" > /dev/null 2>&1 &); sleep 30 ;;
+rm) if [ -e {0}/made ]; then rm {0}/made; else echo "No such container" >&2; exit 1; fi ;;
+network) [ "$2" != rm ] || [ ! -e {0}/made ] || exit 1 ;;
+esac
+"""
+
+
+class SomeImages(Images):
+    def __init__(self) -> None: ...
+
+    async def get(self, reference: str) -> Any:
+        return SimpleNamespace(id=reference)
+
+
+@pytest.mark.slow
+async def test_a_service_that_a_slow_daemon_makes_late_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "START_S", 0.2)
+    monkeypatch.setattr(containers, "LATE_S", 1.5)
+    (tmp_path / "docker").write_text(SLOW.format(tmp_path))
+    (tmp_path / "docker").chmod(0o755)
+    plan = ContainerPlan(services=(SideService(name="db", image="x"),))
+    company = Company(plan, Cli(str(tmp_path / "docker")), SomeImages(), name="insitu-t", bounds=())
+    with pytest.raises(BackendTimeout):
+        await company.open()
+    await company.close()
+    await asyncio.gather(*containers._late)
+    assert not (tmp_path / "made").exists()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[-2:] == ["rm -f -v insitu-t-db", "network rm insitu-t"]
+
+
+def test_a_mounted_file_is_the_task_s_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSITU_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "a,src=x"
+    folder.mkdir()
+    (folder / "Dockerfile").write_text("FROM x")
+    (folder / "out").symlink_to("/etc")
+    build = register_build(folder)
+
+    def arguments(source: str) -> list[str]:
+        mount = Mount(folder=build, source=source, target="/a")
+        service = SideService(name="db", image="x", mounts=(mount,))
+        return _run_arguments(service, "insitu-t", ())
+
+    words = arguments("Dockerfile")
+    shown = words[words.index("--mount") + 1]
+    assert shown == f'type=bind,"src={folder}/Dockerfile",dst=/a,readonly'
+    for source in ("out", "../x", "/etc"):
+        with pytest.raises(RecordError, match="is not in the folder of the task"):
+            arguments(source)
+
 
 API = """\
 FROM insitu-sandbox:bookworm

@@ -294,10 +294,10 @@ class DockerBackend:
                 argv += _memory_place(place, scratch, owner)
             elif not spec.image:
                 argv += _memory_place(place, work, owner)
-        argv += _bind(self._python, sandbox_python.MOUNT) + _bind(shown, SANDBOX_AT)
-        argv += _bind(image.etc / "passwd", "/etc/passwd") + _bind(image.etc / "group", "/etc/group")
-        for bind in spec.binds:
-            argv += _bind(bind.source.resolve(), bind.target)
+        argv += bind(self._python, sandbox_python.MOUNT) + bind(shown, SANDBOX_AT)
+        argv += bind(image.etc / "passwd", "/etc/passwd") + bind(image.etc / "group", "/etc/group")
+        for one in spec.binds:
+            argv += bind(one.source.resolve(), one.target)
         port = spec.gateway_port if spec.network == "gateway_only" else 0
         start = sandbox_python.command()
         numbers = (port, -1, 0, spec.memory_bytes or 0)
@@ -342,7 +342,8 @@ def _memory_place(place: str, size: int, owner: str) -> list[str]:
     return ["--tmpfs", f"{place}:rw,exec,nosuid,nodev,size={size},mode=0755,{owner}"]
 
 
-def _bind(source: Path, target: str) -> list[str]:
+def bind(source: Path, target: str) -> list[str]:
+    """Return arguments of `docker run` that show a file or folder read-only."""
     fields = ("type=bind", f"src={source}", f"dst={target}", "readonly")
     quoted = ('"' + field.replace('"', '""') + '"' if {",", '"'} & set(field) else field for field in fields)
     return ["--mount", ",".join(quoted)]

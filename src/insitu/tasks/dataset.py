@@ -271,7 +271,7 @@ class RowSource:
                 self._check_task(item.task, item.oracle)
         except ValidationError as error:
             raise _Bad(_refusal(place, describe_invalid(error), row_id(row))) from None
-        except (TaskError, ValueError) as error:  # a row has no way to end the reading of the others
+        except (TaskError, ValueError, TypeError, OverflowError) as error:  # one row does not end the others
             raise _Bad(_refusal(place, error, row_id(row))) from None
         task = item.task
         if task.id in ids:

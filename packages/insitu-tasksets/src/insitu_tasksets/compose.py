@@ -40,7 +40,10 @@ LEAST_DEADLINE_S, MOST_DEADLINE_S = 60.0, 900.0
 MOST_SERVICES = 8
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,40}")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
-_VARIABLE = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)(?:(:?-)([^}]*))?\}|([A-Za-z_]\w*))")
+_VARIABLE = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)(?:(:?-)([^}$]*))?\}|([A-Za-z_]\w*)|(\{.*))", re.DOTALL)
+_UNSAFE = re.compile(r'[\x00-\x1f\x7f,"$]')
+"""In paths of volumes: what the command line of docker, or compose, would read as more than a path."""
+MOST_MB, MOST_S = 1 << 30, 1e6
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|us|h|m|s)")
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
@@ -68,16 +71,18 @@ def read_compose(path: Path, own: str) -> Compose:
     """Read a file in which `own` is the agent's service. Raises TaskError."""
     try:
         return _ComposeReader(path, own).read()
-    except RecordError as error:
+    except (RecordError, ValueError, TypeError, ArithmeticError) as error:
         raise TaskError(f"{path.name}: {error}") from None
 
 
 def megabytes(value: object, name: str) -> int:
     """Return the size of `8G`, `512 MiB` or a number of bytes; 0 for none. Raises TaskError."""
     found = SIZE.fullmatch(str(value).strip() or "0")
-    if found is None:
+    power = 0 if found is None else ("", "k", "m", "g", "t").index(found[2].lower())
+    size = math.inf if found is None else float(found[1]) * 1024.0**power / (1 << 20)
+    if size > MOST_MB:
         raise TaskError(f"{name}: {ascii(value)[:60]} is no size like 8G")
-    return math.ceil(float(found[1]) * 1024.0 ** ("", "k", "m", "g", "t").index(found[2].lower()) / (1 << 20))
+    return math.ceil(size)
 
 
 class _ComposeReader:
@@ -92,8 +97,8 @@ class _ComposeReader:
                 raise self._refused(key)
         self._declared = _mapping(file.get("volumes"), f"{path.name}: volumes")
         for name, keys in self._declared.items():
-            if keys:
-                raise self._refused(f"volumes.{name}")
+            if keys or not _NAME.fullmatch(name):
+                raise self._refused(f"volumes.{ascii(name)[1:-1][:60]}")
 
     def _refused(self, key: str) -> TaskError:
         return TaskError(f"{self._path.name}: {key} is not supported")
@@ -131,13 +136,15 @@ class _ComposeReader:
             raise self._refused("more than one network")
 
     def _service(self, name: str, keys: Mapping[str, Any]) -> SideService:
-        if not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name) or name.lower() == self._own:
             raise TaskError(f"{self._path.name}: {ascii(name)[:60]} is no name of a service")
         self._check_keys(name, keys, SERVICE)
         volumes, mounts = self._volumes(name, keys)
         limits = _mapping(_mapping(keys.get("deploy"), "deploy").get("resources"), "resources")
         limits = _mapping(limits.get("limits"), "limits")
         aliases = {str(keys.get(key) or "") for key in ("container_name", "hostname")} - {name}
+        for taken in {alias.lower() for alias in aliases} & {self._own, *self._services}:
+            raise TaskError(f"{self._path.name}: services.{name}: the host name {taken} is another service's")
         return SideService(
             name=name,
             image=self._image(name, keys),
@@ -151,14 +158,14 @@ class _ComposeReader:
             health=self._health(name, keys.get("healthcheck")),
             volumes=tuple(volumes),
             mounts=tuple(mounts),
-            tmpfs=tuple(_list(keys.get("tmpfs"))),
-            init=keys.get("init") is True,
-            read_only=keys.get("read_only") is True,
-            shm_mb=megabytes(keys.get("shm_size") or 0, "shm_size"),
+            tmpfs=tuple(self._text(place) for place in _list(keys.get("tmpfs"))),
+            init=self._flag(keys, "init", name),
+            read_only=self._flag(keys, "read_only", name),
+            shm_mb=megabytes(self._text(keys.get("shm_size") or 0), f"services.{name}.shm_size"),
             memory_mb=megabytes(
                 self._text(keys.get("mem_limit") or limits.get("memory") or 0), f"services.{name}.memory"
             ),
-            cpus=float(self._text(keys.get("cpus") or limits.get("cpus") or 0)),
+            cpus=self._number(keys.get("cpus") or limits.get("cpus") or 0, f"services.{name}.cpus"),
         )
 
     def _check_waits(
@@ -186,12 +193,35 @@ class _ComposeReader:
         def fill(found: re.Match[str]) -> str:
             if found[1]:
                 return "$"
+            if found[6]:
+                raise self._refused(ascii(found[0])[1:-1][:80])
             if found[3] is None:
                 name = found[2] or found[5]
                 raise TaskError(f"{self._path.name} reads {name} from the host, which sandboxes cannot see")
             return found[4]
 
-        return _VARIABLE.sub(fill, "" if value is None else _plain(value))
+        text = _VARIABLE.sub(fill, "" if value is None else _plain(value))
+        if "\0" in text:
+            raise self._refused(f"{ascii(text)[:80]}: a byte of 0")
+        return text
+
+    def _flag(self, keys: Mapping[str, Any], key: str, name: str) -> bool:
+        value = keys.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise TaskError(
+                f"{self._path.name}: services.{name}.{key}: {ascii(value)[:40]} is not true or false"
+            )
+        return bool(value)
+
+    def _number(self, value: object, where: str) -> float:
+        """Return a number from 0 to MOST_S; raise TaskError."""
+        try:
+            number = float(self._text(value))
+        except ValueError:
+            number = math.nan
+        if not 0 <= number <= MOST_S:
+            raise TaskError(f"{self._path.name}: {where}: {ascii(value)[:40]} is no number of use")
+        return number
 
     def _words(self, name: str, keys: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
         value = keys.get(key)
@@ -212,7 +242,7 @@ class _ComposeReader:
         for key, text in _mapping(value, f"services.{name}.environment").items():
             if text is None:
                 raise TaskError(f"{self._path.name} reads {key} from the host, which sandboxes cannot see")
-            if name == self._own and "${" in _plain(text) and "-" not in _plain(text):
+            if name == self._own and "${" in _plain(text) and not set("-?+") & set(_plain(text)):
                 continue  # a path of the other harness, such as TEST_DIR
             found[key] = self._text(text)
         return found
@@ -254,7 +284,7 @@ class _ComposeReader:
         found: dict[str, Condition] = {}
         for other, table in _mapping(value, f"services.{name}.depends_on").items():
             asked = _mapping(table, f"services.{name}.depends_on.{other}").get("condition", "service_started")
-            if asked not in CONDITIONS:
+            if not isinstance(asked, str) or asked not in CONDITIONS:
                 raise self._refused(f"services.{name}.depends_on.{other}: {ascii(asked)[:40]}")
             found[other] = CONDITIONS[asked]
         return found
@@ -262,14 +292,15 @@ class _ComposeReader:
     def _health(self, name: str, value: object) -> Health | None:
         table = _mapping(value, f"services.{name}.healthcheck")
         test = table.get("test")
-        if not table or table.get("disable") is True or test in (None, [], ["NONE"]):
+        if not table or self._flag(table, "disable", f"{name}.healthcheck") or test in (None, [], ["NONE"]):
             return None
         words = [self._text(word) for word in (["CMD-SHELL", test] if isinstance(test, str) else _list(test))]
         argv = ("/bin/sh", "-c", *words[1:]) if words[0] == "CMD-SHELL" else tuple(words[1:])
         if words[0] not in ("CMD", "CMD-SHELL") or not words[1:]:
             raise self._refused(f"services.{name}.healthcheck.test")
-        times = {key: seconds(table.get(key), default) for key, default in _TIMES.items()}
-        tries = int(table.get("retries") or 3)
+        where = f"{self._path.name}: services.{name}.healthcheck."
+        times = {key: seconds(table.get(key), usual, f"{where}{key}: ") for key, usual in _TIMES.items()}
+        tries = self._number(table.get("retries") or 3, f"services.{name}.healthcheck.retries")
         whole = times["start_period"] + tries * (times["interval"] + times["timeout"])
         return Health(argv=argv, deadline_s=deadline_of(whole), timeout_s=times["timeout"])
 
@@ -282,7 +313,11 @@ class _ComposeReader:
             what = f"services.{name}.volumes: {ascii(item)[:80]}"
             if name == self._own and item.startswith("${"):
                 continue  # folders of logs of the other harness
-            if not PurePosixPath(target).is_absolute() or mode not in ("", "rw", "ro") or "," in item:
+            if (
+                not PurePosixPath(target).is_absolute()
+                or mode not in ("", "rw", "ro")
+                or _UNSAFE.search(item)
+            ):
                 raise self._refused(what)
             if source in self._declared:
                 volumes.append(item.removesuffix(":rw"))
@@ -292,6 +327,8 @@ class _ComposeReader:
                     raise TaskError(f"{self._path.name}: {what}: there is no such file")
                 root = self._path.parent.resolve()
                 inside = found.relative_to(root).as_posix()
+                if _UNSAFE.search(inside):  # a link may lead to any name
+                    raise self._refused(f"{what}: the file {ascii(inside)[:80]}")
                 mounts.append(Mount(folder=register_build(root), source=inside, target=target))
             else:
                 raise self._refused(what)
@@ -306,14 +343,15 @@ def deadline_of(seconds: float) -> float:
 _TIMES = {"interval": 30.0, "timeout": 30.0, "start_period": 0.0}
 
 
-def seconds(value: object, default: float) -> float:
+def seconds(value: object, default: float, where: str = "") -> float:
     """Return the duration of `1m30s`; raise TaskError."""
     if value is None:
         return default
     parts = _PART.findall(str(value))
-    if not parts or "".join(number + unit for number, unit in parts) != str(value):
-        raise TaskError(f"{ascii(value)[:40]} is no duration like 1m30s")
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    whole = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if not parts or "".join(number + unit for number, unit in parts) != str(value) or whole > MOST_S:
+        raise TaskError(f"{where}{ascii(value)[:40]} is no duration like 1m30s")
+    return whole
 
 
 def _plain(value: object) -> str:
@@ -339,4 +377,4 @@ def _list(value: object) -> list[str]:
 
 
 def _names(value: object) -> list[str]:
-    return sorted(value) if isinstance(value, dict) else _list(value)
+    return sorted(map(str, value)) if isinstance(value, dict) else _list(value)

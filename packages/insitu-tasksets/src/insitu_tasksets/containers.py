@@ -23,13 +23,13 @@ from insitu.errors import (
     SandboxStartError,
 )
 from insitu.sandbox.base import Sandbox
-from insitu.sandbox.docker import ROOT_CAPABILITIES
+from insitu.sandbox.docker import ROOT_CAPABILITIES, bind
 from insitu.sandbox.docker_cli import Cli, classify, last_line
 from insitu.sandbox.docker_image import Images
-from insitu.sandbox.docker_sandbox import Beside, remove
+from insitu.sandbox.docker_sandbox import LATE_S, Beside, remove
 from insitu.sandbox.process_owner import LABEL, owner
 from insitu.storage.image_builds import build_context
-from insitu_tasksets.container_plan import ContainerPlan, Health, SideService, read_plan
+from insitu_tasksets.container_plan import ContainerPlan, Health, Mount, SideService, read_plan
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ SUBNETS = 8
 NO_RESOLVER = "127.0.0.1"
 """In the container's own network: names of the world are refused at once, by any version of the daemon."""
 LOG_BYTES = "1m"
+_late: set[asyncio.Task[None]] = set()
 
 
 class Company(Beside):
@@ -59,11 +60,18 @@ class Company(Beside):
         used = [*plan.volumes, *(volume for service in plan.services for volume in service.volumes)]
         self._volumes = sorted({volume.partition(":")[0] for volume in used})
         self._began: dict[str, float] = {}
-        self._closed = False
+        self._closed = self._unsure = False
 
     async def open(self) -> None:
         if not self._plan.services:
             return
+        try:
+            await self._open()
+        except (BackendTimeout, asyncio.CancelledError):
+            self._unsure = True  # a slow daemon may make it after all
+            raise
+
+    async def _open(self) -> None:
         references = dict.fromkeys(service.image for service in self._plan.services)
         found = await asyncio.gather(*(self._images.get(reference) for reference in references))
         ids = {reference: image.id for reference, image in zip(references, found, strict=True)}
@@ -102,6 +110,17 @@ class Company(Beside):
         if self._closed or not self._plan.services:
             return
         self._closed = True
+        await self._remove()
+        if self._unsure:
+            task = asyncio.get_running_loop().create_task(self._remove_late())
+            _late.add(task)
+            task.add_done_callback(_late.discard)
+
+    async def _remove_late(self) -> None:
+        await asyncio.sleep(LATE_S)
+        await self._remove()
+
+    async def _remove(self) -> None:
         names = [f"{self._name}-{service.name}" for service in self._plan.services]
         for failed in await asyncio.gather(
             *(remove(self._cli, name) for name in names), return_exceptions=True
@@ -211,12 +230,18 @@ def _run_arguments(service: SideService, name: str, bounds: Sequence[str]) -> li
     argv += [word for key, value in service.env.items() for word in ("--env", f"{key}={value}")]
     argv += [word for place in service.tmpfs for word in ("--tmpfs", place)]
     argv += [word for volume in service.volumes for word in ("--volume", f"{name}-{volume}")]
-    for mount in service.mounts:
-        source = build_context(mount.folder)
-        argv += ["--mount", f"type=bind,src={source}/{mount.source},dst={mount.target},readonly"]
+    argv += [word for mount in service.mounts for word in _shown(mount)]
     argv += ["--shm-size", f"{service.shm_mb}m"] if service.shm_mb else []
     argv += ["--init"] if service.init else []
     return argv + (["--read-only"] if service.read_only else [])
+
+
+def _shown(mount: Mount) -> list[str]:
+    folder = build_context(mount.folder)
+    source = folder and (folder / mount.source).resolve()
+    if not folder or not source or not source.is_relative_to(folder):
+        raise RecordError(f"{ascii(mount.source)[:80]} is not in the folder of the task")
+    return bind(source, mount.target)
 
 
 def _command(service: SideService, image: str) -> list[str]:

@@ -1,7 +1,7 @@
 """A stand-in for the docker command line whose containers are processes that answer `/health`.
 
 State is in the folder FAKE_DOCKER: NAME.json of each container, `calls` with every command, `broken` while
-`run` fails.
+`run` fails, `slow` while it has yet to make the container.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def _run(folder: Path, words: list[str]) -> int:
     if (folder / "broken").exists():
         print("docker: Error response from daemon: no space left.", file=sys.stderr)
         return 125
+    slow = folder / "slow"
+    time.sleep(1.5 if slow.exists() else 0)
     name, label = words[words.index("--name") + 1], words[words.index("--label") + 1]
     port = folder / f"{name}.port"
     with (folder / "log").open("ab") as log:
@@ -65,6 +67,7 @@ def _run(folder: Path, words: list[str]) -> int:
         time.sleep(0.01)
     made = {"name": name, "label": label, "pid": pid, "port": int(port.read_text()), "image": words[-1]}
     (folder / f"{name}.json").write_text(json.dumps(made))
+    slow.unlink(missing_ok=True)
     print("0123abcd")
     return 0
 

@@ -257,6 +257,13 @@ def test_tests_may_have_an_image_of_their_own(tmp_path: Path) -> None:
         ({"instruction.md": " \n"}, "the prompt is empty"),
         ({"tests/test.sh": None}, "tests/test.sh is missing: nothing can be graded"),
         ({"task.toml": TOML + "[[steps]]\nname = 'a'\n"}, "several steps"),
+        *(
+            (
+                {"task.toml": TOML.replace("cpus = 1", f"mcp_servers = [{{name = 'a', url = 'u'}}, {more}]")},
+                "environment.mcp_servers: each needs a name of its own, other than insitu",
+            )
+            for more in ("{name = 'a', url = 'v'}", "{name = 'insitu', url = 'v'}")
+        ),
         ({"task.toml": TOML.replace("cpus = 1", "mcp_servers = [{}]")}, "mcp_servers.0.name: Field required"),
         (
             {"task.toml": TOML.replace("cpus = 1", "mcp_servers = [{name = 'a', url = ''}]")},

@@ -74,6 +74,29 @@ def test_what_is_not_there_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["https://example.com/..", "https://example.com/...git", ".."])
+def test_a_repository_is_a_folder_of_the_registry(registry: Path, url: str) -> None:
+    (registry.parent / "a").mkdir()
+    (registry.parent / "a" / "task.toml").write_text("")
+    (registry / "registry.json").write_text(
+        json.dumps([SETS[0] | {"tasks": [{"path": "a", "git_url": url}]}])
+    )
+    with pytest.raises(TaskError, match="names no repository"):
+        ids(registry / "made@1.0")
+
+
+def test_only_the_data_set_that_is_asked_for_must_be_one(registry: Path) -> None:
+    rows = [5, {"name": "bad"}, {"name": 1, "version": 2, "tasks": 3}, *SETS]
+    (registry / "registry.json").write_text(json.dumps(rows))
+    assert ids(registry / "made@1.0") == ["a", "b"]
+    with pytest.raises(TaskError, match="tasks: Field required"):
+        ids(registry / "bad@")
+    for whole in (5, {"a": 1}):
+        (registry / "registry.json").write_text(json.dumps(whole))
+        with pytest.raises(TaskError, match="is no list of data sets"):
+            ids(registry / "made@1.0")
+
+
 def test_a_registry_that_leaves_its_folder_is_refused(registry: Path) -> None:
     (registry / "registry.json").write_text(json.dumps([SETS[0] | {"tasks": [{"path": "../x"}]}]))
     with pytest.raises(TaskError, match=r"'\.\./x' is no path below it"):

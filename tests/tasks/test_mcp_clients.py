@@ -73,6 +73,13 @@ def test_servers_join_what_the_recipe_says(agent: str, key: str, entries: list[o
     assert set(found) == {server.name for server in SERVERS} - ({"old"} if agent == "codex" else set())
 
 
+def test_codex_reads_any_text() -> None:
+    words = ("\U0001f600", "\x7f", 'a"\\\n\t\x01', "\u2028")
+    plan = ContainerPlan(mcp_servers=(McpServer(name="a", transport="stdio", command="x", args=words),))
+    content = files_of("codex", plan.text)[f"{START.home}/{CLIENTS['codex'][0]}"][1].decode()
+    assert tomllib.loads(content)["mcp_servers"]["a"]["args"] == list(words)
+
+
 def test_an_agent_without_a_client_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert files_of("pi") == {file[0]: file for file in named_recipe("pi").home_files(START)}

@@ -139,6 +139,32 @@ def test_no_container_outlives_its_process(docker: Path) -> None:
     wait(lambda: containers(docker) == [])
 
 
+STARTS = """
+from insitu_tasksets.openenv_images import ServerImage, ServerPool
+with ServerPool(ServerImage(image="guess:1")).blocking():
+    pass
+"""
+
+
+def test_no_container_that_starts_outlives_its_process(docker: Path) -> None:
+    (docker / "slow").touch()
+    with subprocess.Popen([sys.executable, "-c", STARTS]) as process:
+        wait(lambda: (docker / "calls").exists() and "\nrun " in (docker / "calls").read_text())
+        process.kill()
+    assert (docker / "slow").exists()
+    wait(lambda: not (docker / "slow").exists())
+    wait(lambda: containers(docker) == [])
+
+
+def test_a_server_is_asked_without_a_proxy(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv_images, "START_S", 1.0)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with pool_of({"image": "guess:1"}).blocking() as lease:
+        assert lease.url
+
+
 def test_what_a_dead_owner_left_is_removed(docker: Path) -> None:
     pool = ServerPool(ServerImage(image="guess:1"))
     with pool.blocking():

@@ -166,6 +166,9 @@ def container_plan(folder: Path, own: HarborEnvironment) -> tuple[ContainerPlan,
     file = compose_file(folder)
     compose = read_compose(file, MAIN) if file is not None else Compose()
     health = own.healthcheck
+    names = [server.name for server in own.mcp_servers]
+    if "insitu" in names or len(set(names)) < len(names):
+        raise TaskError("environment.mcp_servers: each needs a name of its own, other than insitu")
     plan = ContainerPlan(
         env=compose.env | resolved(own.env, "environment"),
         volumes=compose.volumes,

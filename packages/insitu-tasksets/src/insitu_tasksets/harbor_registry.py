@@ -67,17 +67,20 @@ def _dataset(file: Path, path: Path) -> _RegistrySet:
     """Return the data set that ends a path: NAME@VERSION, or ORG/NAME@VERSION. Raises TaskError."""
     with boundary(TaskError, f"read {file}"):
         rows = json.loads(file.read_text("utf-8"))
-    try:
-        sets = [_RegistrySet.model_validate(row) for row in rows if isinstance(row, dict)]
-    except ValidationError as error:
-        raise TaskError(f"{file}: {describe_invalid(error)}") from None
-    for name in ("/".join(path.parts[-2:]), path.name):
-        for found in sets:
-            if f"{found.name}@{found.version}" == name:
-                return found
-    asked, name = path.name.partition("@")[0], path.name
-    versions = sorted(f"{one.name}@{one.version}" for one in sets if one.name == asked)
-    known = versions or sorted({one.name for one in sets})
+    if not isinstance(rows, list):
+        raise TaskError(f"{file} is no list of data sets")
+    # Only the one that is asked for must be as it should.
+    sets = [(str(row.get("name")), str(row.get("version", "")), row) for row in rows if isinstance(row, dict)]
+    for asked in ("/".join(path.parts[-2:]), path.name):
+        for found, version, row in sets:
+            if f"{found}@{version}" == asked:
+                try:
+                    return _RegistrySet.model_validate(row)
+                except ValidationError as error:
+                    raise TaskError(f"{file}: {describe_invalid(error)}") from None
+    name = path.name
+    versions = sorted(f"{one}@{version}" for one, version, _ in sets if one == name.partition("@")[0])
+    known = versions or sorted({one for one, *_ in sets})
     raise TaskError(f"{file} has no {name}; it has {', '.join(known[:20]) or 'nothing'}")
 
 
@@ -86,6 +89,8 @@ def _folder(root: Path, task: _RegistryTask) -> Path | None:
     if inside.is_absolute() or ".." in inside.parts:
         raise TaskError(f"{root / FILE}: {ascii(task.path)[:80]} is no path below it")
     repository = (task.git_url or "").rstrip("/").rpartition("/")[2].removesuffix(".git")
+    if repository in (".", ".."):
+        raise TaskError(f"{root / FILE}: {ascii(task.git_url)[:80]} names no repository")
     for folder in (root / repository / inside, root / inside):
         if (folder / "task.toml").is_file():
             return folder

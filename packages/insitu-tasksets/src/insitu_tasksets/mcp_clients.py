@@ -51,10 +51,14 @@ def _codex(below: bytes, servers: Sequence[McpServer]) -> bytes:
     for server in servers:
         lines.append(f"[mcp_servers.{server.name}]")
         if server.transport == "stdio":
-            lines += [f"command = {json.dumps(server.command)}", f"args = {json.dumps(server.args)}"]
+            lines += [f"command = {_toml(server.command)}", f"args = {_toml(server.args)}"]
         else:
-            lines.append(f"url = {json.dumps(server.url)}")
+            lines.append(f"url = {_toml(server.url)}")
     return "\n".join([*lines, ""]).encode()
+
+
+def _toml(value: str | Sequence[str]) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _in_json(key: str, entry: Callable[[McpServer], Mapping[str, Any]]) -> Callable[..., bytes]:

@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -48,7 +48,19 @@ ANSWER_S = 10.0
 WAIT_S = 300.0
 """Longest wait for a free session."""
 _POLL_S = 0.1
-_GUARD = 'trap "" TERM INT HUP; cat >/dev/null; exec "$0" rm --force --volumes "$1" >/dev/null 2>&1'
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_GUARD = """\
+trap "" TERM INT HUP
+while read -r line; do run=$line; done
+left=1800
+while [ "$run" ] && [ "$left" -gt 0 ] && kill -0 "$run"; do
+  "$0" rm --force --volumes "$1"
+  left=$((left - 1))
+  sleep 1
+done >/dev/null 2>&1
+exec "$0" rm --force --volumes "$1" >/dev/null 2>&1
+"""
+"""Reads the process of a `docker run` while there is one: it goes on when this process is killed."""
 
 
 class ServerImage(BaseModel):
@@ -157,9 +169,7 @@ class Container:
         port = self._image.port
         argv = ["run", "--detach", "--init", "--name", self._name, "--label", f"{LABEL}={owner()}"]
         argv += ["--publish", f"127.0.0.1::{port}", *self._image.options, self._image.image]
-        done = self._call(*argv, timeout_s=PULL_S)
-        if done.returncode:
-            raise SetupError(str(classify(self._cli.name, "run", done.stderr)))
+        self._run(argv)
         deadline = time.monotonic() + START_S
         while True:
             if at := self._call("port", self._name, f"{port}/tcp").stdout.split():
@@ -171,6 +181,25 @@ class Container:
             time.sleep(_POLL_S)
         self.url = url
         log.info("environment_started image=%s starts=%d url=%s", self._image.image, self.starts, url)
+
+    def _run(self, argv: Sequence[str]) -> None:
+        command = [self._cli.program, *argv]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+            try:
+                self._tell_guard(str(process.pid))
+                _, err = process.communicate(timeout=PULL_S)
+            except BaseException:
+                process.kill()
+                raise
+        self._tell_guard("")
+        if process.returncode:
+            raise SetupError(str(classify(self._cli.name, "run", err)))
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.write(f"{line}\n".encode())
+            self._guard.stdin.flush()
 
     def _said(self) -> str:
         done = self._call("logs", "--tail", "20", self._name)
@@ -289,7 +318,7 @@ def _check(deadline: float) -> None:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=ANSWER_S) as reply:
+        with _DIRECT.open(f"{url}/health", timeout=ANSWER_S) as reply:
             return bool(reply.status == 200)
     except (OSError, HTTPException):
         return False

@@ -16,6 +16,9 @@ from insitu.gateway.tool_hooks import BLOCKED
 from insitu.types import Message, ToolEvent
 from insitu_tasksets.tool_hooks import UserHook
 
+# The client of OpenAI asks the system for its name at its first call.
+pytestmark = pytest.mark.slow
+
 TWO = Message(
     role="assistant",
     text="I look.",

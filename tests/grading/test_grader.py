@@ -11,6 +11,7 @@ import insitu.grading.grader as grader_module
 from insitu.errors import PolicyUnsupported, SandboxLost, TaskError
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.sandbox.base import Sandbox, SandboxSpec
+from insitu.sandbox.host_faults import fate_of
 from insitu.sandbox.local import LocalBackend
 from insitu.sandbox.pool import Pool, PoolOptions
 from insitu.types import (
@@ -210,6 +211,41 @@ async def test_sandboxes_that_the_host_lost_are_not_the_candidates_fault(
     verdict = await Grader(watched, GradeConfig(attempts=3)).grade(task, oracle, tree(task, app_py=GOLD))
     assert (verdict.outcome, verdict.reward) == (Outcome.INFRA, None)
     assert "the host is out of memory" in verdict.reason
+
+
+class WithService(Watched):
+    """Sandboxes with a service, which has ended by the end of the first grades."""
+
+    ended = 0
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await super().create(spec)
+        why = "service db ended with 137" if self.made <= self.ended else ""
+
+        async def fault() -> str:
+            return why
+
+        fate_of(sandbox).beside = fault  # type: ignore[union-attr]
+        return sandbox
+
+
+@pytest.mark.parametrize(
+    ("solution", "ended", "made", "reason"),
+    [
+        (BASE + b"#", 1, 2, "cases"),
+        (BASE + b"#", 3, 4, "a control sandbox was not: service db ended with 137"),
+        (GOLD, 1, 1, ""),
+    ],
+)
+async def test_a_service_that_ended_is_no_verdict_unless_the_change_ends_each(
+    backend: LocalBackend, task: Task, oracle: Oracle, solution: bytes, ended: int, made: int, reason: str
+) -> None:
+    watched = WithService(backend)
+    watched.ended = ended
+    verdict = await Grader(watched, GradeConfig(attempts=3)).grade(task, oracle, tree(task, app_py=solution))
+    assert verdict.reward == float(solution == GOLD)
+    assert watched.made == made
+    assert reason in verdict.reason
 
 
 @pytest.mark.parametrize("modest", [True, False])

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -65,6 +65,30 @@ async def test_a_service_that_a_slow_daemon_makes_late_is_removed(
     assert not (tmp_path / "made").exists()
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[-2:] == ["rm -f -v insitu-t-db", "network rm insitu-t"]
+
+
+async def test_a_service_that_must_run_and_ended_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    health = Health(argv=("true",), deadline_s=1.0)
+    seed = SideService(name="seed", image="x")
+    job = SideService(name="job", image="x", after={"seed": "service_completed_successfully"})
+    db = SideService(name="db", image="x", health=health)
+    plan = ContainerPlan(services=(seed, job, db))
+    company = Company(plan, cast("Cli", None), SomeImages(), name="insitu-t", bounds=())
+    codes: dict[str, int | None] = {"seed": 0, "job": 0, "db": None}
+
+    async def exit_code(name: str) -> int | None:
+        return codes[name]
+
+    async def last_words(name: str) -> str:
+        return "bye"
+
+    monkeypatch.setattr(company, "_exit_code", exit_code)
+    monkeypatch.setattr(company, "_last_words", last_words)
+    assert await company.fault() == ""
+    codes["db"] = 0
+    assert await company.fault() == "service db ended with 0: bye"
+    codes.update(db=None, job=137)
+    assert await company.fault() == "service job ended with 137: bye"
 
 
 def test_a_mounted_file_is_the_task_s_whatever_its_name(

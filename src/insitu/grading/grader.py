@@ -34,7 +34,7 @@ from insitu.grading.runners.find import opened_runners, runner_for, runner_named
 from insitu.grading.verdict import NOTHING_CHANGED, make_verdict
 from insitu.sandbox.base import GRADING, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
-from insitu.sandbox.host_faults import host_fault
+from insitu.sandbox.host_faults import fate_of, host_fault
 from insitu.sandbox.pooled_sandbox import LeftRunning
 from insitu.stalls import awake_timeout
 from insitu.types import Oracle, Outcome, Setup, Task, Tree, Verdict, task_hash
@@ -426,7 +426,12 @@ class Grader:
             with boundary(SandboxLost, "grade"):
                 count = runner.processes(task, oracle)
                 async with awake_timeout(count * wall_s + self._config.margin_s):
-                    return await runner.run(sandbox, task, oracle, candidate, limits), limits.meter
+                    report = await runner.run(sandbox, task, oracle, candidate, limits)
+                    fate = None if isinstance(sandbox, LeftRunning) else fate_of(sandbox)
+                    asks = fate.beside if fate and report.outcome is not Outcome.RESOLVED else None
+                    if asks and (ended := await asks()):
+                        raise SandboxLost(ended)
+                    return report, limits.meter
         finally:
             await sandbox.close()
 

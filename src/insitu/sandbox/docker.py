@@ -343,7 +343,6 @@ def _memory_place(place: str, size: int, owner: str) -> list[str]:
 
 
 def bind(source: Path, target: str) -> list[str]:
-    """Return arguments of `docker run` that show a file or folder read-only."""
     fields = ("type=bind", f"src={source}", f"dst={target}", "readonly")
     quoted = ('"' + field.replace('"', '""') + '"' if {",", '"'} & set(field) else field for field in fields)
     return ["--mount", ",".join(quoted)]

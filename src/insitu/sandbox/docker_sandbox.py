@@ -40,6 +40,10 @@ class Beside:
     async def ready(self, sandbox: Sandbox) -> None:
         """Wait until the sandbox is healthy. Raises SandboxError."""
 
+    async def fault(self) -> str:
+        """Return what of it ended too early; "" for nothing. Raises SandboxError."""
+        return ""
+
     async def close(self) -> None:
         """Remove everything; idempotent. Never raises."""
 
@@ -63,7 +67,7 @@ class DockerSandbox(SupervisedSandbox):
         beside: Beside,
     ) -> None:
         super().__init__(spec, control, places=places, env=env, owner=-1, kills=kills)
-        self._beside = beside
+        self._beside, self.fate.beside = beside, beside.fault
         self._container = container
         self._cli = cli
         self._removed = False

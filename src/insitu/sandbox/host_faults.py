@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 from weakref import WeakSet
@@ -40,6 +41,7 @@ class Fate:
 
     def __init__(self, kills: OomCounter) -> None:
         self.kills = kills
+        self.beside: Callable[[], Awaitable[str]] | None = None
         self.made_at, self.lost_at = time.monotonic(), -math.inf
         self.mark()
         _live.add(self)

@@ -106,6 +106,16 @@ class Company(Beside):
                 raise ImageUnavailable(f"the task's health check fails after {health.deadline_s:g} s: {why}")
             await asyncio.sleep(PAUSE_S)
 
+    async def fault(self) -> str:
+        plan = self._plan
+        waits = (plan.after, *(service.after for service in plan.services))
+        once = {name for one in waits for name in one if one[name] == "service_completed_successfully"}
+        for service in plan.services:
+            code = None if service.name in once else await self._exit_code(service.name)
+            if code or (code == 0 and service.health):
+                return f"service {service.name} ended with {code}: {await self._last_words(service.name)}"
+        return ""
+
     async def close(self) -> None:
         if self._closed or not self._plan.services:
             return

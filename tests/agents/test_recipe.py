@@ -248,6 +248,22 @@ async def test_pi_hears_of_its_true_window_when_it_may_compact(
     assert bool(summaries) == compact
 
 
+@pytest.mark.slow
+async def test_pi_works_without_its_own_shell(
+    backend: LocalBackend, server: ScriptedServer, task: Task, pi: Installed
+) -> None:
+    """With an environment's tools instead: docs/tasks.md."""
+    words = load_config(None, {"harness.command": ["{agent}", "--exclude-tools", "bash"]}).harness
+    access = dataclasses.replace(ACCESS, model="policy")
+    async with RecipeHarness(resolve_agent(words), backend, installed=pi, access=access).worker(
+        server.path
+    ) as worker:
+        await worker.run(task, access)
+    offered = {tool["function"]["name"] for body in server.requests for tool in body.get("tools", [])}
+    assert "read" in offered
+    assert "bash" not in offered
+
+
 def test_built_in_agents_can_be_configured() -> None:
     assert {"single_turn", *shipped_recipes()} == {*registry.BUILT_IN["agents"]}
     assert Config().harness.agent == "pi"

@@ -47,6 +47,10 @@ class TaskError(InsituError):
     """A task or dataset row cannot be used."""
 
 
+class FunctionFailed(TaskError):
+    """A function of the user's failed several times in a row: the run ends."""
+
+
 class CaptureError(InsituError):
     """A capture invariant is broken; names rollout, turn and token index and is never swallowed."""
 

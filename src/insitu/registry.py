@@ -85,7 +85,7 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
 
 SATELLITES: Mapping[str, Mapping[str, str]] = {
     "train": {
-        "verbs": "init demo train sft replay",
+        "verbs": "init demo train sft replay ranks",
         "commands": "train",
         "api": "replay replay_async sft sft_async train train_async",
         "engines": "embedded tinker",

@@ -37,7 +37,8 @@ def test_the_public_names_are_these() -> None:
     assert set(insitu.__all__) == {
         "Case", "Config", "FileEntry", "FinishedRollout", "GradingPlan", "InsituError", "Ledger", "Limits",
         "Oracle", "Outcome", "Recipe", "Rollout", "Run", "RunEvent", "Segment", "ServedSession", "Server",
-        "Setup", "Status", "StepRecord", "Task", "Tokens", "Trajectory", "Trust", "Turn", "Verdict",
+        "Setup", "Status", "StepRecord", "Task", "Tokens", "ToolEvent", "Trajectory", "Trust", "Turn",
+        "Verdict",
         "attack", "attack_async", "check_machine", "conformance", "conformance_async", "export_model",
         "export_run", "export_tasks", "grade", "grade_async", "import_run", "install", "install_async",
         "list_tasks",

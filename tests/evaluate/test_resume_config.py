@@ -52,7 +52,7 @@ def test_a_run_may_become_longer(tmp_path: Path, given: list[str] | dict[str, in
         (
             (),
             "train.lr=1",
-            r".* keeps its configuration; drop train.lr=1 \(train.on_bad_step, train.reference, .*",
+            r".* keeps its configuration; drop train.lr=1 \(train.on_bad_step, train.ranks, .*",
         ),
         (
             (),

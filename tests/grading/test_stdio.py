@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from insitu.errors import TaskError
+from insitu.errors import FunctionFailed, TaskError
 from insitu.grading.grader import GradeConfig, Grader
 from insitu.grading.runners.find import opened_runners, runner_for
 from insitu.sandbox.local import LocalBackend
-from insitu.tasks.user_functions import FAILURES, FunctionFailed
+from insitu.tasks.user_functions import FAILURES
 from insitu.types import (
     Exchange,
     FileEntry,

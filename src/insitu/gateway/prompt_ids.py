@@ -21,10 +21,9 @@ from insitu.capture.drift_diagnosis import Diagnosis, diagnose, first_difference
 from insitu.capture.forest import Forest
 from insitu.capture.message_history import History, Unread
 from insitu.chat.renderer import ChatRenderer
-from insitu.errors import InsituError, RenderError
+from insitu.errors import FunctionFailed, InsituError, RenderError
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.host_tools import HostTool
-from insitu.tasks.user_functions import FunctionFailed
 from insitu.types import IntArray, Message, MessageSpans, ModelRequest, ToolCall
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a session asks of the user's hook on tool calls; insitu_tasksets.tool_hooks has it."""
+"""What a session asks of the hook of the user on tool calls, which the package tasksets has."""
 
 from __future__ import annotations
 

@@ -11,14 +11,13 @@ from functools import partial
 
 from insitu.backoff import backoff_s
 from insitu.concurrency import run_all
-from insitu.errors import GradeError, InsituError, TaskError, user_code
+from insitu.errors import FunctionFailed, GradeError, InsituError, TaskError, user_code
 from insitu.grading.grader import Grader
 from insitu.grading.reward import RewardFunction, ToolEnvironment
 from insitu.grading.trust import below
 from insitu.grading.verdict import MAX_REASON_CHARS
 from insitu.sandbox.base import Sandbox
 from insitu.tasks.base import REWARD_ONLY, TaskSource
-from insitu.tasks.user_functions import FunctionFailed
 from insitu.types import FinishedRollout, Oracle, Outcome, Rollout, Task, Tree, Trust, Verdict
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from insitu import registry
-from insitu.errors import MAX_RAISED_CHARS, ConfigError, GradeError, TaskError, describe_raised
+from insitu.errors import (
+    MAX_RAISED_CHARS,
+    ConfigError,
+    FunctionFailed,
+    GradeError,
+    describe_raised,
+)
 
 FAILURES = 5
 """Consecutive failures of one function that end the run."""
@@ -46,10 +52,6 @@ def load_function(path: str) -> Callable[..., Any]:
 
 class BadResult(Exception):
     """A function returned an invalid result; `str(error)` describes it."""
-
-
-class FunctionFailed(TaskError):
-    """A function failed several times in a row: the run ends."""
 
 
 class _CallTimeout(Exception):

@@ -21,9 +21,9 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from insitu.errors import ConfigError, describe_raised
+from insitu.errors import ConfigError, FunctionFailed, describe_raised
 from insitu.registry import load
-from insitu.tasks.user_functions import FAILURES, FunctionFailed, in_thread
+from insitu.tasks.user_functions import FAILURES, in_thread
 
 CHECK_S = 10.0
 """Timeout of one call."""

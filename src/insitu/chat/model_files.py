@@ -69,13 +69,9 @@ def read_folder(folder: Path) -> ModelFiles:
 def _control_tokens(tokenizer_json: str) -> tuple[str, ...] | None:
     """Return the added tokens without those that are text, as Gemma's runs of line ends; None if all are."""
     added = json.loads(tokenizer_json).get("added_tokens", [])
-    names = [str(token["content"]) for token in added]
-    texts = {
-        name
-        for name, token in zip(names, added, strict=True)
-        if not token.get("special") and _TEXT.fullmatch(name)
-    }
-    return tuple(name for name in names if name not in texts) if texts else None
+    named = [(str(token["content"]), token.get("special")) for token in added]
+    control = tuple(name for name, special in named if special or not _TEXT.fullmatch(name))
+    return control if len(control) < len(named) else None
 
 
 def _read_json(path: Path) -> dict[str, object]:

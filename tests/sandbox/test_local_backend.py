@@ -156,7 +156,12 @@ from insitu.sandbox.local import LocalBackend
 async def main():
     sandbox = await LocalBackend(sys.argv[1]).create(SandboxSpec())
     await sandbox.spawn(["sleep", "959697"])
-    await sandbox.exec(["sh", "-c", "setsid setsid sleep 959697 >/dev/null 2>&1 &"], timeout_s=5)
+    # A shell may not fork while another test has all processes of this user: it tries again.
+    away = "setsid setsid sh -c 'touch away; exec sleep 959697' >/dev/null 2>&1 &"
+    for _ in range(50):
+        done = await sandbox.exec(["sh", "-c", away + " sleep 0.2; [ -e away ]"], timeout_s=30)
+        if done.exit_code == 0:
+            break
     print("up", flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

@@ -167,15 +167,22 @@ def llama_cpp_side(folder: Path, threads: int) -> Iterator[Run]:
             with urllib.request.urlopen(request, timeout=3600) as answer:
                 return len(json.load(answer)["tokens"])
 
-        with ThreadPoolExecutor(64) as pool:
-
-            def run(prompts: IntArray, tokens: int) -> None:
-                found = list(pool.map(one, prompts.tolist(), [tokens] * len(prompts)))
-                if found != [tokens] * len(prompts):
-                    raise RuntimeError(f"asked for {tokens} tokens each, got {found}")
-
+        with _in_threads(one) as run:
             yield run
         del server
+
+
+@contextmanager
+def _in_threads(one: Callable[[list[int], int], int]) -> Iterator[Run]:
+    """Yield a side of a server; `one` asks it for one prompt's tokens and returns how many came."""
+    with ThreadPoolExecutor(64) as pool:
+
+        def run(prompts: IntArray, tokens: int) -> None:
+            found = list(pool.map(one, prompts.tolist(), [tokens] * len(prompts)))
+            if found != [tokens] * len(prompts):
+                raise RuntimeError(f"asked for {tokens} tokens each, got {found}")
+
+        yield run
 
 
 @contextmanager
@@ -211,13 +218,7 @@ def vllm_side(folder: Path, venv: Path, dtype: str, threads: int) -> Iterator[Ru
 
     try:
         _await_vllm(server, f"http://127.0.0.1:{port}/health")
-        with ThreadPoolExecutor(64) as pool:
-
-            def run(prompts: IntArray, tokens: int) -> None:
-                found = list(pool.map(one, prompts.tolist(), [tokens] * len(prompts)))
-                if found != [tokens] * len(prompts):
-                    raise RuntimeError(f"asked for {tokens} tokens each, got {found}")
-
+        with _in_threads(one) as run:
             yield run
     finally:
         server.terminate()

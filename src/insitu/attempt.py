@@ -276,7 +276,7 @@ class AttemptExecutor:
                 async with self._preparing(spec.task):
                     live = self._live(session, spec.task, state)
                     run = partial(worker.run, spec.task, access, lambda: session.done)
-                    # a worker of the user's own may not know the hook
+                    # a worker of the user's own may take the first three arguments only
                     result = await (run() if live is None else run(live))
                 # what it does after its answer counts no more
                 if session.tools.ended and result.exit == "failed":

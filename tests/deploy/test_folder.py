@@ -112,6 +112,11 @@ def test_the_command_says_what_to_add(config: Path, capsys: pytest.CaptureFixtur
     assert main(["deploy", "slurm", str(config), "--out", str(config.parent / "job")]) == 0
     said = capsys.readouterr().out
     assert "before use: model.path: copy models/qwen there" in said
+    config.write_text(config.read_text().replace('"models/qwen"', '"hub:me/qwen"'))
+    assert main(["deploy", "slurm", str(config), "--out", str(config.parent / "named")]) == 0
+    named = capsys.readouterr().out
+    assert "HF_TOKEN" in named
+    assert "model.path" not in named, "what has a name at a hub is fetched there"
     assert "before use: set HF_TOKEN where it runs" in said
 
 

@@ -9,6 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
 
 COMMIT = "1" * 40
 
@@ -150,3 +153,15 @@ def fake_hub() -> Iterator[FakeHub]:
             yield hub
         finally:
             server.shutdown()
+
+
+@contextmanager
+def only_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[FakeHub]:
+    """A stand-in that huggingface_hub reaches instead of the Hub, with an empty cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    with fake_hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server

@@ -12,7 +12,7 @@ from insitu.config import load_config
 from insitu.errors import ConfigError, SetupError, TaskError
 from insitu.tasks.row_files import split_selection
 from insitu_tasksets.api import list_tasks
-from tests.fakes.hub import COMMIT, FakeHub, fake_hub
+from tests.fakes.hub import COMMIT, FakeHub, only_hub
 
 IDS = [f"t{number}" for number in range(6)]
 
@@ -91,12 +91,7 @@ def test_rows_that_are_not_there_are_one_line(folder: Path, path: str, reason: s
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    with fake_hub() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with only_hub(monkeypatch, tmp_path / "hub") as server:
         server.repos["me/fixes"] = {"name": "fixes", "visibility": "public"}
         server.files = {
             "README.md": b"# Fixes",

@@ -13,7 +13,7 @@ from insitu.config import model_folder as folder_of
 from insitu.errors import ConfigError, SetupError
 from insitu.storage.run_dir import name_run
 from insitu_train.hub_download import hub_folder
-from tests.fakes.hub import COMMIT, FakeHub, fake_hub
+from tests.fakes.hub import COMMIT, FakeHub, only_hub
 
 # The hub's own client passes `data=` to its HTTP library.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")]
@@ -21,12 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Use 'content:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    with fake_hub() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with only_hub(monkeypatch, tmp_path / "hub") as server:
         source = model_folder(tmp_path / "model", "llama")
         server.repos["me/small"] = {"name": "small", "visibility": "public"}
         server.files = {path.name: path.read_bytes() for path in source.iterdir()}

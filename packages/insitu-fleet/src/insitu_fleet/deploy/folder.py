@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from insitu.config import Config, load_config
+from insitu.config.base import is_path
 from insitu.engines.server_command import SERVERS, server_command
 from insitu.errors import ConfigError, SetupError
 from insitu.storage.files import write_text
@@ -156,5 +157,5 @@ def _write(path: Path, text: str) -> Path:
 def _needs(config: Config, out: Path) -> list[str]:
     """Return what to add before the folder can be used."""
     named = [("model.path", config.model.path), *(("tasks.path", table.path) for table in config.tasks)]
-    needs = [f"{key}: copy {path} there" for key, path in named if path]
+    needs = [f"{key}: copy {path} there" for key, path in named if path and is_path(path)]
     return [*needs, *(f"set {name} where it runs" for name in secrets_of(config))]

@@ -8,7 +8,8 @@ prefill N      prompt tokens per second of one prompt of N tokens.
 
 Sides: insitu in float32 and, where the CPU multiplies it, in bfloat16; `generate` and `generate_batch` of
 transformers, and llama.cpp's server (where `xllamacpp` is installed; scripts/setup-extras does), all in
-float32; with --vllm, vLLM's compiled server in both types, a process of its own whose CPU time counts. The
+float32; with --vllm, vLLM's compiled server in both types, a process of its own whose CPU time counts; with
+--side only those whose names begin so. The
 time of prompts is that of a call for one token; insitu and vLLM hold them by then. Where a side took longer
 than `TURN_S` for a shape, it is measured there once, and not again.
 """
@@ -19,14 +20,16 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,7 +53,7 @@ DECODE = ((1, 128), (8, 128), (32, 128), (64, 128), (32, 1024))
 PREFILL = 512
 ROOM = 256
 """Tokens of a context beyond its prompt."""
-TURN_S = 60.0
+TURN_S = 30.0
 VLLM_START_S = 600.0
 """It compiles the model at its first start."""
 
@@ -290,6 +293,7 @@ def measure_model(
                     slow.add(case)
                 if turn or case in slow:
                     seen.setdefault(case, []).append(rate)
+                print(turn, *case, *rate.round(1), file=sys.stderr, flush=True)
     medians = {case: np.median(values, 0).round(1).tolist() for case, values in seen.items()}
     return [
         ModelRate(shape=shape, side=side, tokens_s=wall, tokens_cpu_s=cpu, turns=len(seen[shape, side]))
@@ -298,17 +302,27 @@ def measure_model(
 
 
 @contextmanager
-def model_sides(folder: Path, threads: int, vllm: Path | None = None) -> Iterator[dict[str, Run]]:
-    """Yield the sides that this machine has; vllm: the environment of one."""
-    sides = {"insitu float32": insitu_side(folder, "float32", threads)}
-    if BFLOAT16:
-        sides["insitu bfloat16"] = insitu_side(folder, "bfloat16", threads)
-    sides["transformers generate"] = transformers_side(folder, threads)
-    sides["transformers generate_batch"] = batching_side(folder, threads)
+def model_sides(
+    folder: Path, threads: int, vllm: Path | None = None, only: Sequence[str] = ()
+) -> Iterator[dict[str, Run]]:
+    """Yield the sides that this machine has.
+
+    vllm: the environment of one; only: how the names of the wanted sides begin, all if empty.
+    """
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")[: 1 + BFLOAT16]
+    made: dict[str, Callable[[], Run | AbstractContextManager[Run]]] = {
+        f"insitu {dtype}": partial(insitu_side, folder, dtype, threads) for dtype in dtypes
+    }
+    made["transformers generate"] = partial(transformers_side, folder, threads)
+    made["transformers generate_batch"] = partial(batching_side, folder, threads)
+    if find_spec("xllamacpp") is not None:
+        made["llama.cpp"] = partial(llama_cpp_side, folder, threads)
+    if vllm is not None:
+        made.update({f"vLLM {dtype}": partial(vllm_side, folder, vllm, dtype, threads) for dtype in dtypes})
     with ExitStack() as stack:
-        if find_spec("xllamacpp") is not None:
-            sides["llama.cpp"] = stack.enter_context(llama_cpp_side(folder, threads))
-        if vllm is not None:
-            for dtype in ("float32", "bfloat16")[: 1 + BFLOAT16]:
-                sides[f"vLLM {dtype}"] = stack.enter_context(vllm_side(folder, vllm, dtype, threads))
+        sides: dict[str, Run] = {}
+        for name, make in made.items():
+            if not only or name.startswith(tuple(only)):
+                side = make()
+                sides[name] = stack.enter_context(side) if isinstance(side, AbstractContextManager) else side
         yield sides

@@ -198,7 +198,7 @@ def report(rates: list[Rate]) -> dict[str, float]:
 def _real(args: argparse.Namespace) -> int:
     vocab = read_architecture(args.model).vocab_size
     began = os.getloadavg()[0]
-    with model_sides(args.model, args.threads, args.vllm) as sides:
+    with model_sides(args.model, args.threads, args.vllm, args.side) as sides:
         rates = measure_model(sides, vocab, args.tokens, args.repeats)
     if not args.json:
         table = Table("shape", "side", "tokens/s", "per CPU second", title=str(args.model))
@@ -228,6 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--at-least", type=float, default=0.0, help="wanted ratio, conversations at batch 8")
     parser.add_argument("--model", type=Path, help="measure a real model's folder beside its peers instead")
     parser.add_argument("--vllm", type=Path, help="environment of a vLLM, as scripts/setup-vllm prints")
+    parser.add_argument("--side", action="append", default=[], help="with --model: only sides of this beginning")
     parser.add_argument("--json", action="store_true", help="with --model: no table on standard error")
     args = parser.parse_args(argv)
     if args.model is not None:

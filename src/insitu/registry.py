@@ -75,7 +75,6 @@ BUILT_IN: Mapping[Kind, Mapping[str, str]] = {
     "engines": {
         "vllm": "insitu.engines.vllm:open_vllm",
         "sglang": "insitu.engines.sglang:open_sglang",
-        "upstream": "insitu.runtime.upstream:open_upstream",
     },
     "commands": {
         "core": "insitu.cli.commands:COMMANDS",
@@ -106,7 +105,7 @@ SATELLITES: Mapping[str, Mapping[str, str]] = {
         "verbs": "export import push",
         "commands": "bridges",
         "api": "export_model export_run import_run push",
-        "engines": "external",
+        "engines": "external upstream",
         "parts": "fitting_renderer named_renderer",
     },
     "tasksets": {

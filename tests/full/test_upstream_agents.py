@@ -17,14 +17,14 @@ from insitu.agents.base import ModelAccess
 from insitu.agents.pool import Sockets, WorkerPool
 from insitu.agents.recipe import named_recipe
 from insitu.attempt import AttemptExecutor, AttemptSpec
-from insitu.gateway.provider_backend import open_provider
-from insitu.gateway.provider_limits import ProviderOptions
 from insitu.gateway.server import Gateway
 from insitu.gateway.text_log import spent_in
 from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import Grader
 from insitu.sandbox.local import LocalBackend
 from insitu.types import Case, GradingPlan, Limits, Oracle, Status, Task, Tree, Verdict, task_hash
+from insitu_bridges.provider.backend import open_provider
+from insitu_bridges.provider.limits import ProviderOptions
 from insitu_lab.conformance.agent_tools import AGENT_TOOLS
 from insitu_lab.conformance.run import make_harness
 from insitu_lab.conformance.scripted_policy import FILES, PROMPT, ScriptedPolicy

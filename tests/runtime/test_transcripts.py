@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from insitu.config import load_config
-from insitu.gateway.provider_usage import Usage
-from insitu.gateway.text_log import TextCall, TextRecord, record_path
+from insitu.gateway.text_log import TextCall, TextRecord, Usage, record_path
 from insitu.runtime.transcripts import transcript_reader
 from insitu.storage.run_dir import SESSIONS
 from insitu.types import Ledger, Rollout, Status, Timings, Trajectory

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
+from render_families import write_renderer
 
 from insitu.registry import SATELLITES
-from insitu.tasks.toy import ToySource
-from insitu.types import Limits
-from tests.fakes.provider import KEY, serve_provider
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(environment: Path, *arguments: object) -> tuple[list[str], dict[str, str]]:
     """The command line of the base Python, which has no package of its own but those of `environment`."""
-    path = {**os.environ, "PYTHONPATH": str(environment), "FAKE_KEY": KEY}
+    path = {**os.environ, "PYTHONPATH": str(environment)}
     base = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
     return [str(base), "-S", "-P", "-m", "insitu", *map(str, arguments)], path
 
@@ -86,12 +81,8 @@ def test_a_name_and_a_function_of_another_package_name_it(environment: Path, tmp
             }
         )
     )
-    engine = (
-        "engine.kind=upstream",
-        "engine.model=m",
-        "engine.urls=http://127.0.0.1:9",
-        "engine.key_env=FAKE_KEY",
-    )
+    model = write_renderer(tmp_path / "model")
+    engine = ("engine.kind=vllm", "engine.urls=http://127.0.0.1:9", f"model.path={model}")
     done = said(environment, "rollout", "tasks.source=jsonl", f"tasks.path={rows}", *engine)
     assert done.returncode == 1
     assert "runner pytest is in the package insitu-tasksets, which is not installed" in done.stderr
@@ -102,36 +93,56 @@ def test_a_name_and_a_function_of_another_package_name_it(environment: Path, tmp
     assert (done.stdout, done.stderr) == (line, "")
 
 
-async def test_a_rollout_is_sampled_and_graded(environment: Path, tmp_path: Path) -> None:
-    source = ToySource(Limits())
-    known = {problem.prompt: problem for problem in map(source.problem, source.tasks("eval", 0, 2))}
+OWN_ENGINE = """
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
 
-    def reply(asked: Mapping[str, Any]) -> Mapping[str, Any]:
-        problem = known[next(m["content"] for m in asked["messages"] if m["role"] == "user")]
-        if any(m["role"] == "tool" for m in asked["messages"]):
-            return {"content": "done"}
-        edits = [{"oldText": problem.fault.old, "newText": problem.fault.new}]
-        arguments = json.dumps({"path": problem.path, "edits": edits})
-        call = {"id": "call_1", "type": "function", "function": {"name": "edit", "arguments": arguments}}
-        return {"content": None, "tool_calls": [call]}
+from insitu.chat.model_files import read_folder
+from insitu.chat.template import template_renderer
+from insitu.tasks.toy import ToySource
+from insitu.types import Limits, Message, ToolCall
+from scripted import ScriptedEngine
 
-    async with serve_provider() as fake:
-        fake.replies = reply
-        settings = (
-            *(
-                "engine.kind=upstream",
-                "engine.model=big-model",
-                f"engine.urls={fake.url}",
-                "engine.key_env=FAKE_KEY",
-            ),
-            *("harness.agent=script", "rollout.count=2", "rollout.samples=1", f"run.dir={tmp_path / 'run'}"),
-        )
-        argv, path = command(environment, "rollout", "--plain", "--json", *settings)
-        process = await asyncio.create_subprocess_exec(
-            *argv, env=path, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        async with asyncio.timeout(120):
-            out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    summary = json.loads(out.splitlines()[-1])
+source = ToySource(Limits())
+known = {problem.prompt: problem for problem in map(source.problem, source.tasks("eval", 0, 2))}
+
+@asynccontextmanager
+async def opened(config):
+    renderer = template_renderer(read_folder(Path(config.model.path)))
+
+    def policy(ids, key):
+        text = renderer.decode(ids)
+        found = [problem for prompt, problem in known.items() if prompt in text]
+        if not found or key.turn:
+            return Message(role="assistant", text="done")
+        edits = [{"oldText": found[0].fault.old, "newText": found[0].fault.new}]
+        arguments = json.dumps({"path": found[0].path, "edits": edits})
+        return Message(role="assistant", tool_calls=(ToolCall(id="", name="edit", arguments=arguments),))
+
+    yield ScriptedEngine(renderer, policy)
+"""
+
+
+def test_a_rollout_is_sampled_and_graded(environment: Path, tmp_path: Path) -> None:
+    # The engine of insitu-train for scripts needs the core alone.
+    scripted = ROOT / "packages/insitu-train/src/insitu_train/demo/scripted.py"
+    (tmp_path / "scripted.py").write_text(scripted.read_text())
+    (tmp_path / "mine.py").write_text(OWN_ENGINE)
+    settings = (
+        f"engine.kind={tmp_path / 'mine.py'}:opened",
+        f"model.path={write_renderer(tmp_path / 'model')}",
+        *("harness.agent=script", "rollout.count=2", "rollout.samples=1", f"run.dir={tmp_path / 'run'}"),
+    )
+    done = said(environment, "rollout", "--plain", "--json", *settings)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["graded"], summary["verdict"]["resolved"]) == (2, 2)
+
+
+def test_a_provider_names_the_package_that_calls_it(environment: Path) -> None:
+    done = said(environment, "rollout", "engine.kind=upstream", "engine.model=m", "engine.urls=http://a")
+    line = f"upstream is in the package insitu-bridges, which is not installed: {PIP['bridges']}"
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert line in done.stderr

@@ -1,7 +1,7 @@
 """What the sessions of a gateway share, whichever backend made them.
 
-`token_backend` samples from an engine and keeps tokens; `provider_backend` forwards to a provider and keeps
-text. Listening, authorisation, host tools, admin API and reports are the same for both.
+`token_backend` samples from an engine and keeps tokens; `insitu_bridges.provider` forwards to a provider and
+keeps text. Listening, authorisation, host tools, admin API and reports are the same for both.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from aiohttp import web
 from insitu.errors import GatewayError
 from insitu.gateway.dialects.base import Dialect, WireError
 from insitu.gateway.host_tools import HostCall, ToolBox
-from insitu.gateway.provider_usage import Spent
 from insitu.gateway.routes import Route
+from insitu.gateway.text_log import Spent
 from insitu.gateway.text_tool_calls import TextShim
 from insitu.stalls import stalled_s
 from insitu.storage.session_log import LogFile

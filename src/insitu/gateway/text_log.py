@@ -15,10 +15,43 @@ from pathlib import Path
 import orjson
 
 from insitu.errors import RecordError, boundary
-from insitu.gateway.provider_usage import Spent, Usage
 from insitu.gateway.routes import parse_path
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one call."""
+
+    prompt_tokens: int
+    """All tokens of the prompt, including cached ones."""
+    cached_tokens: int
+    """Prompt tokens read from the provider's cache."""
+    written_tokens: int = 0
+    """Prompt tokens written to the provider's cache."""
+    sampled_tokens: int
+    estimated: bool = False
+    """The provider did not report all of it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Spent:
+    """Sums over calls; they only grow."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    estimated_calls: int = 0
+    """Calls whose tokens the provider did not report."""
+    cost: float = 0.0
+
+    def add(self, usage: Usage, cost: float) -> None:
+        self.calls += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.sampled_tokens += usage.sampled_tokens
+        self.estimated_calls += usage.estimated
+        self.cost += cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

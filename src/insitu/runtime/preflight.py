@@ -35,7 +35,6 @@ from insitu.runtime.prompt_sizes import FIRST_CALLS, OWN_FIRST_CALLS, PromptFit,
 from insitu.runtime.sandboxes import check_agents, check_programs, check_tasks
 from insitu.runtime.trackers import check_trackers
 from insitu.runtime.transcripts import transcript_reader
-from insitu.runtime.upstream import upstream_options
 from insitu.storage.metrics import GROUPS
 from insitu.tasks.base import TaskSource
 from insitu.tasks.dataset import RowSource
@@ -296,7 +295,7 @@ def _check_engine(config: Config) -> None:
             _check_writable(Path(table.publish_dir), "engine.publish_dir")
     elif table.kind == "upstream":
         checked_url(table.url, "engine.urls")
-        upstream_options(config)
+        secret_from_environment(table.key_env)
     elif table.kind == "tinker":
         secret_from_environment(table.key_env)
         if table.url:

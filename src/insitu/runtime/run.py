@@ -46,7 +46,6 @@ from insitu.runtime.gateway import gateway_config, public_url
 from insitu.runtime.running import RunningAgents
 from insitu.runtime.sandboxes import agents_call_by_url
 from insitu.runtime.transcripts import transcript_reader
-from insitu.runtime.upstream import open_upstream
 from insitu.sandbox.base import SandboxBackend
 from insitu.storage.artifacts import AgentArtifacts
 from insitu.storage.host_calls import HostCallLog
@@ -185,7 +184,7 @@ async def open_backend(
     """
     config = run.config
     if renderer is None:
-        async with open_upstream(config, run.path / SESSIONS) as provider:
+        async with find("engines", "upstream")(config, run.path / SESSIONS) as provider:
             yield _OpenedBackend(backend=provider, check=provider.check, engine=None)
         return
     async with sampler(config, renderer, run.logs / "learner.log", say) as opened:

@@ -17,9 +17,8 @@ from insitu.chat.load import load_renderer
 from insitu.config import WARM_START
 from insitu.errors import RenderError
 from insitu.gateway.dialects.base import Envelope
-from insitu.gateway.provider_usage import Usage
 from insitu.gateway.server import DIALECTS
-from insitu.gateway.text_log import TextCall, TextRecord, last_record
+from insitu.gateway.text_log import TextCall, TextRecord, Usage, last_record
 from insitu.types import Message, Reply, Segment, ToolCall
 from insitu_train.sft.distill import distill_session
 from insitu_train.sft.recorded_call import parse_recorded_call

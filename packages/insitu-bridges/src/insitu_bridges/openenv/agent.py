@@ -24,16 +24,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from insitu.attempt import AttemptExecutor, AttemptSpec
 from insitu.config import Config, load_config
 from insitu.errors import ConfigError, InsituError
-from insitu.gateway.provider_backend import check_reachable, open_provider
 from insitu.runtime.agents import find_setups
 from insitu.runtime.run import open_runtime
-from insitu.runtime.upstream import upstream_options
 from insitu.storage.temp_dirs import scratch_folder
 from insitu.types import FailingCheck, Rollout, Status, Task
 from insitu_bridges.openenv.environment import TaskEnvironment, commands
 from insitu_bridges.openenv.episodes import Graded
 from insitu_bridges.openenv.settings import CALLERS, CONFIG
 from insitu_bridges.openenv.tasks import verified
+from insitu_bridges.provider.backend import check_reachable, open_provider
+from insitu_bridges.provider.upstream import upstream_options
 
 MAX_FILES, FILE_CHARS = 100, 20_000
 """Limits of the changed files that a result shows."""

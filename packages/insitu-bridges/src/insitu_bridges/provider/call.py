@@ -16,13 +16,13 @@ from aiohttp import web
 from insitu.backoff import backoff_s, retry_after_s
 from insitu.gateway.backend import CallReport
 from insitu.gateway.dialects.base import Dialect, WireError
-from insitu.gateway.provider_limits import AWAY, BUSY
-from insitu.gateway.provider_usage import Usage, unanswered, usage_of
 from insitu.gateway.routes import Route
-from insitu.gateway.text_log import TextCall
+from insitu.gateway.text_log import TextCall, Usage
+from insitu_bridges.provider.limits import AWAY, BUSY
+from insitu_bridges.provider.usage import unanswered, usage_of
 
 if TYPE_CHECKING:
-    from insitu.gateway.provider_backend import ProviderBackend, ProviderSession
+    from insitu_bridges.provider.backend import ProviderBackend, ProviderSession
 
 log = logging.getLogger(__name__)
 

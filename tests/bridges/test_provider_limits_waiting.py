@@ -13,13 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from insitu.gateway import provider_limits as outage
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.provider_backend import ProviderBackend, ProviderSession, open_provider
-from insitu.gateway.provider_limits import ProviderOptions, RateLimiter
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.types import Limits
+from insitu_bridges.provider import limits as outage
+from insitu_bridges.provider.backend import ProviderBackend, ProviderSession, open_provider
+from insitu_bridges.provider.limits import ProviderOptions, RateLimiter
 from tests.fakes.provider import KEY, FakeProvider, serve_provider
 
 PLENTY = Limits(max_calls=100)

@@ -18,16 +18,16 @@ from insitu.errors import ConfigError, GatewayError
 from insitu.gateway.admin import Admin
 from insitu.gateway.body_parser import INLINE_BYTES
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.provider_backend import ProviderBackend, ProviderSession, checked_model, open_provider
-from insitu.gateway.provider_limits import ProviderOptions
-from insitu.gateway.provider_usage import Prices, usage_of
 from insitu.gateway.request import GatewayConfig
 from insitu.gateway.routes import parse_path
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Rejections
 from insitu.gateway.text_log import spent_in
-from insitu.runtime.upstream import upstream_options
 from insitu.types import Limits
+from insitu_bridges.provider.backend import ProviderBackend, ProviderSession, checked_model, open_provider
+from insitu_bridges.provider.limits import ProviderOptions
+from insitu_bridges.provider.upstream import upstream_options
+from insitu_bridges.provider.usage import Prices, usage_of
 from tests.fakes.provider import KEY, FakeProvider, frames, serve_provider, whole
 
 ROUTES = [

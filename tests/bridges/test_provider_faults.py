@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from insitu.gateway import provider_faults
-from insitu.gateway.provider_faults import CALLS_AT_A_TIME, NEAR_S, FaultLog, SessionFaults
 from insitu.gateway.session import SessionStats
+from insitu_bridges.provider import faults as provider_faults
+from insitu_bridges.provider.faults import CALLS_AT_A_TIME, NEAR_S, FaultLog, SessionFaults
 
 
 class Story:

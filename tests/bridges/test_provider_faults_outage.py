@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from insitu.errors import EngineUnavailable
-from insitu.gateway.provider_limits import MIN_OUTAGE_S, Outage
+from insitu_bridges.provider.limits import MIN_OUTAGE_S, Outage
 
 
 class Away:

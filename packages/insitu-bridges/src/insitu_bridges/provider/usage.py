@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import orjson
 
+from insitu.gateway.text_log import Usage
+
 BYTES_PER_TOKEN = 3
 """Fewer than any tokenizer needs for English or code, so estimates are too high rather than too low. Each
 event of a stream is rounded up, since most contain one token."""
@@ -24,21 +26,6 @@ _NO_TEXT = frozenset(
     | {"logprobsResult", "safetyRatings", "citationMetadata", "groundingMetadata"}
 )
 """Names within them that are not sampled text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of one call."""
-
-    prompt_tokens: int
-    """All tokens of the prompt, including cached ones."""
-    cached_tokens: int
-    """Prompt tokens read from the provider's cache."""
-    written_tokens: int = 0
-    """Prompt tokens written to the provider's cache."""
-    sampled_tokens: int
-    estimated: bool = False
-    """The provider did not report all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +44,6 @@ class Prices:
         prompt = fresh * self.input + usage.cached_tokens * (self.cached or self.input)
         prompt += usage.written_tokens * (self.cache_write or self.input)
         return (prompt + usage.sampled_tokens * self.output) / 1e6
-
-
-@dataclass(slots=True, kw_only=True)
-class Spent:
-    """Sums over calls; they only grow."""
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
-    estimated_calls: int = 0
-    """Calls whose tokens the provider did not report."""
-    cost: float = 0.0
-
-    def add(self, usage: Usage, cost: float) -> None:
-        self.calls += 1
-        self.prompt_tokens += usage.prompt_tokens
-        self.sampled_tokens += usage.sampled_tokens
-        self.estimated_calls += usage.estimated
-        self.cost += cost
 
 
 def usage_of(request: bytes, reply: bytes, *, dropped: int = 0) -> Usage:

@@ -28,15 +28,14 @@ from insitu.errors import ConfigError, EngineUnavailable, GatewayError
 from insitu.gateway.backend import ServerState
 from insitu.gateway.body_parser import INLINE_BYTES
 from insitu.gateway.dialects.base import Dialect, WireError
-from insitu.gateway.provider_call import ProviderCall, reason_of
-from insitu.gateway.provider_faults import FaultLog, SessionFaults
-from insitu.gateway.provider_limits import Outage, ProviderOptions, RateLimiter
-from insitu.gateway.provider_usage import Spent
 from insitu.gateway.request import read_body, too_many_values
 from insitu.gateway.routes import Route
 from insitu.gateway.session import Session, SessionSpec
-from insitu.gateway.text_log import TextRecord, record_path
+from insitu.gateway.text_log import Spent, TextRecord, record_path
 from insitu.types import Ledger, Trajectory
+from insitu_bridges.provider.call import ProviderCall, reason_of
+from insitu_bridges.provider.faults import FaultLog, SessionFaults
+from insitu_bridges.provider.limits import Outage, ProviderOptions, RateLimiter
 
 _ACTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from insitu.config.engines import ProviderKeys
 from insitu.errors import EngineUnavailable
 from insitu.gateway.dialects.base import WireError
-from insitu.gateway.provider_usage import Prices
+from insitu_bridges.provider.usage import Prices
 
 
 class ProviderOptions(ProviderKeys):

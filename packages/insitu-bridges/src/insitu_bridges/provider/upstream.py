@@ -13,10 +13,10 @@ from pathlib import Path
 
 from insitu.config import Config
 from insitu.engines.factory import secret_from_environment
-from insitu.gateway.provider_backend import ProviderBackend, check_reachable, open_provider
-from insitu.gateway.provider_limits import ProviderOptions
-from insitu.gateway.provider_usage import Prices
 from insitu.gateway.text_log import spent_in
+from insitu_bridges.provider.backend import ProviderBackend, check_reachable, open_provider
+from insitu_bridges.provider.limits import ProviderOptions
+from insitu_bridges.provider.usage import Prices
 
 
 def upstream_options(config: Config) -> ProviderOptions:

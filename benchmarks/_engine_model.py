@@ -309,7 +309,8 @@ def model_sides(
 
     vllm: the environment of one; only: how the names of the wanted sides begin, all if empty.
     """
-    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")[: 1 + BFLOAT16]
+    both: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    dtypes = both[: 1 + BFLOAT16]
     made: dict[str, Callable[[], Run | AbstractContextManager[Run]]] = {
         f"insitu {dtype}": partial(insitu_side, folder, dtype, threads) for dtype in dtypes
     }

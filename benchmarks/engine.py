@@ -228,7 +228,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--at-least", type=float, default=0.0, help="wanted ratio, conversations at batch 8")
     parser.add_argument("--model", type=Path, help="measure a real model's folder beside its peers instead")
     parser.add_argument("--vllm", type=Path, help="environment of a vLLM, as scripts/setup-vllm prints")
-    parser.add_argument("--side", action="append", default=[], help="with --model: only sides of this beginning")
+    parser.add_argument(
+        "--side", action="append", default=[], help="with --model: only sides of this beginning"
+    )
     parser.add_argument("--json", action="store_true", help="with --model: no table on standard error")
     args = parser.parse_args(argv)
     if args.model is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMS = "jsonl parquet hf atif otlp dpo openenv prime skyrl tinker verifiers verl".split()
+FORMS = "jsonl parquet hf atif otlp dpo openenv prime sft skyrl tinker verifiers verl".split()
 ULID = re.compile(r"\b[0-7][0-9A-HJKMNP-TV-Z]{25}\b")
 """An id with the time in it."""
 

@@ -19,7 +19,7 @@ from row_lab import rollout
 import insitu
 from insitu.cli import main
 from insitu.errors import RecordError
-from insitu.types import Group, Trajectory, Turn
+from insitu.types import Group, Ledger, Trajectory, Turn
 from insitu_bridges.calls import row_calls
 from insitu_bridges.equality import difference
 from insitu_bridges.records import StoredRollout, read_rollout, rollout_record, row_records
@@ -74,6 +74,8 @@ def test_every_captured_token_is_in_the_payload_or_excluded_by_name(name: str, g
     if name == "dpo":  # the final rows of the best and the worst
         rows = [s for item in groups[0].rollouts[:2] for s in item.segments if s.label == "final"]
         everything = sum(int(row.mask.sum()) for row in rows)
+    if name == "sft":  # the rows of the best
+        everything = sum(int(s.mask.sum()) for s in groups[0].rollouts[0].segments)
     assert account.trained == (own if name in ("prime", "tinker", "verifiers") else everything)
     unscored = account.excluded.get("target_unscored", 0) + account.excluded.get("ungraded", 0)
     assert unscored == ledgers[3].trained
@@ -102,6 +104,7 @@ DAMAGE: dict[str, Callable[[Any], object]] = {
     "dpo": lambda p: p[0].update(chosen_reward=0.25),
     "openenv": lambda p: p[0].update(env_reward=0.25),
     "prime": lambda p: p[0][13].__setitem__(p[0][1].index(True), 9.0),
+    "sft": lambda p: p[0]["labels"].__setitem__(-1, 3),
     "skyrl": lambda p: p[0]["rollout_logprobs"].pop(),
     "tinker": lambda p: p.pop(),
     "verifiers": lambda p: p[0]["nodes"][0]["token_ids"].__setitem__(0, 3),
@@ -297,7 +300,32 @@ def test_names_of_sessions_are_any_text(name: str) -> None:
     rollouts = tuple(rollout(f"suite/{text}", reward) for text, reward in (("a", 1.0), ("b", 0.0)))
     rollouts = tuple(replace(one, trajectory=_with_turns(one.trajectory)) for one in rollouts)
     made = rows_of([Group(id="suite", task_id="t", rollouts=rollouts)], PlanConfig())
-    assert TARGETS[name].convert(made).account.trained == 6
+    assert TARGETS[name].convert(made).account.trained == (3 if name == "sft" else 6)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_has_no_logprobs_is_excluded_and_gets_none(name: str) -> None:
+    """Turns of a scripted engine or a provider have none: 0.0 would say that they were certain."""
+    rollouts = []
+    for text, reward in (("a", 1.0), ("b", 0.0)):
+        one = rollout(f"suite/{text}", reward)
+        [row] = one.trajectory.segments
+        shown = replace(row, index=1, kind="demonstrated", ids=row.ids + 500, logprobs=0 * row.logprobs)
+        ledger = Ledger(captured=6, trained=3, excluded={"demonstrated": 3})
+        path = _with_turns(one.trajectory)
+        [turn] = path.turns
+        said = replace(turn, index=1, context_ids=shown.ids[:4], ids=shown.ids[4:7], logprobs=None)
+        path = replace(path, segments=(*path.segments, shown), turns=(turn, said), ledger=ledger)
+        rollouts.append(replace(one, trajectory=path))
+    groups = rows_of([Group(id="suite", task_id="t", rollouts=tuple(rollouts))], PlanConfig())
+    made = TARGETS[name].convert(groups)
+    taken = 3 if name == "sft" else 6
+    assert made.account.trained == taken
+    assert made.account.excluded["demonstrated"] == 6
+    payload = made.payload if isinstance(made.payload, list) else [made.payload]
+    rows = TARGETS[name].read(payload)
+    assert sum(int(row.mask.sum()) for row in rows) == taken
+    assert all((row.logprobs[row.mask] < 0).all() and (row.ids < 500).all() for row in rows)
 
 
 def _with_turns(trajectory: Trajectory) -> Trajectory:
@@ -329,7 +357,7 @@ def test_every_target_is_a_form_of_export(
     assert report["rows"] == sum(bool(row.mask.any() and row.weight != 0.0) for row in written)
     account = report["account"]
     assert account["captured"] == account["trained"] + sum(account["excluded"].values())
-    if name != "dpo":  # it takes two of a group, with one row each
+    if name not in ("dpo", "sft"):  # they take some of a group
         assert account["trained"] >= sum(step.ledger.trained for step in insitu.open_run(run).steps)
     steps = sorted(path.stem for path in (out / "data").iterdir())
     assert steps == ["train-00001", "train-00002", "train-00003"]

@@ -142,6 +142,14 @@ async def test_a_log_is_read_between_the_hosts_own_lines(grader: Grader) -> None
     assert (await judge(grader, task, oracle, f"print('{GOOD}')\n")).outcome is Outcome.RESOLVED
     missing = await judge(grader, task, oracle, "print('PASSED a::newer\\nPASSED a::old')\n")
     assert (missing.outcome, missing.reason) == (Outcome.UNRESOLVED, "1 of 2 tests pass, 1 are missing")
+    odd = f"import sys\nsys.stdout.buffer.write(b'\\xff\\0\\n{GOOD}')\n"
+    assert (await judge(grader, task, oracle, odd)).outcome is Outcome.RESOLVED
+    nothing = await judge(grader, task, oracle, "pass\n")
+    assert nothing.reason == "0 of 2 tests pass: none of them ran, 2 are missing and 0 were skipped"
+    app = "print('SKIPPED a::new - no browser\\nSKIPPED a::old - no')\n"
+    skipped = await judge(grader, task, oracle, app)
+    assert skipped.outcome is Outcome.UNRESOLVED
+    assert "none of them ran, 0 are missing and 2 were skipped" in skipped.reason
     both = await judge(grader, task, oracle, f"print('{GOOD}FAILED a::new - no')\n")
     assert (both.outcome, both.fail_to_pass) == (Outcome.UNRESOLVED, (0, 1))
     assert (await judge(grader, task, oracle, "pass\n")).outcome is Outcome.UNRESOLVED

@@ -172,6 +172,30 @@ def test_a_step_of_two_ranks_is_that_of_one_and_the_same_bits_again(tmp_path: Pa
         assert 0 < result.max_logprob_gap < 1e-5
 
 
+def test_every_number_of_a_step_is_that_of_one_rank(tmp_path: Path) -> None:
+    """One rank has one short row and the other all else: no mean of means, and a maximum is the largest."""
+    plan = plan_step(sampled_groups(small_model(0)), PlanConfig(token_budget=1))
+    few = tuple(dataclasses.replace(b, rank=int(n > 0)) for n, b in enumerate(plan.batches))
+    loss = LossConfig(
+        loss="ppo_clip", kl="k3", kl_weight=0.1, ratio="trainer", correction="tis", clip=(1e-4, 1e-4)
+    )
+    config = CONFIG.changed(loss=loss, epochs=2, max_logprob_gap=100.0)
+
+    def step(ranks: Together | None, plan: StepPlan) -> dict[str, float]:
+        # not the sampler's weights, so that ratios, clipping and divergence are something
+        trainer = Trainer(small_model(1), config, reference=Reference(small_model(2)), ranks=ranks)
+        found = dataclasses.asdict(trainer.step(plan))
+        return {n: v for n, v in found.items() if isinstance(v, int | float) and n not in ("seconds", "mfu")}
+
+    alone = step(None, plan)
+    for name in ("clip_fraction", "clip_low_fraction", "corrected_fraction", "max_logprob_gap", "ref_kl"):
+        assert alone[name] > 0, name
+    assert alone["mismatch_kl"] > 0
+    assert alone["ess"] < 1
+    for found in on_ranks(2, tmp_path, lambda ranks: step(ranks, dataclasses.replace(plan, batches=few))):
+        assert found == {name: pytest.approx(value, rel=1e-4) for name, value in alone.items()}
+
+
 def test_each_rank_writes_the_scores_of_its_rows(tmp_path: Path) -> None:
     plan, folder = made_plan(2), tmp_path / "scores"
     on_ranks(2, tmp_path, lambda ranks: trained(ranks, plan, scores=score_file(folder, 1)))

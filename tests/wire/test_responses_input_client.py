@@ -191,6 +191,23 @@ async def test_what_needs_a_store_or_a_fetch_is_refused(
         assert (await api.responses.create(model="m", input="Hi")).output_text == SAY.text
 
 
+@pytest.mark.parametrize("kind", ["mcp_call", "web_search_call", "code_interpreter_call"])
+async def test_calls_that_a_provider_answered_itself_are_refused_by_name(
+    renderer: TemplateRenderer, kind: str
+) -> None:
+    """A history of another provider: the session goes on without it."""
+    parts = [{"type": "input_text", "text": text} for text in ("one", "two")]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    answer = {"type": "function_call_output", "call_id": "c", "output": parts}
+    history: list[Any] = [{"role": "user", "content": "Hi"}, call, answer]
+    refused = f"Items of type '{kind}' are not supported"
+    async with Rig(renderer, [SAY]) as rig, openai_client(rig) as api:
+        with pytest.raises(openai.BadRequestError, match=refused):
+            await api.responses.create(model="m", input=[*history, {"type": kind, "id": "x"}])
+        assert (await api.responses.create(model="m", input=history)).output_text == SAY.text
+        assert "one\ntwo" in renderer.decode(rig.engine.sent[-1].ids)
+
+
 async def test_errors_have_the_classes_that_clients_expect(renderer: TemplateRenderer) -> None:
     limits = Limits(max_context_tokens=40)
     async with (

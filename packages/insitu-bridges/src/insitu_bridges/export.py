@@ -226,7 +226,7 @@ def _convert(
 ) -> None:
     """Write what a trainer takes, one file per step."""
     for (phase, step), parts in groupby(
-        run_parts(reader, config, options.chosen), key=lambda part: (part.phase, part.step)
+        run_parts(reader, config, options.chosen, sampled=True), key=lambda part: (part.phase, part.step)
     ):
         made: list[Conversion[Any]] = []
         written: list[GroupRows] = []

@@ -19,9 +19,10 @@ from insitu.types import EXCLUSIONS, Group, Ledger, Rollout, Segment, Status
 from insitu_train.plan.step import PlanConfig, PlannedRollout, PlanRow, plan_rollouts, row_of
 
 T = TypeVar("T")
-Refusal = Literal["target_one_row", "target_length", "target_unscored", "target_pair"]
+Refusal = Literal["target_one_row", "target_length", "target_unscored", "target_pair", "target_not_best"]
 """Why a row is not in a payload, beside the planner's reasons: the target takes one row per rollout; the row
-is longer than it takes; it has no place for reward None; it has no partner for a pair."""
+is longer than it takes; it has no place for reward None; it has no partner for a pair; another is the
+best of its group."""
 REFUSALS: frozenset[str] = frozenset(get_args(Refusal))
 SCORED_REASONS = frozenset({"", "zero_advantage", "degenerate", "few_groups"})
 """Reasons of rollouts that have no gradient and yet count in the baseline of another trainer."""

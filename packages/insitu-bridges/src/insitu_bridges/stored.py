@@ -13,6 +13,7 @@ from pathlib import Path
 
 from insitu.config import Config
 from insitu.errors import RecordError
+from insitu.evaluate.summary import PHASE as ROLLOUT
 from insitu.grading.reward import main_line
 from insitu.storage.lifecycle import SERVE
 from insitu.storage.queries import ATTEMPTS, ONE_ROW, STATE, UNCOUNTED, RunReader, read_attempt
@@ -70,8 +71,13 @@ class RolloutFilter:
         return self.phase in ("", phase) and self.first <= step and (self.end is None or step < self.end)
 
 
-def run_parts(reader: RunReader, config: Config, chosen: RolloutFilter) -> Iterator[RunPart]:
-    """Yield all decided rollouts once, in the order of their phases. Raises InsituError."""
+def run_parts(
+    reader: RunReader, config: Config, chosen: RolloutFilter, *, sampled: bool = False
+) -> Iterator[RunPart]:
+    """Yield all decided rollouts once, in the order of their phases. Raises InsituError.
+
+    sampled: those of `insitu rollout` on training tasks are planned as sessions are, not as an evaluation.
+    """
     plan = PlanConfig.rules_of(config)
     alone = plan.changed(min_groups=1)
     trained = False
@@ -81,11 +87,10 @@ def run_parts(reader: RunReader, config: Config, chosen: RolloutFilter) -> Itera
                 yield from _train_parts(reader, plan, alone, chosen)
             trained = True
         elif chosen.has(phase, step):
+            counted = phase == SERVE or (sampled and phase == ROLLOUT and config.rollout.split == "train")
             for group in _groups(reader, phase, step):
-                reasons = (
-                    {} if phase == SERVE else dict.fromkeys((r.id for r in group.rollouts), "evaluation")
-                )
-                yield _part(phase, step, group, alone, reasons)
+                reasons = {} if counted else dict.fromkeys((r.id for r in group.rollouts), "evaluation")
+                yield _part(phase, step, _counted(group) if counted else group, alone, reasons)
 
 
 def _train_parts(
@@ -105,6 +110,17 @@ def _train_parts(
         reasons = {row["id"]: row["reason"] or "unused" for row in found}
         group = _group_of([reader.rollout(name) for name in reasons], found[0]["id"].rpartition("/")[0])
         yield _part("train", step, group, alone, reasons)
+
+
+def _counted(group: Group) -> Group:
+    """Return the group with the tokens that only its storing as an evaluation excluded."""
+    made = []
+    for rollout in group.rollouts:
+        ledger = rollout.trajectory.ledger
+        excluded = dict(ledger.excluded)
+        ledger = replace(ledger, trained=ledger.trained + excluded.pop("evaluation", 0), excluded=excluded)
+        made.append(replace(rollout, trajectory=replace(rollout.trajectory, ledger=ledger)))
+    return replace(group, rollouts=tuple(made))
 
 
 def _part(phase: str, step: int, group: Group, plan: PlanConfig, reasons: Mapping[str, str]) -> RunPart:

@@ -16,6 +16,7 @@ from insitu_bridges.target_rows import TargetRow, all_rows, check_rows, graded_r
 from insitu_bridges.to_dpo import pair_rows, read_dpo, to_dpo
 from insitu_bridges.to_openenv import read_openenv, to_openenv
 from insitu_bridges.to_prime import read_prime, to_prime
+from insitu_bridges.to_sft import best_rows, read_sft, to_sft
 from insitu_bridges.to_skyrl import read_skyrl, to_skyrl
 from insitu_bridges.to_tinker import read_tinker, to_tinker
 from insitu_bridges.to_verifiers import read_verifiers, to_verifiers
@@ -36,6 +37,7 @@ TARGETS: Mapping[str, ExportTarget] = {
     "dpo": ExportTarget(to_dpo, read_dpo, pair_rows),
     "openenv": ExportTarget(to_openenv, read_openenv, graded_rows),
     "prime": ExportTarget(to_prime, read_prime, trained_rows),
+    "sft": ExportTarget(to_sft, read_sft, best_rows),
     "skyrl": ExportTarget(to_skyrl, read_skyrl),
     "tinker": ExportTarget(to_tinker, read_tinker, trained_rows),
     "verifiers": ExportTarget(to_verifiers, read_verifiers, all_rows),

@@ -12,7 +12,7 @@ import orjson
 from insitu.command import Arg, RunPath
 from insitu.errors import ConfigError
 
-EXPORT_FORMS = tuple("jsonl parquet hf atif otlp dpo openenv prime skyrl tinker verifiers verl".split())
+EXPORT_FORMS = tuple("jsonl parquet hf atif otlp dpo openenv prime sft skyrl tinker verifiers verl".split())
 
 
 def export(

@@ -73,6 +73,8 @@ def to_outputs(
 
 _Row = tuple[list[int], list[int], list[float], list[int]]
 _EMPTY: _Row = ([0], [0], [0.0], [0])
+_SHARDED = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
+"""Of accelerate's kinds of processes, those of which none has all weights."""
 
 
 def _output(segment: Segment) -> _Row:
@@ -86,7 +88,10 @@ def _output(segment: Segment) -> _Row:
 
 
 class RolloutFunc(SourceOwner):
-    """A `rollout_func` for GRPOTrainer; prompts are ids of tasks (`insitu_bridges.task_ids`)."""
+    """A `rollout_func` for GRPOTrainer; prompts are ids of tasks (`insitu_bridges.task_ids`).
+
+    Of several processes each has a source of its own, in a run directory with its rank in the name.
+    """
 
     needs = (Need(("trl:GRPOTrainer",), ("rollout_func",)),)
 
@@ -110,10 +115,12 @@ class RolloutFunc(SourceOwner):
             self.source.call(lambda child: child.version(step))
             self._loaded = step
         first, self._keys = self._keys, self._keys + len(prompts)
+        rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
 
         async def run(child: SourceProcess) -> list[Rollout]:
+            # A rollout's random stream depends on its key: two ranks never sample the same one.
             tasks = enumerate(map(task_id, prompts), first)
-            return await run_all(*(child.run(task, key) for key, task in tasks))
+            return await run_all(*(child.run(task, key * world + rank) for key, task in tasks))
 
         converted = to_outputs(self.source.call(run), self._plan, self._several)
         log.info("rollout_func step=%d account=%s", step, converted.account)
@@ -121,8 +128,12 @@ class RolloutFunc(SourceOwner):
 
     def _check(self, trainer: Any) -> None:
         check_temperature(self.config, trainer.args)
-        if trainer.accelerator.num_processes > 1:
-            raise ConfigError("rollout_func runs in one process only: use AsyncGRPOTrainer with several")
+        accelerator = trainer.accelerator
+        if (kind := getattr(accelerator.distributed_type, "value", "NO")) in _SHARDED:
+            raise ConfigError(f"rollout_func publishes whole weights only, which {kind} divides: use DDP")
+        if accelerator.num_processes > 1 and self._loaded < 0 and (run := self.config.run).dir:
+            own = run.changed(dir=f"{run.dir}-rank-{accelerator.process_index}")
+            self.config = self.config.model_copy(update={"run": own})
         if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
             raise ConfigError("rollout_func publishes whole weights only: use AsyncGRPOTrainer with adapters")
 

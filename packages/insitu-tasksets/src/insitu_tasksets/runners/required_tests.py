@@ -27,7 +27,11 @@ def failing_tests(
 
 
 def passing(tests: HiddenTests, passed: int, known: Mapping[str, str]) -> str:
-    """Return the reason: how many required tests pass."""
+    """Return the reason: how many required tests pass, and whether they ran."""
     required = (*tests.fail_to_pass, *tests.pass_to_pass)
     missing = sum(name not in known for name in required)
-    return f"{passed} of {len(required)} tests pass" + (f", {missing} are missing" if missing else "")
+    skipped = sum(known.get(name, "").lower() == "skipped" for name in required)
+    text = f"{passed} of {len(required)} tests pass"
+    if missing + skipped == len(required):
+        return f"{text}: none of them ran, {missing} are missing and {skipped} were skipped"
+    return text + (f", {missing} are missing" if missing else "")

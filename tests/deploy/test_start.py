@@ -28,7 +28,11 @@ port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 INSITU = """#!/bin/bash
+if [[ $1 == ranks ]]; then
+  echo "$* $INSITU_RANKS_SECRET" >> ranks.calls; rm dies 2>/dev/null && kill -9 $$; exit 0
+fi
 echo "$@" >> calls; echo $$ > insitu.pid
+echo "$INSITU_RANKS_SECRET" > secret
 [[ -f stay ]] && exec sleep 1000
 exit "$(cat code)"
 """
@@ -51,15 +55,19 @@ while [[ ! -f ended ]]; do sleep 0.1; done
 """
 
 
+def made(tmp_path: Path, port: int, more: str = "", name: str = "job") -> Path:
+    config = tmp_path / f"{name}.toml"
+    config.write_text(
+        f'[model]\npath = "m"\n[engine]\nkind = "vllm"\nurls = ["http://127.0.0.1:{port}"]\n'
+        f'[policy]\nkind = "hf"\n{more}'
+    )
+    deploy(DeployOptions(target="slurm", config=config, out=tmp_path / name, nodes=3))
+    return tmp_path / name
+
+
 @pytest.fixture
 def folder(tmp_path: Path, unused_port: int) -> Path:
-    config = tmp_path / "mine.toml"
-    config.write_text(
-        f'[model]\npath = "m"\n[engine]\nkind = "vllm"\nurls = ["http://127.0.0.1:{unused_port}"]\n'
-        '[policy]\nkind = "hf"\n'
-    )
-    out = tmp_path / "job"
-    deploy(DeployOptions(target="slurm", config=config, out=out, nodes=3))
+    out = made(tmp_path, unused_port)
     programs = tmp_path / "bin"
     programs.mkdir()
     (tmp_path / "engine.py").write_text(ENGINE)
@@ -174,3 +182,38 @@ def test_a_slurm_job_starts_ray_on_every_node_and_insitu_on_one(folder: Path) ->
     assert lines[0].endswith("exec bash start.sh")
     assert len((folder / "calls").read_text().splitlines()) == 1
     assert "run directory: " in said
+
+
+def test_a_slurm_job_starts_ranks_on_the_other_nodes(folder: Path, unused_port: int) -> None:
+    """The agent of one node is killed and begins again; the secret is one of the job and in no file of it."""
+    out = made(folder.parent, unused_port, '[train]\nranks = "2+4@anywhere:29400"\n', "ranks")
+    (out / "code").write_text("5")
+    (out / "dies").write_text("")
+    files = {path.name for path in out.iterdir()}
+    process = start(out, "job.sbatch", MODEL_DIR="/models/m", RAY_PORT="1")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 5, said
+    gone(out)
+    assert not (out / "ray.calls").exists(), "nothing needs Ray"
+    wanted = f"train insitu.toml --plain run.dir={out}/runs/main train.ranks=2+4@0.0.0.0:29400\n"
+    assert (out / "calls").read_text() == wanted
+    secret = (out / "secret").read_text().strip()
+    assert len(secret) == 64
+    deadline = time.monotonic() + 20
+    while len(calls := (out / "ranks.calls").read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert calls == [f"ranks n1:29400 --ranks 2 --model /models/m {secret}"] * 3
+    texts = [(out / name).read_text() for name in files if (out / name).is_file()]
+    assert not [text for text in texts if secret in text]
+
+
+@pytest.mark.full
+def test_a_slurm_job_of_one_node_needs_no_other_ranks(folder: Path, unused_port: int) -> None:
+    out = made(folder.parent, unused_port, '[train]\nranks = "2+4@anywhere:29400"\n', "ranks")
+    (out / "code").write_text("0")
+    (out / "runs" / "main").mkdir(parents=True)
+    (out / "runs" / "main" / "config.toml").write_text("")
+    said, _ = start(out, "job.sbatch", SLURM_JOB_NUM_NODES="1").communicate(timeout=120)
+    assert (out / "calls").read_text() == f"train --resume {out}/runs/main train.ranks=2\n", said
+    assert not (out / "ranks.calls").exists()

@@ -82,6 +82,18 @@ def until(done: Callable[[], object], what: str) -> None:
         time.sleep(0.2)
 
 
+def munge_words(folder: Path) -> list[str]:
+    """Return the options with which munged keeps all its files in a folder."""
+    files = {
+        "key-file": "munge.key",
+        "socket": "munge.socket",
+        "pid-file": "munged.pid",
+        "seed-file": "munge.seed",
+        "log-file": "munged.log",
+    }
+    return [f"--{word}={folder / name}" for word, name in files.items()]
+
+
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[dict[str, str]]:
     """Variables of commands that use a Slurm of this machine alone."""
@@ -103,17 +115,11 @@ def slurm() -> Iterator[dict[str, str]]:
             "PYTHONPATH": SOURCES,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        munge = [
-            f"--{word}={folder / name}"
-            for word, name in {
-                "key-file": "munge.key",
-                "socket": "munge.socket",
-                "pid-file": "munged.pid",
-                "seed-file": "munge.seed",
-                "log-file": "munged.log",
-            }.items()
-        ]
-        for command in (["munged", "--foreground", *munge], ["slurmctld", "-D", "-c"], ["slurmd", "-D"]):
+        for command in (
+            ["munged", "--foreground", *munge_words(folder)],
+            ["slurmctld", "-D", "-c"],
+            ["slurmd", "-D"],
+        ):
             stack.enter_context(daemon(command, variables, folder / f"{command[0]}.out"))
             if command[0] == "munged":
                 until(lambda: (folder / "munge.socket").exists(), "munged does not start")

@@ -102,7 +102,7 @@ class RayLink:
             raise EngineError(f"Ray did not start it within {deadline_s:g} s") from error
         except RayError as error:
             await self.close(lost=True)
-            raise EngineError(f"Ray cannot start it: {_line(error)}") from error
+            raise EngineError(f"Ray cannot start it: {one_line(error)}") from error
         if trouble:
             await self.close(lost=True)
             raise EngineError(trouble)
@@ -141,7 +141,7 @@ async def _ask(call: Callable[[], T], deadline_s: float = HEAD_S) -> T:
         try:
             done.set_result(call())
         except (RayError, RuntimeError, OSError) as error:
-            done.set_exception(EngineError(_line(error)))
+            done.set_exception(EngineError(one_line(error)))
 
     # A daemon: with asyncio.to_thread a blocked call would keep this process from its end.
     threading.Thread(target=run, daemon=True).start()
@@ -162,12 +162,13 @@ async def _pump(actor: Any, peer: RpcPeer) -> None:
             peer.feed(data)
     except RayError as error:
         # Unavailable counts as lost: its answer may never come.
-        peer.end(f"Ray lost it: {_line(error)}")
+        peer.end(f"Ray lost it: {one_line(error)}")
     except EngineError as error:
         peer.end(str(error))
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the beginning of an error's words, which Ray writes over many lines."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words[:200]}"
 
@@ -182,7 +183,7 @@ async def _check_reachable(address: str) -> None:
             _, writer = await asyncio.open_connection(host, int(port))
         writer.close()
     except (OSError, TimeoutError) as error:
-        raise SetupError(f"fleet.address {address}: no Ray cluster answers: {_line(error)}") from error
+        raise SetupError(f"fleet.address {address}: no Ray cluster answers: {one_line(error)}") from error
 
 
 @asynccontextmanager
@@ -207,7 +208,7 @@ async def ray_links(table: FleetTable, module: str = NODE) -> AsyncIterator[Sequ
         if table.address == "auto" and isinstance(error, ConnectionError):
             hint = "no Ray cluster runs on this machine: start one with `ray start --head`"
             raise SetupError(f"fleet.address auto: {hint}") from error
-        raise SetupError(f"fleet.address {table.address}: {_line(error)}") from error
+        raise SetupError(f"fleet.address {table.address}: {one_line(error)}") from error
     try:
         machines = RayMachines()
         found = await machines.alive()

@@ -1,4 +1,4 @@
-"""`insitu deploy`: files that start a run as a container, Space, Slurm or Kubernetes job.
+"""`insitu deploy`: files that start a run as a container, Space, Slurm, Ray or Kubernetes job.
 
     configuration -> folder with insitu.toml, start.sh, Dockerfile, compose.yaml and the target's own file
 
@@ -8,4 +8,4 @@ named in these files, never held.
 
 from typing import Literal
 
-Target = Literal["space", "slurm", "k8s"]
+Target = Literal["space", "slurm", "ray", "k8s"]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import get_args
 from urllib.parse import urlsplit
 
 from insitu.config import Config, load_config
@@ -17,18 +18,19 @@ from insitu.engines.server_command import SERVERS, server_command
 from insitu.errors import ConfigError, SetupError
 from insitu.storage.files import write_text
 from insitu_fleet.deploy import Target
+from insitu_fleet.deploy.placement import LOOPBACK, Spread, placement, spread
 
-TARGETS: tuple[Target, ...] = ("space", "slurm", "k8s")
+TARGETS: tuple[Target, ...] = get_args(Target)
 OWN_FILE: Mapping[Target, tuple[str, str]] = {
     "space": ("space.md", "README.md"),
     "slurm": ("job.sbatch", "job.sbatch"),
+    "ray": ("job.sh", "job.sh"),
     "k8s": ("job.yaml", "job.yaml"),
 }
 """Template and name of the file that a target adds."""
 SHARED = ("Dockerfile", "compose.yaml", "start.sh")
 SPACE_PORT, PORT = 7860, 8080
 CPU_BASE, GPU_BASE = "python:3.12-slim", "vllm/vllm-openai:v0.32.0"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
 """A Kubernetes name; longer ones do not fit all of its uses."""
 
@@ -63,7 +65,7 @@ def deploy(options: DeployOptions) -> Deployment:
     """Write the folder. Raises ConfigError, SetupError; nothing is written then."""
     _check(options)
     config = load_config(options.config)
-    values = _values(options, config)
+    values = _values(options, config, spread(config, options.nodes, options.gpus))
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         if any(options.out.iterdir()):
@@ -80,6 +82,12 @@ def deploy(options: DeployOptions) -> Deployment:
     except OSError as error:
         raise SetupError(f"cannot write {options.out}: {error.strerror or error}") from error
     return Deployment(files=tuple(written), needs=tuple(_needs(config, options.out)))
+
+
+def place(options: DeployOptions) -> list[str]:
+    """Return the lines that say which host has which part. Raises ConfigError."""
+    _check(options)
+    return placement(load_config(options.config), options.nodes, options.gpus)
 
 
 def _check(options: DeployOptions) -> None:
@@ -116,7 +124,7 @@ def _engine(config: Config, gpus: int) -> tuple[str, str, str]:
     return shlex.join([*program, *command.arguments]), " ".join(variables), url
 
 
-def _values(options: DeployOptions, config: Config) -> dict[str, str]:
+def _values(options: DeployOptions, config: Config, ranks: Spread) -> dict[str, str]:
     gpus, space = options.gpus, options.target == "space"
     command, variables, url = _engine(config, gpus)
     limits = {"cpu": "8", "memory": "32Gi"} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
@@ -131,14 +139,20 @@ def _values(options: DeployOptions, config: Config) -> dict[str, str]:
         "ENGINE_ENV": variables,
         "ENGINE_URL": url,
         "EXTRAS": ",".join(extras),
+        "GPUS": str(gpus),
         "HARDWARE": ("cpu-basic", "a10g-small", "a10g-largex2", "a10g-largex4")[min(gpus, 3)],
         "IMAGE": options.image or f"{options.name}:latest",
         "K8S_LIMITS": json.dumps(limits),
         "NAME": options.name,
         "NODES": str(options.nodes),
+        "RANKS_EACH": str(ranks.each),
+        "RANKS_HERE": str(ranks.here),
+        "RANKS_PORT": str(ranks.port),
         "PORT": str(SPACE_PORT if space else PORT),
         "SBATCH_GPUS": f"#SBATCH --gpus-per-node={gpus}" if gpus else "",
+        "SBATCH_NO_KILL": "#SBATCH --no-kill" if ranks.each else "",
         "SECRETS": ", ".join(secrets_of(config)),
+        "USES_RAY": str(int(options.nodes > 1 and (config.fleet.kind == "ray" or not ranks.each))),
     }
 
 

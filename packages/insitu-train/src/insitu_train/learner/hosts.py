@@ -219,8 +219,8 @@ class Hosts:
         if abs(skew) > _MAX_SKEW_S:
             raise RefusedError(f"the clocks differ by {skew:+.0f} s, by at most {_MAX_SKEW_S:.0f} s allowed")
         link.send({"op": "model", "folder": str(self._model), "quiet_s": link.quiet_s})
-        if link.expect("ready")["weights"] != self._weights():
-            raise RefusedError(f"its model has other weights than {self._model} at the learner")
+        if (theirs := str(link.expect("ready")["weights"])) != (ours := self._weights()):
+            raise RefusedError(f"its weights are {theirs[:12]}, {ours[:12]} at the learner ({self._model})")
         link.send({"op": "accepted"})
         host = Host(link=link, name=str(about["name"]), ranks=int(about["ranks"]))
         with self._changed:

@@ -3,11 +3,13 @@
 # as soon as one ends; the exit code is insitu's, or 1 when the engine ended first.
 #   RUN_DIR         run directory; one that exists is resumed (default runs/main)
 #   RESUME_FROM     hub:ORG/NAME: where there is no run directory, resume the checkpoint there, if there is one
+#   TRAIN_RANKS     train.ranks in the place of the configuration's
 #   ENGINE_START_S  longest start of the engine (default 600)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 run=${RUN_DIR:-runs/main}
 parts=()
+ranks=(${TRAIN_RANKS:+"train.ranks=$TRAIN_RANKS"})
 
 say() { printf 'start: %s\n' "$*" >&2; }
 
@@ -46,9 +48,9 @@ if ((${#engine[@]})); then
 fi
 
 if [[ -f $run/config.toml ]]; then
-  insitu train --resume "$run" &
+  insitu train --resume "$run" "${ranks[@]}" &
 else
-  insitu train insitu.toml --plain "run.dir=$run" ${RESUME_FROM:+--resume "$RESUME_FROM"} "$@" &
+  insitu train insitu.toml --plain "run.dir=$run" "${ranks[@]}" ${RESUME_FROM:+--resume "$RESUME_FROM"} "$@" &
 fi
 trainer=$!
 parts+=("$trainer")

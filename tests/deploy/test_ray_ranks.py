@@ -1,0 +1,45 @@
+"""What starts ranks by Ray, without a cluster; with one: tests/e2e/test_fleet_ranks.py."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from insitu_fleet import ray_host, ray_ranks
+
+AGENT = """#!/bin/sh
+cd {folder}
+echo "$* $SECRET" >> calls
+[ -f killed ] || {{ touch killed; kill -9 $$; }}
+echo "the learner refuses this host: clocks"
+exit 3
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_killed_begins_again_and_one_that_is_refused_ends_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(AGENT.format(folder=tmp_path))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(ray_host, "_AGAIN_S", 0.0)
+    ended = ray_host.run_ranks(["10.0.0.1:29400", "--ranks", "2"], {"SECRET": "s"})
+    assert ended == (socket.gethostname(), 3, "the learner refuses this host: clocks")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["-P -m insitu ranks 10.0.0.1:29400 --ranks 2 s"] * 2
+
+
+def test_without_ray_it_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_ranks, "ray", None)
+    words = "--hosts 2 --here 1 --each 1 --port 29400 -- bash start.sh".split()
+    assert ray_ranks.main(words) == 1
+    assert capsys.readouterr().err.startswith("ray: ray is not installed: ")
+    options = ray_ranks.parser().parse_args(words)
+    assert options.command == ["bash", "start.sh"]

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from insitu import failpoint
 from insitu.agents.base import AgentResult, Clock, Harness, ModelAccess, Worker, loop_time
 from insitu.agents.pool import WorkerPool
+from insitu.attempt_end import infra_failure, session_limits, status_of, ungraded
 from insitu.capture.ledger import reassign
 from insitu.errors import CaptureError, ConfigError, GradeError, InsituError, user_code
 from insitu.gateway.host_tools import HostCall, HostTool, ToolBox
@@ -26,12 +27,12 @@ from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session, SessionStats
 from insitu.grading.diff import DiffPolicy, compare, unified
 from insitu.grading.reward import EARNED, ToolEnvironment
+from insitu.grading.steps import StepGrades
 from insitu.grading.verdict import NOTHING_CHANGED, with_ending
 from insitu.sandbox.base import Sandbox
 from insitu.types import (
     Ledger,
     Limits,
-    Outcome,
     Rollout,
     Status,
     Task,
@@ -57,6 +58,9 @@ class PreparableJudge(Protocol):
 
     def environment(self, task: Task) -> AbstractAsyncContextManager[ToolEnvironment | None]:
         """Open the environment that the agent acts on by tools, if there is one. Raises GradeError."""
+
+    async def step(self, task: Task, number: int, tree: Tree) -> Verdict:
+        """Grade the files after one of the task's steps, counted from 0."""
 
     async def live(self, task: Task, sandbox: Sandbox) -> Verdict:
         """Grade a task in the sandbox of its agent, as the agent left it."""
@@ -87,8 +91,6 @@ class AttemptSpec:
 NOTHING_SAMPLED = Trajectory(segments=(), turns=(), ledger=Ledger())
 SEAL_S = 10.0
 """Time for the calls of an ended agent to finish."""
-WAITED_SHARE = 0.1
-"""Share of the wall limit spent waiting for rate limits above which a timeout is not graded."""
 MAX_DIFF_CHARS = 256 << 10
 """Most characters of the judged diff that are stored."""
 KeepLog = Callable[[Rollout, bytes], None]
@@ -117,9 +119,19 @@ class _AttemptState:
     egress: int | None = None
     artifacts: Mapping[str, bytes] = field(default_factory=dict)
     calls: Sequence[HostCall] = ()
-    earned: Mapping[str, float] = field(default_factory=dict)
+    earned: dict[str, float] = field(default_factory=dict)
+    """Parts of the reward: by the steps of the task, and of its environment."""
     verdict: Verdict | None = None
-    """Of a task that is graded in its agent's sandbox."""
+    """Of a task that is graded while its sandbox is there: in it, or step by step."""
+
+    @contextmanager
+    def grading(self) -> Iterator[None]:
+        """Count the time as that of grading."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.graded += time.monotonic() - began
 
 
 class OnStart(Protocol):
@@ -224,7 +236,7 @@ class AttemptExecutor:
             await ready()
             result, stats = await self._work(spec, state, worker, on_start, environment)
         state.log, state.egress, state.artifacts = result.log, result.egress_attempts, result.artifacts
-        trouble = _infra_failure(result, stats, spec.task.limits)
+        trouble = infra_failure(result, stats, spec.task.limits)
         if not trouble and failpoint.fails("try.lost"):
             trouble = "its sandbox was lost (failpoint)"
         if trouble:
@@ -235,9 +247,9 @@ class AttemptExecutor:
             ending = await asyncio.to_thread(self._ending, state.trajectory.turns)
             verdict = with_ending(verdict, ending)
         state.graded = time.monotonic() - graded
-        ungraded = _ungraded(verdict)
-        if ungraded is not None:
-            return _unscorable_rollout(spec, state, ungraded)
+        why = ungraded(verdict)
+        if why is not None:
+            return _unscorable_rollout(spec, state, why)
         if not isinstance(self._judge, PreparableJudge):
             return await _graded_rollout(spec, state, result, verdict, stats, spec.task.files)
         base = await self._judge.base(spec.task)
@@ -262,7 +274,7 @@ class AttemptExecutor:
         session = self._gateway.open_session(
             spec.rollout_id,
             seed=spec.seed,
-            limits=spec.task.limits,
+            limits=session_limits(spec.task),
             temperature=spec.temperature,
             max_call_tokens=spec.task.limits.max_call_tokens,
             listener=worker.gateway_socket,
@@ -274,10 +286,9 @@ class AttemptExecutor:
             try:
                 access = self._access(session, spec.task.limits)
                 async with self._preparing(spec.task):
-                    live = self._live(session, spec.task, state)
-                    run = partial(worker.run, spec.task, access, lambda: session.done)
                     # a worker of the user's own may take the first three arguments only
-                    result = await (run() if live is None else run(live))
+                    more = self._grading(session, spec.task, state)
+                    result = await worker.run(spec.task, access, lambda: session.done, **more)
                 # what it does after its answer counts no more
                 if session.tools.ended and result.exit == "failed":
                     result = replace(result, exit="finished")
@@ -294,24 +305,30 @@ class AttemptExecutor:
             if environment is not None:
                 await session.tools.answered()
                 earned = environment.earned
-                state.earned = {} if earned is None else {EARNED: earned}
+                state.earned |= {} if earned is None else {EARNED: earned}
         return result, session.stats
 
-    def _live(
-        self, session: Session, task: Task, state: _AttemptState
-    ) -> Callable[[Sandbox], Awaitable[None]] | None:
-        """Return what grades a task in the sandbox of its agent, whose calls end before; None otherwise."""
+    def _grading(self, session: Session, task: Task, state: _AttemptState) -> Mapping[str, Any]:
+        """Return what grades a task while its sandbox is there, as arguments of the worker."""
         judge = self._judge
-        if task.grading.where != "live" or not isinstance(judge, PreparableJudge):
-            return None
+        if not isinstance(judge, PreparableJudge) or not (task.steps or task.grading.where == "live"):
+            return {}
+        grades = StepGrades(task)
 
-        async def grade(sandbox: Sandbox) -> None:
+        async def live(sandbox: Sandbox) -> None:
             await _seal(session, SEAL_S, state)
-            began = time.monotonic()
-            state.verdict = await judge.live(task, sandbox)
-            state.graded = time.monotonic() - began
+            with state.grading():
+                state.verdict = await judge.live(task, sandbox)
 
-        return grade
+        async def graded(number: int, tree: Tree) -> bool:
+            with state.grading():
+                more = grades.add(await judge.step(task, number, tree))
+            state.verdict = grades.verdict
+            state.earned = dict(grades.parts)
+            session.left = False  # it may have said so of its step
+            return more and not session.tools.ended
+
+        return {"graded": graded} if task.steps else {"live": live}
 
     @asynccontextmanager
     async def _preparing(self, task: Task) -> AsyncIterator[None]:
@@ -385,37 +402,6 @@ async def _seal(session: Session, max_wait_s: float, state: _AttemptState) -> No
     state.trajectory = sealing.result()
 
 
-def _infra_failure(result: AgentResult, stats: SessionStats, limits: Limits) -> str:
-    """Return why an attempt is not graded; empty if it is."""
-    if stats.infra_error:
-        return stats.infra_error
-    if not stats.calls:  # nothing that the model sampled has led to this end
-        end = result.detail or "it ended without an error"
-        refused = stats.rejections
-        if refused.count:
-            return f"the gateway refused all {refused.count} requests of the agent ({refused.last}): {end}"
-        return f"the agent never called the model: {end}"
-    if result.exit == "timeout" and stats.waited_s >= WAITED_SHARE * limits.wall_s:
-        return f"agent timeout; {stats.waited_s:.0f} s of it were waits for the provider"
-    return ""
-
-
-def _ungraded(verdict: Verdict) -> str | None:
-    """Return why a verdict is unusable; None if it has a valid reward."""
-    # A grader without a valid reward has failed: that is not the agent's fault.
-    if verdict.outcome is Outcome.INFRA:
-        return verdict.reason
-    if verdict.reward is None or not 0.0 <= verdict.reward <= 1.0:
-        return f"the grader returned reward {verdict.reward}, expected a number from 0 to 1"
-    return None
-
-
-def _status(result: AgentResult, stats: SessionStats) -> Status:
-    if result.exit == "timeout" or stats.budget_stop or stats.truncated:
-        return Status.TRUNCATED
-    return Status.OK if result.exit == "finished" else Status.AGENT_FAILED
-
-
 def _timings(state: _AttemptState, engine_s: float = 0.0) -> Timings:
     now = time.monotonic()
     return Timings(
@@ -448,7 +434,7 @@ async def _graded_rollout(
         task_id=spec.task.id,
         category=spec.task.category,
         part=spec.task.part,
-        status=_status(result, stats),
+        status=status_of(result, stats),
         reward=verdict.reward,
         trajectory=trajectory,
         verdict=verdict,

@@ -249,6 +249,14 @@ def test_tests_may_have_an_image_of_their_own(tmp_path: Path) -> None:
         RowSource("harbor", format_of("harbor"), tmp_path, transform=everywhere)
 
 
+UNHELD = (
+    ('skills_dir = "/skills"', "environment.skills_dir is not supported"),
+    ('network_mode = "allowlist"', "environment.allowed_hosts is not supported: sandboxes have no network"),
+    ('allowed_hosts = ["pypi.org"]', "environment.allowed_hosts is not supported: sandboxes have no network"),
+    ('network_mode = "some"', "environment.network_mode: Input should be"),
+)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -256,7 +264,8 @@ def test_tests_may_have_an_image_of_their_own(tmp_path: Path) -> None:
         ({"instruction.md": None}, "instruction.md is missing"),
         ({"instruction.md": " \n"}, "the prompt is empty"),
         ({"tests/test.sh": None}, "tests/test.sh is missing: nothing can be graded"),
-        ({"task.toml": TOML + "[[steps]]\nname = 'a'\n"}, "several steps"),
+        *(({"task.toml": TOML.replace("cpus = 1", lines)}, message) for lines, message in UNHELD),
+        ({"task.toml": TOML.replace("33.0", "33.0\nallowed_hosts = ['x']")}, "agent.allowed_hosts is not"),
         *(
             (
                 {"task.toml": TOML.replace("cpus = 1", f"mcp_servers = [{{name = 'a', url = 'u'}}, {more}]")},
@@ -315,7 +324,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path, files: dict[str, str | None
 def test_what_is_refused_of_a_folder_is_counted_by_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changes = [TOML + "[[steps]]\nname = 'a'\n"] * 3
+    changes = [TOML.replace("cpus = 1", 'os = "windows"')] * 3
     changes += [TOML.replace("cpus = 1", f"memory_mb = {size}") for size in (9000, 9001)]
     for number, toml in enumerate([TOML, *changes]):
         prompt = f"Count {number}."
@@ -324,14 +333,128 @@ def test_what_is_refused_of_a_folder_is_counted_by_reason(
     with pytest.raises(TaskError) as caught:
         RowSource("harbor", format_of("harbor"), tmp_path, options)
     counted = (
-        "5 of 6 rows are refused: 3 x tasks of several steps are not supported,"
+        "5 of 6 rows are refused: 3 x environment.os is windows: only Linux is supported,"
         " 2 x environment.memory is ... MB, more than sandbox.memory_mb = ...: raise that"
     )
-    assert str(caught.value).count("several steps are not supported") == 4
+    assert str(caught.value).count("only Linux is supported") == 4
     assert f"; {counted}; tasks.on_invalid_row=skip" in str(caught.value)
     source = RowSource("harbor", format_of("harbor"), tmp_path, options, on_invalid_row="skip")
     assert [item.task.id for item in source.every()] == ["t0"]
     assert caplog.messages == [counted]
+
+
+STEPS = (
+    TOML
+    + """\
+[[steps]]
+name = "count"
+min_reward = { reward = 0.5 }
+[[steps]]
+name = "say"
+[steps.agent]
+timeout_sec = 7
+[steps.verifier]
+timeout_sec = 8
+env = { WHO = "me" }
+"""
+)
+
+
+def several(root: Path, **files: str | None) -> Path:
+    texts = {
+        "task.toml": STEPS,
+        "instruction.md": None,
+        "tests/test.sh": "echo shared\n",
+        "tests/common.sh": "a\n",
+        "steps/count/instruction.md": "Count.\n",
+        "steps/count/tests/test.sh": "echo own\n",
+        "steps/count/solution/solve.sh": "echo 3\n",
+        "steps/say/instruction.md": "Say it.\n",
+        "steps/say/workdir/setup.sh": "echo\n",
+        "steps/say/solution/solve.sh": "echo 3\n",
+    }
+    return harbor(root, **{**texts, **files})
+
+
+def test_a_harbor_folder_of_several_steps(tmp_path: Path) -> None:
+    several(tmp_path)
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    task, oracle = item.task, item.oracle
+    count, say = task.steps
+    assert (task.id, task.prompt) == ("words", "Step count: Count.\n\nStep say: Say it.")
+    assert (count.name, count.task.prompt, count.command, count.min_reward) == ("count", "Count.", "", 0.5)
+    assert (say.name, say.task.prompt, say.command, say.min_reward) == (
+        "say",
+        "Say it.",
+        "bash setup.sh",
+        None,
+    )
+    assert (count.task.limits.wall_s, say.task.limits.wall_s, task.limits.wall_s) == (33.0, 7.0, 40.0)
+    plans = [one.grading.timeout_s for one in (count.task, say.task, task)]
+    assert plans == [44.0, 8.0, 52.0]
+    assert (task.grading.steps, {count.task.setup, say.task.setup}) == ("mean", {task.setup})
+    assert {*say.task.files} == {"setup.sh"}
+    first, second = oracle.steps
+    assert first.tests.files["tests/test.sh"].content == b"echo own\n"
+    assert second.tests.files["tests/test.sh"].content == b"echo shared\n"
+    assert {*first.tests.files} == {*second.tests.files} == {"tests/test.sh", "tests/common.sh"}
+    assert (first.tests.env, second.tests.env) == ({"WHO": "it's us"}, {"WHO": "me"})
+    hashes = {task.content_hash}
+    for changed in (
+        {"steps/say/instruction.md": "Say so.\n"},
+        {"task.toml": STEPS.replace("0.5", "0.6")},
+        {"task.toml": "multi_step_reward_strategy = 'final'\n" + STEPS},
+        {"steps/say/workdir/setup.sh": "echo 2\n"},
+    ):
+        several(tmp_path, **changed)
+        (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+        hashes.add(item.task.content_hash)
+    assert len(hashes) == 5
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"steps/say/instruction.md": None}, "steps/say/instruction.md is missing"),
+        ({"tests/test.sh": None}, "steps/say/tests/test.sh is missing: nothing can be graded"),
+        ({"task.toml": STEPS.replace('"say"', '"count"')}, "steps: count is there twice"),
+        (
+            {"task.toml": STEPS.replace("timeout_sec = 7", "user = 'a'")},
+            "steps.say.agent.user is not supported",
+        ),
+        (
+            {"task.toml": STEPS.replace("reward = 0.5", "style = 0.5")},
+            "min_reward: only `reward` is read, not 'style'",
+        ),
+        ({"task.toml": STEPS + "[steps.healthcheck]\ncommand = 'x'\n"}, "steps.say.healthcheck is not"),
+        ({"task.toml": STEPS + "[steps.verifier.environment]\n"}, "steps.say.verifier.environment is not"),
+        ({"task.toml": STEPS.replace('"say"', '".."')}, "steps.1.name: String should match"),
+        ({"task.toml": "multi_step_reward_strategy = 'best'\n" + STEPS}, "multi_step_reward_strategy: Input"),
+    ],
+)
+def test_steps_that_cannot_be_used(tmp_path: Path, files: dict[str, str | None], message: str) -> None:
+    several(tmp_path, **files)
+    with pytest.raises(TaskError) as caught:
+        RowSource("harbor", format_of("harbor"), tmp_path)
+    assert message in str(caught.value)
+
+
+def test_the_tests_of_steps_stay_out_of_the_agents_sandbox(tmp_path: Path) -> None:
+    several(tmp_path)
+    with pytest.raises(TaskError, match="would be there for the next step"):
+        RowSource("harbor", format_of("harbor"), tmp_path, transform=everywhere)
+
+
+def test_a_task_that_asks_for_the_network_is_taken_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = 'cpus = 1\nnetwork_mode = "public"'
+    harbor(tmp_path, **{"task.toml": TOML.replace("cpus = 1", lines)})
+    RowSource("harbor", format_of("harbor"), tmp_path)
+    RowSource("harbor", format_of("harbor"), tmp_path)
+    assert caplog.text.count("tasks ask for a public network") == 1
+    harbor(tmp_path, **{"task.toml": TOML.replace("cpus = 1", 'network_mode = "no-network"')})
+    RowSource("harbor", format_of("harbor"), tmp_path)
 
 
 YAML = """\

@@ -69,6 +69,8 @@ class AgentResult:
 
 FinishedCheck = Callable[[], bool]
 """Returns whether the agent has called the gateway's exit route."""
+GradeStep = Callable[[int, Tree], Awaitable[bool]]
+"""Gets the number of a step, from 0, and the files after it; returns whether the next one starts."""
 
 
 def never_finished() -> bool:
@@ -84,12 +86,14 @@ class Worker(Protocol):
         access: ModelAccess,
         finished: FinishedCheck = never_finished,
         live: Callable[[Sandbox], Awaitable[None]] | None = None,
+        graded: GradeStep | None = None,
     ) -> AgentResult:
         """Write the task's files, run the agent on `task.prompt`, stop it and collect the result.
 
         The timeout is `task.limits.wall_s` by `access.clock`. An agent that is `finished` but does not
         exit is stopped early; that is not a failure. `live` gets the sandbox when the agent has ended, with
-        what it left running, after its files were read. Raises HarnessError or SandboxError for host failures
+        what it left running, after its files were read. `graded` comes with a task that has steps: the agent
+        is started for each of them. Raises HarnessError or SandboxError for host failures
         only.
         """
 

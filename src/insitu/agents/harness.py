@@ -166,7 +166,7 @@ class _CommandWorker(SandboxWorker):
             files = find("parts", "offer_servers")(recipe.name, start.home, files, container)
         for path, content, executable in files:
             await sandbox.put(path, content, executable=executable)
-        await write_task_files(sandbox, task)
+        await write_task_files(sandbox, task, over=self._further)
 
     async def _run_agent(
         self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck

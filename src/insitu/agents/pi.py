@@ -111,8 +111,8 @@ class _PiWorker(SandboxWorker):
     async def _prepare(self, sandbox: Sandbox, task: Task, access: ModelAccess, *, used: bool) -> None:
         start = self._launch.start(self._template, sandbox, access)
         changed = await self._configure(sandbox, start)
-        await write_task_files(sandbox, task)
-        if self._process is None or changed:
+        await write_task_files(sandbox, task, over=self._further)
+        if self._process is None or changed or self._further:
             if self._process is not None:
                 await self._process.kill()
             self._rpc = await self._spawn(sandbox, start)

@@ -90,6 +90,7 @@ class _SingleTurnWorker:
         access: ModelAccess,
         finished: FinishedCheck = never_finished,
         live: object = None,
+        graded: object = None,
     ) -> AgentResult:
         started = time.monotonic()
         tree, reply, exit_, detail = task.files, "", "finished", ""

@@ -17,15 +17,25 @@ from pathlib import Path
 from typing import Self
 
 from insitu.agents.artifacts import Artifacts, attribute_loss, collect_tree, follow_links, redact
-from insitu.agents.base import AgentExit, AgentResult, FinishedCheck, ModelAccess, never_finished
+from insitu.agents.base import (
+    AgentExit,
+    AgentResult,
+    FinishedCheck,
+    GradeStep,
+    ModelAccess,
+    never_finished,
+)
 from insitu.errors import HarnessError, SandboxError, SandboxLost
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec, gateway_url, memory_kills
 from insitu.sandbox.base_tree import is_plain, set_up
 from insitu.sandbox.host_faults import host_fault, mark
-from insitu.types import Setup, Task, Tree
+from insitu.types import Setup, Task, TaskStep, Tree
 
 COUNTERS = ("/proc/net/snmp", "/proc/net/snmp6")
 READ_S = 10.0
+LOG_BYTES = 2 << 20
+"""Most bytes of the output of all steps together; the end is kept."""
+MIN_WALL_S = 0.1
 
 
 async def _egress_attempts(sandbox: Sandbox) -> int | None:
@@ -60,6 +70,18 @@ class AgentEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One run of the agent and what it left."""
+
+    end: AgentEnd
+    tree: Tree
+    artifacts: Mapping[str, bytes]
+    egress: int | None
+    loss: str
+    """Why the work folder was lost, or a further step cannot begin; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxTemplate:
     """What the sandboxes of a worker have in common."""
 
@@ -83,6 +105,8 @@ class SandboxWorker(ABC):
         self._broken = False
         self._egress = 0
         """Egress attempts of earlier rollouts in this sandbox."""
+        self._further = False
+        """A further step of the same task begins: what is there stays."""
 
     @property
     def gateway_socket(self) -> Path:
@@ -124,6 +148,7 @@ class SandboxWorker(ABC):
         access: ModelAccess,
         finished: FinishedCheck = never_finished,
         live: Callable[[Sandbox], Awaitable[None]] | None = None,
+        graded: GradeStep | None = None,
     ) -> AgentResult:
         if not self.healthy:
             raise HarnessError(f"this {self._name} worker is used up")
@@ -132,26 +157,76 @@ class SandboxWorker(ABC):
         started = time.monotonic()
         self._uses_left -= 1
         try:
-            sandbox = await self._ready(task, access)
-            end = await self._run_guarded(sandbox, task, access, finished)
-            tree, artifacts, egress, loss = await self._collect_results(
-                sandbox, task.files, stop=live is None
-            )
-            if live is not None:
-                await live(sandbox)
+            if graded is None:
+                sandbox = await self._ready(task, access)
+                run = await self._run_once(sandbox, task, access, finished, stop=live is None)
+                if live is not None:
+                    await live(sandbox)
+            else:
+                run = await self._run_steps(task, access, finished, graded)
         except BaseException:
             self._broken = True
             raise
-        self._broken = bool(loss) or not end.reusable or live is not None
+        end, used_up = run.end, live is not None or graded is not None
+        self._broken = bool(run.loss) or not end.reusable or used_up
         return AgentResult(
-            exit="failed" if loss else end.exit,
-            tree=tree,
-            detail=redact(loss or end.detail, access.secret),
+            exit="failed" if run.loss else end.exit,
+            tree=run.tree,
+            detail=redact(run.loss or end.detail, access.secret),
             log=redact(end.log, access.secret),
             duration_s=time.monotonic() - started,
-            egress_attempts=egress,
-            artifacts={path: redact(content, access.secret) for path, content in artifacts.items()},
+            egress_attempts=run.egress,
+            artifacts={path: redact(content, access.secret) for path, content in run.artifacts.items()},
         )
+
+    async def _run_once(
+        self, sandbox: Sandbox, task: Task, access: ModelAccess, finished: FinishedCheck, *, stop: bool
+    ) -> _Run:
+        end = await self._run_guarded(sandbox, task, access, finished)
+        tree, artifacts, egress, loss = await self._collect_results(sandbox, task.files, stop=stop)
+        return _Run(end=end, tree=tree, artifacts=artifacts, egress=egress, loss=loss)
+
+    async def _run_steps(
+        self, task: Task, access: ModelAccess, finished: FinishedCheck, graded: GradeStep
+    ) -> _Run:
+        """Run the agent on each step in the same sandbox, while `graded` wants another one.
+
+        What the agent left running lives on. Returns the last run with the first end that was no success.
+        """
+        left_s = task.limits.wall_s
+        sandbox = await self._ready(task.steps[0].task, access)
+        if trouble := await _command(sandbox, task.steps[0]):
+            raise HarnessError(trouble)
+        runs: list[_Run] = []
+        for number, step in enumerate(task.steps):
+            if number and (trouble := await self._begin(sandbox, step, access)):
+                runs[-1] = replace(runs[-1], loss=trouble)
+                break
+            wall_s = max(MIN_WALL_S, min(step.task.limits.wall_s, left_s))
+            bounded = replace(step.task, limits=step.task.limits.changed(wall_s=wall_s))
+            last, began = number + 1 == len(task.steps), access.clock()
+            runs.append(await self._run_once(sandbox, bounded, access, finished, stop=last))
+            left_s -= access.clock() - began
+            if not await graded(number, runs[-1].tree) or runs[-1].loss:
+                break
+        ends = [run.end for run in runs]
+        worst = next((end for end in ends if end.exit != "finished"), ends[-1])
+        counted = [run.egress for run in runs if run.egress is not None]
+        log = b"".join(end.log for end in ends)[-LOG_BYTES:]
+        return replace(runs[-1], end=replace(worst, log=log), egress=sum(counted) if counted else None)
+
+    async def _begin(self, sandbox: Sandbox, step: TaskStep, access: ModelAccess) -> str:
+        """Prepare a further step; return why it cannot begin by the agent's doing.
+
+        Raises SandboxError when the host is the cause.
+        """
+        self._further = True
+        try:
+            await self._prepare(sandbox, step.task, access, used=True)
+            return await _command(sandbox, step)
+        except (HarnessError, SandboxError) as error:
+            lost = error if isinstance(error, SandboxError) else SandboxError(str(error))
+            return await attribute_loss(lost, self._template.backend, self._template.spec, sandbox)
 
     async def _ready(self, task: Task, access: ModelAccess) -> Sandbox:
         """Return a prepared sandbox; one that cannot be wiped is replaced."""
@@ -232,9 +307,22 @@ class SandboxWorker(ABC):
         """
 
 
-async def write_task_files(sandbox: Sandbox, task: Task) -> None:
-    """Write the task's files: as the whole work folder of a plain sandbox, else over the existing files."""
-    if is_plain(task.setup):
+async def write_task_files(sandbox: Sandbox, task: Task, *, over: bool = False) -> None:
+    """Write the task's files: as the whole work folder of a plain sandbox, else `over` the existing files."""
+    if is_plain(task.setup) and not over:
         await sandbox.put_tree(task.files)
     else:
         await sandbox.lay(task.files)
+
+
+async def _command(sandbox: Sandbox, step: TaskStep) -> str:
+    """Run the command of a step; return why it failed, empty if it did not. Raises SandboxError."""
+    if not step.command:
+        return ""
+    argv = ["/bin/sh", "-c", step.command]
+    done = await sandbox.exec(argv, timeout_s=step.task.setup.timeout_s)
+    if done.exit_code == 0:
+        return ""
+    how = "took too long" if done.timed_out else f"ended with {done.exit_code}"
+    lines = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines() or ["no output"]
+    return f"the command of step {step.name} {how}: {ascii(lines[-1])[1:-1][:200]}"

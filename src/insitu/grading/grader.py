@@ -106,14 +106,15 @@ class Grader:
         """
         started = time.monotonic()
         runner = runner_for(task, oracle)
-        found = task_hash(task.prompt, task.files, task.grading, task.setup)
+        found = task_hash(task.prompt, task.files, task.grading, task.setup, task.steps)
         diff: Diff | None = None
         image = ""
         if found != task.content_hash:
             reason = "the task is not the one that was rolled out"
             report = RunReport(outcome=Outcome.TAMPERED, passed=0, total=total_of(oracle), reason=reason)
-        elif task.grading.where == "live":
-            reason = "it is graded in the agent's own sandbox, which is gone"
+        elif task.steps or task.grading.where == "live":
+            what = "after each step, whose files are" if task.steps else "in the agent's sandbox, which is"
+            reason = f"it is graded {what} gone"
             report = RunReport(outcome=Outcome.INFRA, passed=0, total=total_of(oracle), reason=reason)
         else:
             try:

@@ -56,6 +56,15 @@ class TaskJudge:
             )
         return await self._checked(task, partial(self._grader.grade, after=tree))
 
+    async def step(self, task: Task, number: int, tree: Tree) -> Verdict:
+        """Return the verdict on the files after one of the task's steps, counted from 0; see `__call__`."""
+        own = task.steps[number].task
+
+        async def grade(task: Task, oracle: Oracle) -> Verdict:
+            return await self._grader.grade(own, oracle.steps[number], tree)
+
+        return await self._checked(task, grade)
+
     async def live(self, task: Task, sandbox: Sandbox) -> Verdict:
         """Return the verdict of a task that is graded in its agent's sandbox; see `__call__`."""
         return await self._checked(task, partial(self._grader.grade_live, sandbox=sandbox))

@@ -285,6 +285,7 @@ class RowSource:
             needs=(
                 bool(task.setup.image),
                 task.grading.where == "live",
+                bool(task.steps),
                 task.grading.runner,
                 *programs_of(item.oracle),
             ),

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from insitu.errors import TaskError, boundary
 from insitu.tasks.base import Item
 from insitu.tasks.row_files import OwnRow
-from insitu.types import FileEntry, GradingPlan, Limits, Oracle, Setup, Task, Tree, task_hash
+from insitu.types import FileEntry, GradingPlan, Limits, Oracle, Setup, Task, TaskStep, Tree, task_hash
 from insitu.types.limits import LimitKeys
 
 MAX_TREE_FILES = 10_000
@@ -123,6 +123,7 @@ def make_item(
     oracle: Oracle,
     setup: Setup = PLAIN_SANDBOX,
     category: str = "",
+    steps: tuple[TaskStep, ...] = (),
 ) -> Item:
     """Task and oracle, checked for what no set may get wrong. Raises TaskError."""
     tests = oracle.tests
@@ -151,6 +152,7 @@ def make_item(
         grading=grading,
         limits=limits,
         category=category,
-        content_hash=task_hash(prompt, files, grading, setup),
+        content_hash=task_hash(prompt, files, grading, setup, steps),
+        steps=steps,
     )
     return Item(task=task, oracle=oracle)

@@ -59,6 +59,7 @@ from insitu.types.tasks import (
     RewardKind,
     Setup,
     Task,
+    TaskStep,
     Tree,
     task_hash,
 )
@@ -107,6 +108,7 @@ __all__ = [
     "Setup",
     "Status",
     "Task",
+    "TaskStep",
     "Timings",
     "Tokens",
     "ToolCall",

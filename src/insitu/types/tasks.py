@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -72,6 +72,8 @@ class GradingPlan(Value):
     """clean = in a fresh sandbox with the diff; live = in the agent's own one as it left it (trust weak)."""
     reward: RewardKind = "binary"
     """binary = 1 when all required checks pass, else 0; fraction = the weighted share that passes."""
+    steps: Literal["mean", "final"] = "mean"
+    """Reward of a task with steps: the mean of those that count, or that of the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +94,28 @@ class Task(Value):
     """Its arm, as `ArmName.part`."""
     agents: tuple[str, ...] = ()
     """Parts of the agents that the rollouts of a group use in turn; empty = `part` for all."""
+    steps: tuple[TaskStep, ...] = ()
+    """What its agent is asked in turn in one sandbox, each graded before the next; empty = `prompt` alone."""
     content_hash: str = ""
-    """Hex SHA-256 over prompt, files, setup and grading plan; see `task_hash`."""
+    """Hex SHA-256 over prompt, files, setup, grading plan and steps; see `task_hash`."""
 
     def of_rollout(self, number: int) -> Task:
         """Return the task as one rollout gets it: with the agent whose turn it is."""
         return replace(self, part=self.agents[number % len(self.agents)]) if self.agents else self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStep(Value):
+    """One step of a task."""
+
+    name: str
+    task: Task
+    """Its prompt, files (laid over what the step before has left), grading and limits; the setup is that of
+    the whole task, whose limits bound all steps together."""
+    command: str = ""
+    """Shell command run in the work folder before its agent starts."""
+    min_reward: float | None = None
+    """A smaller reward ends the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,9 +220,17 @@ class Oracle:
     is run in the work folder of a sandbox."""
     solve_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of solve.sh."""
+    steps: tuple[Oracle, ...] = field(default=(), repr=False)
+    """Those of the task's steps, in order."""
 
 
-def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Setup()) -> str:
+def task_hash(
+    prompt: str,
+    files: Tree,
+    grading: GradingPlan,
+    setup: Setup = Setup(),
+    steps: Sequence[TaskStep] = (),
+) -> str:
     """Return the hex SHA-256 that identifies a task by content."""
     # Values equal to their default are omitted, so that a new field changes no existing hash.
     h = hashlib.sha256()
@@ -230,6 +256,8 @@ def task_hash(prompt: str, files: Tree, grading: GradingPlan, setup: Setup = Set
         (setup.cpus, f"cpus={setup.cpus!r}"),
         (setup.container, f"container={setup.container}"),
         (grading.where != "clean", f"where={grading.where}"),
+        (grading.steps != "mean", f"steps={grading.steps}"),
+        *((True, f"step={s.name!r} {s.command!r} {s.min_reward!r} {s.task.content_hash}") for s in steps),
     )
     parts += [text.encode() for given, text in later if given]
     for path in sorted(files):

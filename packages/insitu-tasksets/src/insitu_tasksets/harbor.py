@@ -1,6 +1,7 @@
 """Task folders of Harbor (Terminal-Bench 2 and later) and of Terminal-Bench 1.
 
-Harbor: task.toml, instruction.md, environment/Dockerfile, tests/test.sh, solution/solve.sh. Terminal-Bench 1:
+Harbor: task.toml, instruction.md, environment/Dockerfile, tests/test.sh, solution/solve.sh; of a task of
+several steps the same in steps/NAME, over the tests of the whole task. Terminal-Bench 1:
 task.yaml, Dockerfile, run-tests.sh, tests/, solution.sh or solution.yaml. Runner `harbor` judges both:
 test.sh writes a reward file, and of run-tests.sh the exit code becomes one. An image that the task does not
 name is built from its Dockerfile (storage/image_builds.py). Tests and solution go to the oracle.
@@ -13,7 +14,7 @@ import posixpath
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,7 @@ from insitu.tasks.shared import (
     yaml_mapping,
     yaml_value,
 )
-from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, Tree
+from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, TaskStep, Tree
 from insitu_tasksets.compose import Compose, compose_file, read_compose
 from insitu_tasksets.container_plan import ContainerPlan
 from insitu_tasksets.harbor_file import (
@@ -42,7 +43,9 @@ from insitu_tasksets.harbor_file import (
     check_supported,
     checked_resources,
     container_plan,
+    least_reward,
     resolved,
+    step_file,
     verifier_environment,
 )
 from insitu_tasksets.harbor_registry import harbor_folders
@@ -75,45 +78,147 @@ class HarborFormat:
         folder = place.path
         with boundary(TaskError, f"read {folder}"):
             keys = tomllib.loads((folder / "task.toml").read_text("utf-8"))
-        if not (folder / "instruction.md").is_file():
-            raise TaskError("instruction.md is missing")
-        prompt = read_text(folder / "instruction.md").strip()
         parsed, asked = HarborFile.model_validate(keys), _FolderRow.model_validate(row)
-        tests, solve = tree_of_folder(folder / "tests"), tree_of_folder(folder / "solution")
-        if "test.sh" not in tests:
-            raise TaskError("tests/test.sh is missing: nothing can be graded")
         check_supported(parsed)
-        environment = folder / "environment"
-        memory_mb = checked_resources(parsed.environment, options)
-        plan, image = container_plan(environment, parsed.environment)
-        workdir = parsed.environment.workdir or _workdir(environment / "Dockerfile")
-        hidden, roots = _hidden_tests(folder, parsed, tests, workdir, options)
-        if parsed.separate and asked.where == "live":
-            raise TaskError("a separate verifier sees artifacts alone: it cannot ask the agent's sandbox")
+        if asked.where == "live" and (parsed.separate or parsed.steps):
+            raise TaskError(
+                "tests in the agent's sandbox would be there for the next step"
+                if parsed.steps
+                else "a separate verifier sees artifacts alone: it cannot ask the agent's sandbox"
+            )
+        if parsed.steps:
+            return _several(folder, parsed, asked, options)
+        part = _FolderPart.read(folder, folder, parsed, options)
+        return part.item(part.setup(asked.all_roots), options, where=asked.where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FolderPart:
+    """What a task folder, or a step of it, asks and how it is graded."""
+
+    id: str
+    prompt: str
+    parsed: HarborFile
+    ground: Setup
+    """Without roots."""
+    hidden: HiddenTests
+    roots: tuple[str, ...]
+    """What separate tests need of the agent's sandbox."""
+    solve: Tree
+    files: Tree
+
+    @classmethod
+    def read(
+        cls, folder: Path, own: Path, parsed: HarborFile, options: LoadOptions, ground: Setup | None = None
+    ) -> _FolderPart:
+        """Read the folder `own`, the task's or that of a step, whose tests lie over the task's.
+
+        Raises TaskError.
+        """
+        if not (own / "instruction.md").is_file():
+            raise TaskError(f"{_inside(own, folder)}instruction.md is missing")
+        tests = tree_of_folder(folder / "tests") | (tree_of_folder(own / "tests") if own != folder else {})
+        if "test.sh" not in tests:
+            raise TaskError(f"{_inside(own, folder)}tests/test.sh is missing: nothing can be graded")
+        ground = ground or _ground(folder, parsed, options)
+        hidden, roots = _hidden_tests(folder, parsed, tests, ground.workdir, options)
+        return cls(
+            id=folder.name if own == folder else f"{folder.name}/{own.name}",
+            prompt=read_text(own / "instruction.md").strip(),
+            parsed=parsed,
+            ground=ground,
+            hidden=hidden,
+            roots=roots,
+            solve=tree_of_folder(own / "solution"),
+            files=safe_tree(tree_of_folder(own / "workdir")) if own != folder else {},
+        )
+
+    def setup(self, roots: tuple[str, ...]) -> Setup:
+        return replace(self.ground, roots=tuple(dict.fromkeys((*roots, *self.roots))))
+
+    def item(self, setup: Setup, options: LoadOptions, where: Literal["clean", "live"] = "clean") -> Item:
         return _item(
-            folder,
-            prompt,
-            setup=Setup(
-                image=_image(folder, parsed.environment.docker_image or image, environment, options),
-                workdir=workdir,
-                memory_mb=memory_mb,
-                roots=tuple(dict.fromkeys((*asked.all_roots, *roots))),
-                cpus=parsed.environment.cpus,
-                container=plan.text,
-            ),
+            self.id,
+            self.prompt,
+            files=self.files,
+            setup=setup,
             grading=GradingPlan(
                 runner="harbor",
-                timeout_s=parsed.verifier.timeout_sec or TEST_TIMEOUT_S,
+                timeout_s=self.parsed.verifier.timeout_sec or TEST_TIMEOUT_S,
                 reward="fraction",
-                where=asked.where,
+                where=where,
             ),
-            limits=LimitsRow.model_validate({"wall_s": parsed.agent.timeout_sec}),
-            tests=hidden,
-            solve=solve,
-            solve_env=resolved(parsed.solution.env, "solution"),
+            limits=LimitsRow.model_validate({"wall_s": self.parsed.agent.timeout_sec}),
+            tests=self.hidden,
+            solve=self.solve,
+            solve_env=resolved(self.parsed.solution.env, "solution"),
             options=options,
             category="harbor",
         )
+
+
+def _inside(own: Path, folder: Path) -> str:
+    return "" if own == folder else f"steps/{own.name}/"
+
+
+def _ground(folder: Path, parsed: HarborFile, options: LoadOptions) -> Setup:
+    """Return the setup of a task without its roots. Raises TaskError."""
+    environment = folder / "environment"
+    memory_mb = checked_resources(parsed.environment, options)
+    plan, image = container_plan(environment, parsed.environment)
+    return Setup(
+        image=_image(folder, parsed.environment.docker_image or image, environment, options),
+        workdir=parsed.environment.workdir or _workdir(environment / "Dockerfile"),
+        memory_mb=memory_mb,
+        cpus=parsed.environment.cpus,
+        container=plan.text,
+    )
+
+
+def _several(folder: Path, parsed: HarborFile, asked: _FolderRow, options: LoadOptions) -> Item:
+    """Return the item of a task of several steps. Raises TaskError."""
+    names = [step.name for step in parsed.steps]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise TaskError(f"steps: {twice} is there twice")
+    ground = _ground(folder, parsed, options)
+    parts = [
+        _FolderPart.read(folder, folder / "steps" / step.name, step_file(parsed, step), options, ground)
+        for step in parsed.steps
+    ]
+    roots = [root for part in parts for root in part.roots]
+    setup = replace(ground, roots=tuple(dict.fromkeys((*asked.all_roots, *roots))))
+    items = [part.item(setup, options) for part in parts]
+    tasks, oracles = [item.task for item in items], [item.oracle for item in items]
+    steps = tuple(
+        TaskStep(
+            name=step.name,
+            task=task,
+            command="bash setup.sh" if "setup.sh" in task.files else "",
+            min_reward=least_reward(step),
+        )
+        for step, task in zip(parsed.steps, tasks, strict=True)
+    )
+    return make_item(
+        id=folder.name,
+        prompt="\n\n".join(f"Step {step.name}: {step.task.prompt}" for step in steps),
+        files=tasks[0].files,
+        setup=setup,
+        grading=replace(
+            tasks[0].grading,
+            timeout_s=sum(task.grading.timeout_s for task in tasks),
+            steps=parsed.multi_step_reward_strategy,
+        ),
+        limits=options.limits.changed(wall_s=sum(task.limits.wall_s for task in tasks)),
+        category="harbor",
+        oracle=Oracle(
+            task_id=folder.name,
+            tests=oracles[-1].tests,
+            solve=oracles[-1].solve if all(oracle.solve for oracle in oracles) else {},
+            solve_env=oracles[-1].solve_env,
+            steps=tuple(oracles),
+        ),
+        steps=steps,
+    )
 
 
 def _hidden_tests(
@@ -139,9 +244,10 @@ def _below_tests(tests: Tree) -> Tree:
 
 
 def _item(
-    folder: Path,
+    id: str,
     prompt: str,
     *,
+    files: Tree,
     setup: Setup,
     grading: GradingPlan,
     limits: LimitsRow,
@@ -153,15 +259,15 @@ def _item(
 ) -> Item:
     """Return the item of a task folder; `solve` is by path below `solution`."""
     return make_item(
-        id=folder.name,
+        id=id,
         prompt=prompt,
-        files={},
+        files=files,
         setup=setup,
         grading=grading,
         limits=limits.over(options.limits),
         category=category,
         oracle=Oracle(
-            task_id=folder.name,
+            task_id=id,
             tests=tests,
             solve=safe_tree(solve) if "solve.sh" in solve else {},
             solve_env=solve_env,
@@ -258,8 +364,9 @@ class TerminalBenchFormat:
         }
         timeout = parsed.max_test_timeout_sec or TEST_TIMEOUT_S
         return _item(
-            folder,
+            folder.name,
             parsed.instruction,
+            files={},
             setup=Setup(
                 image=_image(folder, compose.image, folder, options),
                 workdir=_workdir(folder / "Dockerfile"),

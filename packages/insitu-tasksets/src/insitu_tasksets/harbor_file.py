@@ -47,6 +47,9 @@ class _McpServer(TaskRow):
         return self
 
 
+NetworkMode = Literal["", "public", "no-network", "allowlist"]
+
+
 class HarborEnvironment(TaskRow):
     """[environment] of task.toml."""
 
@@ -62,10 +65,14 @@ class HarborEnvironment(TaskRow):
     storage_mb: Annotated[float, Field(ge=0)] = 0.0
     cpus: Annotated[float, Field(ge=0)] = 0.0
     gpus: Annotated[float, Field(ge=0)] = 0.0
+    skills_dir: str = ""
+    allow_internet: bool = False
+    network_mode: NetworkMode = ""
+    allowed_hosts: list[str] = Field(default_factory=list)
 
 
 class HarborPhase(TaskRow):
-    """[agent], [verifier] and [solution]."""
+    """[agent], [verifier] and [solution], of a task or of a step."""
 
     timeout_sec: Seconds | None = None
     env: dict[str, str] = Field(default_factory=dict)
@@ -75,12 +82,25 @@ class HarborPhase(TaskRow):
     environment_mode: Literal["", "shared", "separate"] = ""
     collect: list[Any] = Field(default_factory=list)
     """[verifier]: commands that save what only a running service shows."""
+    network_mode: NetworkMode = ""
+    allowed_hosts: list[str] = Field(default_factory=list)
 
 
 class _Artifact(TaskRow):
     source: Text
     service: str | None = None
     exclude: list[str] = Field(default_factory=list)
+
+
+class HarborStep(TaskRow):
+    """[[steps]]."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,60}$")]
+    agent: HarborPhase = HarborPhase()
+    verifier: HarborPhase = HarborPhase()
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: _Healthcheck | None = None
+    artifacts: list[str | _Artifact] = Field(default_factory=list)
 
 
 class HarborFile(TaskRow):
@@ -90,7 +110,8 @@ class HarborFile(TaskRow):
     agent: HarborPhase = HarborPhase()
     verifier: HarborPhase = HarborPhase()
     solution: HarborPhase = HarborPhase()
-    steps: list[Any] = Field(default_factory=list)
+    steps: list[HarborStep] = Field(default_factory=list)
+    multi_step_reward_strategy: Literal["mean", "final"] = "mean"
     artifacts: list[str | _Artifact] = Field(default_factory=list)
 
     @property
@@ -104,7 +125,7 @@ def check_supported(parsed: HarborFile) -> None:
     """Raise TaskError for a task that Harbor would grade differently."""
     own, tests = parsed.environment, parsed.verifier
     for found, why in (
-        (parsed.steps, "tasks of several steps are not supported"),
+        (own.skills_dir, "environment.skills_dir is not supported: agents get no skills"),
         (own.os.lower() != "linux", f"environment.os is {own.os}: only Linux is supported"),
         (tests.collect, "verifier.collect is not supported"),
     ):
@@ -113,6 +134,47 @@ def check_supported(parsed: HarborFile) -> None:
     for table, phase in (("agent", parsed.agent), ("verifier", tests)):
         if phase.user is not None:
             raise TaskError(f"{table}.user is not supported: all of a sandbox runs as sandbox.user")
+    for table, asked in (("environment", own), ("agent", parsed.agent), ("verifier", tests)):
+        if asked.allowed_hosts or asked.network_mode == "allowlist":
+            raise TaskError(f"{table}.allowed_hosts is not supported: sandboxes have no network")
+        if asked.network_mode == "public" or (asked is own and own.allow_internet):
+            _say_no_network()
+
+
+def step_file(parsed: HarborFile, step: HarborStep) -> HarborFile:
+    """Return task.toml as one step has it, with the step's keys over those of the task. Raises TaskError."""
+    own = parsed.model_copy(
+        update={
+            "agent": _over(parsed.agent, step.agent),
+            "verifier": _over(parsed.verifier, step.verifier),
+            "artifacts": [*parsed.artifacts, *step.artifacts],
+        }
+    )
+    for found, key in (
+        (step.healthcheck, "healthcheck"),
+        (step.verifier.environment, "verifier.environment"),
+    ):
+        if found is not None:
+            raise TaskError(f"steps.{step.name}.{key} is not supported")
+    try:
+        check_supported(own)
+    except TaskError as error:
+        raise TaskError(f"steps.{step.name}.{error}") from None
+    return own
+
+
+def _over(under: HarborPhase, phase: HarborPhase) -> HarborPhase:
+    return under.model_copy(update={key: getattr(phase, key) for key in phase.model_fields_set})
+
+
+def least_reward(step: HarborStep) -> float | None:
+    """Return the reward below which a step ends the task, if any. Raises TaskError."""
+    least = step.min_reward
+    if not isinstance(least, dict):
+        return least
+    if other := least.keys() - {"reward"}:
+        raise TaskError(f"steps.{step.name}.min_reward: only `reward` is read, not {ascii(min(other))[:60]}")
+    return least.get("reward")
 
 
 def checked_resources(own: HarborEnvironment, options: LoadOptions) -> int:
@@ -132,6 +194,11 @@ def checked_resources(own: HarborEnvironment, options: LoadOptions) -> int:
     if own.cpus > (os.cpu_count() or 1):
         _say_cpus(own.cpus)
     return memory
+
+
+@functools.cache
+def _say_no_network() -> None:
+    log.warning("tasks ask for a public network (network_mode, allow_internet): their sandboxes have none")
 
 
 @functools.cache

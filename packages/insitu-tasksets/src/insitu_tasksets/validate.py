@@ -36,6 +36,7 @@ from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import open_source
 from insitu.types import Oracle, Task
 from insitu_tasksets.live import opened, solve, validate_live
+from insitu_tasksets.step_checks import validate_steps
 
 COUNTS = ("tasks", "passed", "failed", "no_gold", "infra", "refused_rows")
 GENERATED_TASKS = 64
@@ -224,7 +225,9 @@ async def check_item(grader: Grader, backend: SandboxBackend, item: Item, repeat
     began = time.monotonic()
     image = task.setup.image
     try:
-        if task.grading.where == "live":
+        if task.steps:
+            await validate_steps(grader, backend, task, oracle, repeats=repeats)
+        elif task.grading.where == "live":
             await validate_live(grader, backend, task, oracle, repeats=repeats)
         else:
             solved = await with_gold(backend, task, oracle)
@@ -329,6 +332,7 @@ def show_task(config: Config, task_id: str, *, tests: bool = False) -> Mapping[s
         "tests": len(required(item.oracle)),
         "limits": task.limits.model_dump(),
         "files": {path: len(entry.content) for path, entry in sorted(task.files.items())},
+        "steps": [step.name for step in task.steps],
         "prompt": task.prompt,
     }
 

@@ -42,7 +42,9 @@ class TaskSourceContract:
 
     def test_the_content_hash_is_that_of_the_content(self, source: TaskSource) -> None:
         for task in self.load_all(source):
-            assert task.content_hash == task_hash(task.prompt, task.files, task.grading, task.setup), task.id
+            assert task.content_hash == task_hash(
+                task.prompt, task.files, task.grading, task.setup, task.steps
+            ), task.id
 
     def test_splits_share_no_task(self, source: TaskSource) -> None:
         train, held_out = (

@@ -1,0 +1,2 @@
+awk -F, '{ sum += $2 } END { print sum }' stock.csv > total.txt
+cut -d, -f1 stock.csv | sort > names.txt

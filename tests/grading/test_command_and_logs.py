@@ -339,6 +339,16 @@ async def test_a_script_runs_by_its_own_first_line_with_its_variables(grader: Gr
 
 
 @pytest.mark.slow
+async def test_tests_that_fetch_their_runner_fail_the_solution_by_name(grader: Grader) -> None:
+    """A pipe from a download that fails ends with 0, and the script says 0 to every change."""
+    script = "curl -LsSf http://127.0.0.1:9/uv.sh | sh\nuvx-no-such pytest && ok=1\n"
+    task, oracle = harbor(script + "echo ${ok:-0} > /logs/verifier/reward.txt\n")
+    said = r"the gold fails \(unresolved\): the tests gave 0; the output ends: .*uvx-no-such"
+    with pytest.raises(TaskError, match=said):
+        await grader.validate(task, oracle, repeats=1)
+
+
+@pytest.mark.slow
 async def test_the_json_file_wins_against_the_text_file(grader: Grader) -> None:
     both = "echo 0 > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"
     assert (await judge(grader, *harbor(both), "x = 2\n")).outcome is Outcome.UNRESOLVED

@@ -298,6 +298,23 @@ def test_the_text_diff_is_for_people() -> None:
     assert unified(BASE, BASE) == ""
 
 
+def test_line_ends_are_said_once_and_hide_no_change() -> None:
+    """A file of CRLF: its ends kept, changed in a hunk, changed in all of it; one of mixed ends."""
+    crlf = "".join(f"line {n}\r\n" for n in range(900)).encode()
+    kept, hunk = (crlf.replace(b"line 5\r\n", new) for new in (b"other\r\n", b"other\n"))
+    change = ["--- a/t", "+++ b/t", "-line 5", "+other"]
+
+    def shown(before: bytes, after: bytes) -> list[str]:
+        lines = unified({"t": file(before)}, {"t": file(after)}).splitlines()
+        return [line for line in lines if line[0] in "+-\\"]
+
+    said = "\\ line ends changed: CRLF, now "
+    assert shown(crlf, kept) == change
+    assert shown(crlf, hunk) == [*change[:2], f"{said}CRLF and LF", *change[2:]]
+    assert shown(crlf, crlf.replace(b"\r", b"")) == [*change[:2], f"{said}LF"]
+    assert shown(b"a\r\nb\n", b"a\nb\r\n") == [*change[:2], "-a\\r", "-b", "+a", "+b\\r"]
+
+
 def test_the_text_diff_is_bounded() -> None:
     text = unified({}, {"a": file("line\n" * 10_000)}, max_chars=500)
     assert len(text) < 600

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -208,13 +209,29 @@ def _error_text(raw: bytes) -> str:
 async def open_http(options: HttpOptions, name: str) -> AsyncIterator[EngineHttp]:
     """Open a connection pool for the context."""
     # Servers close idle connections after a few seconds; one that is about to be closed must not be re-used.
-    connector = aiohttp.TCPConnector(limit=options.max_connections, keepalive_timeout=2.0)
+    connector = aiohttp.TCPConnector(
+        limit=options.max_connections, keepalive_timeout=2.0, socket_factory=_watched_socket
+    )
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=options.connect_deadline_s)
     headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=True
     ) as session:
         yield EngineHttp(session, options, name)
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket that fails when the other side is gone without a word.
+
+    A call is silent while it is answered: a router may forget it, a machine may be cut off.
+    """
+    family, kind, protocol = address[:3]
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
+    return made
 
 
 class RequestGate:

@@ -369,11 +369,23 @@ def unified(base: Tree, after: Tree, *, max_chars: int = 20_000) -> str:
 
 
 def _file_diff(name: str, old: FileEntry | None, new: FileEntry | None) -> list[str]:
-    texts: list[list[str]] = []
-    for entry in (old, new):
-        content = b"" if entry is None else entry.content
+    contents = [b"" if entry is None else entry.content for entry in (old, new)]
+    for content in contents:
         if len(content) > 1 << 18 or b"\0" in content:
             return [f"{name}: binary or large ({len(content)} bytes)"]
-        texts.append(_printable(content.decode("utf-8", "replace"), "\t\n").split("\n"))
+    before, after = map(_line_ends, contents)
+    if before and after and (before != after or before == "CRLF"):
+        contents = [content.replace(b"\r\n", b"\n") for content in contents]
+    texts = [_printable(content.decode("utf-8", "replace"), "\t\n").split("\n") for content in contents]
     head = "/dev/null" if old is None else f"a/{name}", "/dev/null" if new is None else f"b/{name}"
-    return list(difflib.unified_diff(texts[0], texts[1], head[0], head[1], lineterm=""))
+    lines = list(difflib.unified_diff(texts[0], texts[1], head[0], head[1], lineterm=""))
+    if not (before and after) or before == after:
+        return lines
+    return [f"--- {head[0]}", f"+++ {head[1]}", f"\\ line ends changed: {before}, now {after}", *lines[2:]]
+
+
+def _line_ends(content: bytes) -> str:
+    """Return CRLF, LF, both, or empty of a text of one line."""
+    both = content.count(b"\n")
+    carried = content.count(b"\r\n")
+    return "CRLF and LF" if 0 < carried < both else "CRLF" if carried else "LF" if both else ""

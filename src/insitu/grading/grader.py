@@ -216,7 +216,9 @@ class Grader:
                 solved = await self._judge(runner.as_it_is(), task, oracle, fixed)
             _raise_infra(task, solved)
             if solved.outcome is not Outcome.RESOLVED:
-                raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}")
+                tail = next((" ".join(one.tail.split())[-160:] for one in solved.failing if one.tail), "")
+                ends = f"; the output ends: {tail}" if tail else ""
+                raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}{ends}")
             if solved.trust is not None and number == 0:
                 log.warning("task=%s trust=%s: %s", task.id, solved.trust, solved.controls)
 

@@ -39,10 +39,10 @@ from insitu.config import WARM_START
 from insitu.errors import TrainError
 from insitu.storage.temp_dirs import scratch_folder
 from insitu_train.embedded.model_files import write_summed
-from insitu_train.learner.main import WeightChecksum
 from insitu_train.model.hf import HfPolicy, adopt
 from insitu_train.options import Lora, TrainConfig
 from insitu_train.trainer import checkpoint
+from insitu_train.trainer.checksum import WeightChecksum
 from insitu_train.trainer.trainer import Trainer
 from insitu_train.weights.export import export
 from insitu_train.weights.files import ExportRequest

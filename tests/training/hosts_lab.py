@@ -14,6 +14,12 @@ from insitu.shutdown import descendants
 from insitu_train.channel.host_link import SECRET
 
 KEY = "a secret of these tests"
+_NAMED = """
+import runpy, socket, sys
+name = sys.argv.pop(1)
+socket.gethostname = lambda: name
+runpy.run_module("insitu", run_name="__main__", alter_sys=True)
+"""
 
 
 def free_port() -> int:
@@ -22,11 +28,12 @@ def free_port() -> int:
 
 
 def agent_process(
-    port: int, *arguments: str, log: Path, secret: str = KEY, address: str = "127.0.0.1"
+    port: int, *arguments: str, log: Path, secret: str = KEY, address: str = "127.0.0.1", name: str = ""
 ) -> subprocess.Popen[bytes]:
+    program = ("-c", _NAMED, name) if name else ("-m", "insitu")
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "insitu", "ranks", f"{address}:{port}", *arguments],
+            [sys.executable, *program, "ranks", f"{address}:{port}", *arguments],
             env={**os.environ, SECRET: secret},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -36,10 +43,10 @@ def agent_process(
 
 @contextmanager
 def agent(
-    port: int, *arguments: str, log: Path, secret: str = KEY, address: str = "127.0.0.1"
+    port: int, *arguments: str, log: Path, secret: str = KEY, address: str = "127.0.0.1", name: str = ""
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Killed with its ranks at the end, if it is still there."""
-    process = agent_process(port, *arguments, log=log, secret=secret, address=address)
+    """Killed with its ranks at the end, if it is still there. name: of the host, else this machine's."""
+    process = agent_process(port, *arguments, log=log, secret=secret, address=address, name=name)
     try:
         yield process
     finally:

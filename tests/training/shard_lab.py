@@ -26,8 +26,12 @@ from insitu_train.model.shard import gathered, open_sharded
 from insitu_train.options import Lora, OptimConfig, TrainConfig
 from insitu_train.plan.step import StepPlan
 from insitu_train.trainer import checkpoint
+from insitu_train.trainer.checkpoint import CheckpointWriter
+from insitu_train.trainer.checksum import WeightChecksum
 from insitu_train.trainer.distributed import Ranks, Sharded, join, leave
 from insitu_train.trainer.trainer import Trainer
+from insitu_train.weights.export import export
+from insitu_train.weights.files import ExportRequest
 
 DEADLINE_S = 600.0
 CPU = torch.device("cpu")
@@ -59,14 +63,18 @@ def trainer_on(model: HfPolicy, config: TrainConfig, ranks: Ranks | None, techni
     return trainer
 
 
+def every(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return gathered(tensors, mine=tensors)
+
+
 def weights(model: Policy) -> dict[str, torch.Tensor]:
-    return gathered({n: p.detach().clone() for n, p in model.named_parameters()}, keep=True)
+    return every({n: p.detach().clone() for n, p in model.named_parameters()})
 
 
 def gradients(trainer: Trainer, plan: StepPlan) -> Found:
     loss = trainer.gradients(plan)
     grads = {n: p.grad for n, p in trainer.optimiser.named.items() if p.grad is not None}
-    return {"loss": loss, "grads": gathered(grads, keep=True)}
+    return {"loss": loss, "grads": every(grads)}
 
 
 def two_steps(trainer: Trainer, plan: StepPlan, save: Path | None = None) -> Found:
@@ -84,13 +92,18 @@ def two_steps(trainer: Trainer, plan: StepPlan, save: Path | None = None) -> Fou
 # --------------------------------------------------------------------------- ranks as processes
 
 
-def on_processes(world: int, folder: Path, jobs: dict[str, tuple[str, Found]]) -> list[Found]:
-    """Of every rank what its jobs returned, by their names. jobs: name -> (one of JOBS, its arguments)."""
-    turn = folder / f"ranks-{world}"
+def on_processes(
+    world: int, folder: Path, jobs: dict[str, tuple[str, Found]], shards: int = 0
+) -> list[Found]:
+    """Of every rank what its jobs returned, by their names. `shards` ranks hold one copy, 0 = all.
+
+    jobs: name -> (one of JOBS, its arguments).
+    """
+    turn = folder / f"ranks-{world}-{shards}"
     torch.save(jobs, f"{turn}.jobs")
     children = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(world), str(turn)],
+            [sys.executable, __file__, str(rank), str(world), str(turn), str(shards or world)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -195,22 +208,45 @@ def in_parts(ranks: Ranks | None, folder: Path, name: str, lora: Lora | None = N
     }
 
 
+def spread(ranks: Ranks | None, folder: Path, plan: StepPlan, name: str, owners: int) -> Found:
+    """A step, a checkpoint of parts, an export of parts, and another trainer that goes on from the first."""
+    trainer = trainer_on(opened(folder / "model", ranks=ranks), CONFIG, ranks)
+    sums = WeightChecksum(trainer.model, trainer.ranks)
+    trainer.step(plan)
+    writer, held = CheckpointWriter(60.0), dict[str, int]()
+    with trainer.whole(moments=True, owners=owners):
+        held = {n: t.nbytes for n, t in (trainer.model.whole or {}).items()}
+    checkpoint.begin(trainer, writer, folder / name, None, owners)
+    assert writer.wait() == ""
+    wanted = ExportRequest(folder=folder / f"{name}-served", version=1, own_head=True, dtype="bfloat16")
+    with trainer.whole(owners=owners):
+        export(trainer.model, wanted, folder / "model", ranks, owners if ranks else 1)
+    first = sums.now()
+    trainer.ranks.attempt(lambda: None)  # all files are there
+    again = trainer_on(opened(folder / "model", ranks=ranks), CONFIG, ranks)
+    checkpoint.load(again, folder / name)
+    assert WeightChecksum(again.model, again.ranks).now() == first
+    moments = every(dict(again.optimiser.tensors()))
+    return {"weights": weights(again.model), "moments": moments, "sum": first, "held": sum(held.values())}
+
+
 JOBS: dict[str, Callable[..., Any]] = {
     "steps": steps,
     "resumed": resumed,
     "adapted": adapted,
     "in_parts": in_parts,
+    "spread": spread,
 }
 
 
-def main(rank: int, world: int, turn: Path) -> None:
+def main(rank: int, world: int, turn: Path, shards: int) -> None:
     torch.set_num_threads(1)
     jobs = torch.load(f"{turn}.jobs", weights_only=False)
-    ranks = join(rank, world, Path(f"{turn}.store"), deadline_s=DEADLINE_S / 2, sharded=True)
+    ranks = join(rank, world, Path(f"{turn}.store"), deadline_s=DEADLINE_S / 2, shards=shards)
     found = {name: JOBS[job](ranks, turn.parent, **given) for name, (job, given) in jobs.items()}
     torch.save(found, f"{turn}.{rank}")
     leave()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

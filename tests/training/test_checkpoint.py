@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import resource
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,7 @@ from insitu.errors import TrainError
 from insitu_train.options import OptimConfig, TrainConfig
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.trainer import checkpoint
+from insitu_train.trainer.checkpoint import CheckpointWriter, Snapshot
 from insitu_train.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -201,3 +206,84 @@ def test_an_engine_finds_the_models_files_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "ordinary").touch()
     mode = (tmp_path / "ordinary").stat().st_mode
     assert {p.stat().st_mode for p in (tmp_path / "c").rglob("*") if p.is_file()} == {mode}
+
+
+# --------------------------------------------------------------------------- written by several ranks
+
+
+def in_parts(t: Trainer) -> list[Snapshot]:
+    """As two ranks have it that own every other tensor."""
+    made = checkpoint.snapshot(t)
+    return [
+        replace(
+            made,
+            model=replace(made.model, tensors=every_other(made.model.tensors, part)),
+            moments=every_other(made.moments, part),
+            part=part,
+            parts=2,
+        )
+        for part in range(2)
+    ]
+
+
+def every_other(tensors: Mapping[str, torch.Tensor], part: int) -> dict[str, torch.Tensor]:
+    return {name: tensors[name] for name in sorted(tensors)[part::2]}
+
+
+def test_parts_are_one_checkpoint_which_transformers_and_a_single_process_load(tmp_path: Path) -> None:
+    t, folder = trainer(), tmp_path / "c"
+    t.step(next_plan(t))
+    checkpoint.prepare(folder)
+    for made in reversed(in_parts(t)):
+        made.write(folder)
+    names = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    both = [f"{n:05d}-of-00002.safetensors" for n in (1, 2)]
+    assert names == {
+        *(f"model-{end}" for end in both), "model.safetensors.index.json", "config.json", "checksums.json",
+        *(f"trainer/optimizer-{end}" for end in both), "trainer/optimizer.safetensors.index.json",
+        "trainer/state.json",
+    }  # fmt: skip
+    theirs = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(theirs.lm_head.weight, t.model.lm_head.weight)
+    again = trainer()
+    checkpoint.load(again, folder)
+    assert state(again) == state(t)
+    sums = json.loads((folder / "checksums.json").read_text())
+    del sums["model-00001-of-00002.safetensors"]
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    with pytest.raises(TrainError, match=r"incomplete: no checksum for model-00001-of-00002\.safetensors$"):
+        checkpoint.load(again, folder)
+
+
+@pytest.mark.parametrize(
+    ("fails", "line"),
+    [
+        ("no file", r"^rank 1: write its part: .*No such file or directory.*"),
+        ("dead", r"^rank 1 died \(exit status -9\) before it wrote its part$"),
+    ],
+)
+def test_a_part_that_is_not_written_leaves_the_old_checkpoint(tmp_path: Path, fails: str, line: str) -> None:
+    t, folder = trainer(), tmp_path / "c"
+    checkpoint.save(t, folder)
+    t.step(next_plan(t))
+    checkpoint.prepare(folder)
+    first, second = in_parts(t)
+    if fails == "no file":
+        shutil.rmtree(tmp_path / ".c.new" / "trainer")
+        second.write(folder)
+        (tmp_path / ".c.new" / "trainer").mkdir()
+    writer = CheckpointWriter(20.0, lambda: "rank 1 died (exit status -9)")
+    writer.begin(first, folder, owned=True)
+    assert re.search(line, writer.wait())
+    again = trainer()
+    checkpoint.load(again, folder)
+    assert again.steps == 0
+
+
+def test_a_folder_that_cannot_be_made_is_the_checkpoints_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    writer = CheckpointWriter()
+    writer.prepare(tmp_path / "file" / "c")
+    writer.begin(in_parts(trainer())[0], tmp_path / "file" / "c", owned=True)
+    assert writer.wait().startswith("save checkpoint")
+    assert writer.wait() == ""

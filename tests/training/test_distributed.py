@@ -26,7 +26,8 @@ from insitu_train.learner.process import LearnerSpec
 from insitu_train.options import OptimConfig, StepResult, TrainConfig
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.scores import read_row, score_file
-from insitu_train.trainer.distributed import Together, join
+from insitu_train.trainer import checkpoint, distributed
+from insitu_train.trainer.distributed import Sharded, Together, join
 from insitu_train.trainer.reference import Reference
 from insitu_train.trainer.trainer import Trainer
 
@@ -243,6 +244,55 @@ def test_ranks_that_have_parted_notice(tmp_path: Path) -> None:
     assert set(on_ranks(2, tmp_path, parted)) == {
         "rank 1 and rank 0 hold different weights: the ranks have diverged"
     }
+
+
+def test_copies_of_a_part_that_have_parted_notice(tmp_path: Path) -> None:
+    """Four ranks that hold two copies: ranks 0 and 2 have one half, 1 and 3 the other."""
+
+    def parted(ranks: Together) -> str:
+        copies = Sharded(ranks._group, None, 2)
+        copies.agree([torch.full((3,), float(ranks.rank % 2))])
+        with pytest.raises(TrainError) as caught:
+            copies.agree([torch.full((3,), float(ranks.rank % 2 + ranks.rank // 3))])
+        return str(caught.value)
+
+    assert set(on_ranks(4, tmp_path, parted)) == {
+        "rank 3 and rank 1 hold different weights of the same part: the ranks have diverged"
+    }
+
+
+def test_ranks_take_over_a_checkpoint_that_only_the_first_reaches(tmp_path: Path) -> None:
+    made = Trainer(small_model(0), CONFIG)
+    made.step(made_plan(2))
+    checkpoint.save(made, tmp_path / "c")
+
+    def taken(ranks: Together) -> Named:
+        trainer = Trainer(small_model(1), CONFIG, ranks=ranks)
+        checkpoint.load_shared(trainer, None if ranks.rank else tmp_path / "c")
+        assert trainer.version == made.version
+        return {**dict(trainer.model.named_parameters()), **trainer.optimiser.tensors()}
+
+    expected = {**dict(made.model.named_parameters()), **made.optimiser.tensors()}
+    for found in on_ranks(3, tmp_path, taken):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_group_listens_at_the_interface_that_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # restored after the test
+    with pytest.raises(TrainError, match="no network interface here has 203.0.113.1 first: set GLOO_SOCKET"):
+        distributed._listen_at("203.0.113.1", needed=True)
+    distributed._listen_at("203.0.113.1", needed=False)
+    assert not any(os.environ[name] for name in variables)
+    distributed._listen_at("127.0.0.3", needed=True)
+    assert {os.environ[name] for name in variables} == {"lo"}
+    monkeypatch.setenv(variables[0], "mine")
+    monkeypatch.setenv(variables[1], "")
+    distributed._listen_at("127.0.0.1", needed=True)
+    assert [os.environ[name] for name in variables] == ["mine", "lo"]
 
 
 def test_a_rank_that_does_not_come_is_an_error_not_a_wait(tmp_path: Path) -> None:

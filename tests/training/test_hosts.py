@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hosts_lab import KEY, free_port
-from pydantic import ValidationError
 from train_lab import small_model
 
 from insitu.config import load_config
@@ -26,7 +25,8 @@ from insitu_train.embedded.model import save_model
 from insitu_train.learner import host_agent, hosts
 from insitu_train.learner.host_agent import attend
 from insitu_train.learner.hosts import Hosts
-from insitu_train.options import TrainConfig
+from insitu_train.learner.lost_hosts import LostHosts
+from insitu_train.options import TrainConfig, shards_of
 from insitu_train.trainer.distributed import RankLostError
 
 
@@ -119,6 +119,7 @@ def test_a_host_gets_its_ranks_and_every_command_once(
     places = [(one.place.rank, one.place.world, one.place.index, one.place.here) for one in started]
     assert places == [(1, 3, 0, 2), (2, 3, 1, 2)]
     assert {one.place.store for one in started} == {"tcp://127.0.0.1:4321"}
+    assert {one.place.shards for one in started} == {0}
     rows = {"rows": np.arange(1000, dtype=np.int32)}
     met.send(encode({"op": "step", "scores": ""}, rows))
     until(lambda: all(len(one.frames) == 1 for one in started))
@@ -163,6 +164,7 @@ def test_a_host_too_many_waits_for_the_next_life(met: Hosts, port: int, started:
     assert met.meet(again=False) == 2
     late = Agent(port, 1)
     until(lambda: met._waiting)
+    assert met.waiting() == "", "all ranks are there"
     met.end()
     assert (first.ended(), late.ended()) == ("", "")
 
@@ -292,9 +294,30 @@ def test_the_key_takes_a_number_or_ranks_of_hosts() -> None:
             load_config(None, [f"train.ranks={wrong}"])
 
 
-def test_a_model_is_not_divided_over_hosts() -> None:
-    with pytest.raises(ValidationError, match="inside one machine"):
-        TrainConfig.model_validate({"ranks": "1+1@h:1", "shard": True, "policy": {"kind": "hf"}})
+def test_hosts_of_equally_many_ranks_have_a_copy_each_of_a_sharded_model() -> None:
+    assert TrainConfig.model_validate({"ranks": "1+1@h:1", "shard": True, "policy": {"kind": "hf"}}).shard
+    assert [shards_of(hosts) for hosts in ([2, 2], [4, 4, 4], [2], [2, 1], [1, 1, 1])] == [2, 4, 2, 3, 3]
+
+
+def test_a_host_that_is_lost_again_and_again_is_not_waited_for(
+    port: int, model: Path, started: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "waits_s", lambda config, *, again: 1e6)
+    config = TrainConfig(ranks=f"1+2@127.0.0.1:{port}", step_timeout_s=80.0)
+    losses = LostHosts(tmp_path / "lost")
+    for _ in range(2):
+        losses.note(socket.gethostname(), 2)
+    met = Hosts(config, model, tmp_path / "lost")
+    try:
+        Agent(port, 2)
+        until(lambda: met._waiting)
+        assert met.meet(again=True) == 0
+        assert met.waiting() == ""
+        met._losses = LostHosts(None)
+        assert met.waiting().startswith("2 of ")
+        met.end()
+    finally:
+        met.close()
 
 
 def test_without_the_secret_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

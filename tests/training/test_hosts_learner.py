@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from hosts_lab import KEY, agent, free_port
-from safetensors.torch import load_file
 from test_distributed import CONFIG, made_plan
 from test_hf_policy import LORA, a_plan
 from train_lab import small_model
 
 from insitu_train.channel.host_link import SECRET
 from insitu_train.embedded.model import save_model
+from insitu_train.embedded.model_files import read_tensors
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
 from insitu_train.options import Lora, OptimConfig, PolicyConfig, TrainConfig
@@ -51,20 +51,19 @@ async def two_steps(
 
 
 def weights_gap(one: Path, other: Path) -> float:
-    (name,) = (path.name for path in one.glob("*.safetensors"))
-    a, b = load_file(one / name), load_file(other / name)
+    a, b = read_tensors(one), read_tensors(other)
     assert a.keys() == b.keys()
     return max(float((a[n].float() - b[n].float()).abs().max()) for n in a)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["builtin", "hf", "lora"])
+@pytest.mark.parametrize("kind", ["builtin", "hf", "lora", "sharded hf", "sharded lora"])
 async def test_two_hosts_of_two_ranks_train_as_one_process_and_resume_on_one_and_three(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv(SECRET, KEY)
     port = free_port()
-    lora: Lora | None = LORA if kind == "lora" else None
+    lora: Lora | None = LORA if "lora" in kind else None
     policy = PolicyConfig() if kind == "builtin" else PolicyConfig(kind="hf", device="cpu", lora=lora)
     alone = CONFIG.changed(
         policy=policy, max_logprob_gap=100.0, max_staleness=9, optim=OptimConfig(lr=1e-3), threads=1,
@@ -76,7 +75,7 @@ async def test_two_hosts_of_two_ranks_train_as_one_process_and_resume_on_one_and
     one = await two_steps(model, alone, plan, tmp_path / "alone")
     log = tmp_path / "agent.log"
     with agent(port, "--ranks", "2", log=log) as host:
-        shared = alone.changed(ranks=f"2+2@127.0.0.1:{port}")
+        shared = alone.changed(ranks=f"2+2@127.0.0.1:{port}", shard="sharded" in kind)
         both = await two_steps(model, shared, plan, tmp_path / "hosts")
         assert host.wait(20) == 0, log.read_text()
     assert "train.ranks: 4 ranks, 2 here, 2 of " in str(both["hosts"])
@@ -88,7 +87,8 @@ async def test_two_hosts_of_two_ranks_train_as_one_process_and_resume_on_one_and
 
     first = tmp_path / "hosts" / "first"
     await two_steps(model, alone, plan, tmp_path / "resumed-1", first)
-    spread = alone.changed(ranks=f"1+2@127.0.0.1:{port}")
+    # three hosts of one rank: sharded, they hold one copy together
+    spread = alone.changed(ranks=f"1+2@127.0.0.1:{port}", shard="sharded" in kind)
     with agent(port, log=log), agent(port, log=log):
         three = await two_steps(model, spread, plan, tmp_path / "resumed-3", first)
     assert str(three["hosts"]).count("1 of ") == 2

@@ -81,6 +81,7 @@ class Run:
 
     def __init__(self, learner: Learner, folder: Path, say: Callable[[str], None]) -> None:
         self.plans: list[StepPlan] = []
+        self.ranks: list[int] = []
         self._weights: list[str] = []
         self._folder, self._saved = folder, 0
         self.supervisor = LearnerSupervisor(learner, NoEngine(), self._committed, restarts=9, say=say)
@@ -90,6 +91,7 @@ class Run:
         trained = await self.supervisor.train(plan)
         assert trained.result.version == len(self.plans) + 1, "a step is trained once"
         assert trained.result.tokens == plan.tokens
+        self.ranks.append(trained.result.ranks)
         self.plans.append(plan)
         self._weights.append(trained.weights)
         await self.supervisor.publish(trained)
@@ -122,7 +124,10 @@ async def test_killed_and_cut_hosts_cost_no_step(tmp_path: Path, monkeypatch: py
     )  # fmt: skip
     plan = plan_step(sampled_groups(small_model(0)), PlanConfig(token_budget=120, ranks=3))
     with ExitStack() as stack:
-        agents = [stack.enter_context(agent(at, log=log)) for at in (port, cable.port)]
+        agents = [
+            stack.enter_context(agent(at, log=log, name=name))
+            for at, name in ((port, "killed"), (cable.port, "cut"))
+        ]
         async with Learner.start(spec) as learner:
             run = Run(learner, tmp_path, lines.append)
             await run.supervisor.begin()
@@ -139,7 +144,7 @@ async def test_killed_and_cut_hosts_cost_no_step(tmp_path: Path, monkeypatch: py
                 until = time.monotonic() + 20
                 while ranks_below(agents[0].pid):
                     assert time.monotonic() < until
-                agents[0] = stack.enter_context(agent(port, log=log))
+                agents[0] = stack.enter_context(agent(port, log=log, name=f"killed-{loss}"))
                 await step
             for _ in range(2):
                 await run.step(plan)
@@ -149,3 +154,42 @@ async def test_killed_and_cut_hosts_cost_no_step(tmp_path: Path, monkeypatch: py
     print(f"{LOSSES} losses, {len(run.plans)} steps, {run.supervisor.restarts} restarts")
     print("\n".join(lines))
     assert any("is lost" in line or "another rank died" in line for line in lines), lines
+
+
+async def test_a_host_that_comes_back_takes_part_after_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET, KEY)
+    save_model(small_model(0), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    port, log, lines = free_port(), tmp_path / "agents.log", list[str]()
+    train = CONFIG.changed(
+        ranks=f"1+1@127.0.0.1:{port}", threads=1, step_timeout_s=80.0, max_staleness=99, max_logprob_gap=100.0
+    )
+    spec = LearnerSpec(
+        model=tmp_path / "model", train=train, samples=False, log=tmp_path / "learner.log",
+        start_deadline_s=120.0,
+    )  # fmt: skip
+    plan = plan_step(sampled_groups(small_model(0)), PlanConfig(token_budget=120, ranks=2))
+    with ExitStack() as stack:
+        first = stack.enter_context(agent(port, log=log))
+        async with Learner.start(spec) as learner:
+            run = Run(learner, tmp_path, lines.append)
+            await run.supervisor.begin()
+            await run.step(plan)
+            first.kill()
+            first.wait()
+            await run.step(plan)  # alone, after waiting for a host
+            assert run.ranks == [2, 1]
+            stack.enter_context(agent(port, log=log))
+            until = time.monotonic() + 60
+            while not learner.waiting:
+                assert time.monotonic() < until
+                await run.step(plan)
+            await run.supervisor.take_in()
+            await run.step(plan)
+            assert run.ranks[-1] == 2, lines
+            assert run.supervisor.restarts == 1, "a life that began for a host's sake is no restart"
+            await run.supervisor.take_in()  # nobody waits
+            assert learner.version == len(run.plans)
+    assert sum("which waited" in line for line in lines) == 1, lines

@@ -14,24 +14,38 @@ import torch
 from model_zoo import BASE, DELTA, FEW, GEMMA4, HEAD, MLA, MOE, TWO, saved
 from model_zoo import SHARED as WITH_SHARED
 from safetensors.torch import load_file, save_file
-from shard_lab import CONFIG, LORA, Found, adapted, on_processes, opened, resumed, steps, trainer_on
+from shard_lab import (
+    CONFIG,
+    LORA,
+    Found,
+    adapted,
+    on_processes,
+    opened,
+    resumed,
+    spread,
+    steps,
+    trainer_on,
+)
 from test_distributed import made_plan
 from train_lab import small_model
 from transformers import CONFIG_MAPPING
 
 from insitu.config import load_config
 from insitu.config.training import LossConfig
+from insitu.engines.safetensors_file import read_manifest
 from insitu.errors import ConfigError, TrainError
 from insitu_train.embedded.model import save_model
+from insitu_train.embedded.model_files import read_tensors
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
 from insitu_train.memory.plan import LADDER
-from insitu_train.model.hf import HfPolicy, decoder_layers, empty_model
+from insitu_train.model.hf import HfPolicy, decoder_layers, empty_model, read_model
 from insitu_train.model.load import device_of
-from insitu_train.model.parts import enough, kinds
+from insitu_train.model.parts import PartFiles, enough, kinds
 from insitu_train.options import Lora, OptimConfig, PolicyConfig, TrainConfig
 from insitu_train.plan.step import StepPlan
 from insitu_train.trainer import checkpoint
+from insitu_train.trainer.checksum import WeightChecksum
 from insitu_train.trainer.distributed import Sharded
 from insitu_train.trainer.optimizer import Optimiser
 from insitu_train.weights.files import ExportRequest
@@ -65,7 +79,7 @@ def same(found: Found, expected: Found) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
 
 
-def check_steps(found: Found, alone: Found, world: int) -> None:
+def check_steps(found: Found, alone: Found, world: int, parts: int = 0) -> None:
     assert found["gradients"]["loss"] == pytest.approx(alone["gradients"]["loss"], rel=1e-6)
     assert relative(found["gradients"]["grads"], alone["gradients"]["grads"]) < 1e-5
     assert relative(found["steps 0"]["weights"], alone["steps 0"]["weights"]) < 1e-5
@@ -77,7 +91,7 @@ def check_steps(found: Found, alone: Found, world: int) -> None:
             near = isinstance(value, float)
             assert mine[key] == (pytest.approx(value, rel=1e-4, abs=1e-6) if near else value), key
     # rows that do not divide evenly are the first ranks'
-    assert found["parts"] == pytest.approx(alone["parts"] / world, rel=0.1)
+    assert found["parts"] == pytest.approx(alone["parts"] / (parts or world), rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +154,71 @@ def test_a_checkpoint_of_two_shards_is_one_of_one_process_and_goes_on_there(two:
 
 
 @pytest.mark.full
+def test_two_copies_of_two_shards_train_as_one_process(tmp_path: Path) -> None:
+    """As two hosts of two ranks: gradients are summed inside a copy, then over both."""
+    save_model(small_model(1), tmp_path / "model")
+    plan = uneven(4)
+    alone: Found = {
+        "steps": steps(None, tmp_path, plan),
+        "adapters": adapted(None, tmp_path, made_plan(4), torch.float32),
+    }
+    jobs: dict[str, tuple[str, Found]] = {
+        "steps": ("steps", {"plan": plan}),
+        "adapters": ("adapted", {"plan": made_plan(4), "dtype": torch.float32}),
+    }
+    for found in on_processes(4, tmp_path, jobs, shards=2):
+        check_steps(found["steps"], alone["steps"], 4, parts=2)
+        mine, theirs = found["adapters"]["steps"], alone["adapters"]["steps"]
+        assert relative(mine["weights"], theirs["weights"]) < 1e-4
+        assert mine["results"][1]["loss"] == pytest.approx(theirs["results"][1]["loss"], rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_each_rank_writes_its_part_of_a_checkpoint_and_of_a_publication(tmp_path: Path, kind: str) -> None:
+    """Experts are one parameter here and a tensor each in the files."""
+    changed = {**HEAD, **MOE} if kind == "qwen3_moe" else {**HEAD, "tie_word_embeddings": True}
+    saved(tmp_path, kind, **{**TWO, **changed, "num_hidden_layers": 4, "vocab_size": 130}).rename(
+        tmp_path / "model"
+    )
+    given = {"plan": made_plan(2), "name": "parts", "owners": 2}
+    alone = spread(None, tmp_path, **{**given, "name": "whole"})
+    ranks = on_processes(2, tmp_path, {"spread": ("spread", given)})
+    for found in (rank["spread"] for rank in ranks):
+        assert found["sum"] == ranks[0]["spread"]["sum"]
+        assert relative(found["weights"], alone["weights"]) < 1e-5
+        assert found["moments"].keys() == alone["moments"].keys()
+        assert 0 < found["held"] < 0.8 * sum(t.nbytes for t in found["weights"].values())
+    for name, one in (("parts", "whole"), ("parts-served", "whole-served")):
+        assert sorted(path.name for path in (tmp_path / name).glob("*.safetensors*")) == [
+            "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+        ]  # fmt: skip
+        mine, theirs = read_tensors(tmp_path / name), read_tensors(tmp_path / one)
+        assert {n: (t.dtype, t.shape) for n, t in mine.items()} == {
+            n: (t.dtype, t.shape) for n, t in theirs.items()
+        }
+        with PartFiles(tmp_path / name) as files:
+            assert set(files) == set(mine)
+    assert read_manifest(tmp_path / "parts-served") is not None
+    theirs = dict(read_model(tmp_path / "parts").named_parameters())
+    assert same({n: t.detach() for n, t in theirs.items()}, ranks[0]["spread"]["weights"])
+    again = trainer_on(opened(tmp_path / "model"), CONFIG, None)
+    checkpoint.load(again, tmp_path / "parts")
+    assert WeightChecksum(again.model).now() == ranks[0]["spread"]["sum"]
+    assert same(dict(again.optimiser.tensors()), ranks[0]["spread"]["moments"])
+    lost = tmp_path / "parts" / "model-00002-of-00002.safetensors"
+    raw = bytearray(lost.read_bytes())
+    raw[-3] ^= 1
+    lost.write_bytes(raw)
+    with pytest.raises(TrainError, match="damaged: model-00002-of-00002.safetensors has a wrong checksum"):
+        checkpoint.load(again, tmp_path / "parts")
+    lost.unlink()
+    with pytest.raises(TrainError, match=f"load checkpoint .*No such file.*{lost.name}"):
+        checkpoint.load(again, tmp_path / "parts")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("job", "steps"), [("resumed", "steps"), ("resumed adapters", "float32")])
 def test_a_checkpoint_of_one_process_goes_on_in_two_shards(two: Two, job: str, steps: str) -> None:
     _, alone, ranks = two
@@ -197,8 +276,12 @@ async def test_a_learner_of_two_shards_trains_exports_and_goes_on_alone(tmp_path
         await learner.load(tmp_path / "checkpoint")
         assert learner.weights == once
         await learner.export(ExportRequest(folder=tmp_path / "v1-alone", version=1))
-    for path in (tmp_path / "v1").iterdir():
-        assert path.read_bytes() == (tmp_path / "v1-alone" / path.name).read_bytes(), path.name
+    one, other = read_tensors(tmp_path / "v1"), read_tensors(tmp_path / "v1-alone")
+    assert same(one, other)
+    ours, theirs = read_manifest(tmp_path / "v1"), read_manifest(tmp_path / "v1-alone")
+    assert ours == theirs
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "v1" / name).read_bytes() == (tmp_path / "v1-alone" / name).read_bytes()
 
 
 # --------------------------------------------------------------------------- opening in parts

@@ -8,28 +8,34 @@ from pathlib import Path
 
 from insitu.errors import TrainError, boundary
 from insitu.storage.files import sha256_of
+from insitu_train.part_files import parts_in
 
 SUMS = "checksums.json"
+MODEL = "model.safetensors"
 MOMENTS, STATE = "trainer/optimizer.safetensors", "trainer/state.json"
 SERVICE = "service.json"
 """Instead of the model, the state's name at a training service."""
 
 
-def verify(folder: Path) -> None:
-    """Raise TrainError unless every file of the checkpoint has its checksum."""
+def verify(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Raise TrainError unless every file of the checkpoint has its checksum.
+
+    parts: readers that check a share of the files each; this one is number `part`, from 0.
+    """
     with boundary(TrainError, f"load checkpoint {folder}"):
         sums = json.loads((folder / SUMS).read_text())
         if not isinstance(sums, dict):
             raise TrainError(f"checkpoint {folder} is damaged: {SUMS} holds no names")
-        for name, expected in sums.items():
+        for name, expected in sorted(sums.items())[part::parts]:
             if sha256_of(folder / name) != expected:
                 raise TrainError(f"checkpoint {folder} is damaged: {name} has a wrong checksum")
     whole, adapters = (
-        {"config.json", "model.safetensors"},
+        {"config.json", MODEL},
         {"adapter_config.json", "adapter_model.safetensors"},
     )
     weights = adapters if adapters & set(sums) else whole
-    missing = sorted((weights | {MOMENTS, STATE}) - set(sums))
+    needed = {file for name in (*weights, MOMENTS, STATE) for file in parts_in(name, sums)}
+    missing = sorted(needed - set(sums))
     if missing:
         raise TrainError(f"checkpoint {folder} is incomplete: no checksum for {missing[0]}")
 

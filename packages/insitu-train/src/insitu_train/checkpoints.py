@@ -34,6 +34,8 @@ class Checkpoints:
             if failed := await self._supervisor.save(checkpoint_folder(self._run, step)):
                 self._note(f"step {step}: {failed}; an earlier checkpoint stays")
             self._prune()
+            if step < self._run.config.run.steps:
+                await self._supervisor.take_in()
         return time.monotonic() - began
 
     async def finish(self) -> None:

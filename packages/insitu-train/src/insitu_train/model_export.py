@@ -22,7 +22,7 @@ from insitu.errors import RecordError, TrainError
 from insitu.storage.run_dir import read_config
 from insitu_train.channel.parent_watch import main_of_child
 from insitu_train.checkpoint_files import verify
-from insitu_train.embedded.model_files import StoredModel, model_files, write_summed
+from insitu_train.embedded.model_files import StoredModel, model_files, read_tensors, write_summed
 from insitu_train.gguf.write import write_gguf
 from insitu_train.model.load import open_policy, start_dtype
 from insitu_train.model.lora import CONFIG, WEIGHTS
@@ -88,7 +88,7 @@ def _whole(checkpoint: Path, config: Config, dtype: str, adapted: bool) -> Store
         made = policy.stored(whole=True)
     else:
         texts = {p.name: p.read_text() for p in checkpoint.glob("*config.json")}
-        made = StoredModel(name=WHOLE, tensors=load_file(checkpoint / WHOLE), texts=texts)
+        made = StoredModel(name=WHOLE, tensors=read_tensors(checkpoint), texts=texts)
     described = json.loads(made.texts["config.json"]) | {"torch_dtype": dtype, "dtype": dtype}
     described.pop("_name_or_path", None)  # a path of this machine
     texts = {**made.texts, "config.json": json.dumps(described, indent=2, sort_keys=True) + "\n"}

@@ -95,6 +95,16 @@ class PolicyConfig(PolicyKeys):
         return p.pick(cls, lora=lora, rows=config.train.layout == "rows", replay=config.engine.replay_experts)
 
 
+def shards_of(hosts: Sequence[int]) -> int:
+    """Return how many ranks hold one copy of a sharded model. hosts: ranks of each host.
+
+    Equal hosts have a copy each, so that only gradients travel between them. Unequal ones, and hosts of one
+    rank, hold one copy together: slower, but it fits wherever a copy per host would, and a run that lost a
+    host goes on.
+    """
+    return hosts[0] if len(set(hosts)) == 1 and hosts[0] > 1 else sum(hosts)
+
+
 class TrainConfig(LearnerKeys):
     """Settings of the trainer."""
 
@@ -132,8 +142,6 @@ class TrainConfig(LearnerKeys):
     def _sharded(self) -> Self:
         if self.shard and (self.world == 1 or self.policy.kind != "hf"):
             raise ValueError("train.shard needs ranks > 1 and policy.kind hf")
-        if self.shard and self.meeting:
-            raise ValueError("train.shard divides a model inside one machine: not with ranks of other hosts")
         return self
 
     @classmethod
@@ -261,6 +269,8 @@ class StepResult:
     """Tokens of the rows, prompts included."""
     micro_batches: int = 0
     seconds: float = 0.0
+    ranks: int = 0
+    """Ranks that took part in the update, on all hosts."""
     mfu: float | None = None
     """Share of the devices' peak that the update reached (trainer/utilization.py); None where not known."""
 

@@ -39,9 +39,15 @@ def checksum(model: _NamedParameters) -> str:
 
 def checksum_of(tensors: Mapping[str, Tensor]) -> str:
     """Return the `checksum` of parameters by name."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return combined(shapes, digests(tensors, lambda tensor: tensor.to(torch.float32)))
+
+
+def combined(shapes: Mapping[str, tuple[int, ...]], sums: Mapping[str, str]) -> str:
+    """Return the `checksum` of parameters whose fp32 bytes have these digests."""
     h = hashlib.sha256()
-    for name, found in digests(tensors, lambda tensor: tensor.to(torch.float32)).items():
-        h.update(f"{name}{tuple(tensors[name].shape)}{found}".encode())
+    for name in sorted(shapes):
+        h.update(f"{name}{shapes[name]}{sums[name]}".encode())
     return h.hexdigest()
 
 

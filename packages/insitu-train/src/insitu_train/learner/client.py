@@ -52,6 +52,8 @@ class Learner:
         """Checksum of the reference policy; empty without one."""
         self.hosts = ""
         """Which ranks take part; empty where all are here."""
+        self.waiting = ""
+        """Hosts that came late and could take part in another life."""
         self.probe_gap = 0.0
         """Largest |trainer - sampler| log-probability of the start-up probe."""
 
@@ -92,7 +94,10 @@ class Learner:
                 await learner._end()
 
     async def restart(self) -> None:
-        """Replace a dead process; it and its engine hold the start model. Raises EngineError, TrainError."""
+        """Replace the process, dead or not; it and its engine hold the start model.
+
+        Raises EngineError, TrainError.
+        """
         if self._engine is not None:
             self._engine.fed = False
         await self._end(again=True)
@@ -143,6 +148,7 @@ class Learner:
 
     def _note(self, frame: Frame) -> None:
         self.version, self.weights = int(frame.meta["version"]), str(frame.meta["weights"])
+        self.waiting = str(frame.meta.get("waiting", ""))
 
     @property
     def alive(self) -> bool:

@@ -146,6 +146,7 @@ class _Agent:
                 index=index,
                 here=self._ranks,
                 store=f"tcp://{self._learner}:{frame.meta['port']}",
+                shards=int(frame.meta["shards"]),
                 address=self._link.here,
             )
             shares = config.share_gpu

@@ -3,9 +3,10 @@
     learner --TCP: start, step, load, end--> agent of a host (host_agent.py) --pipes--> its ranks
 
 Agents come to one address. Each proves the secret, is compared with this machine and waits; the learner takes
-as many as it lacks ranks, later ones wait for its next life. Rows travel once per host. A host whose link
-ends, or is silent, is lost: the next command raises RankLostError, and a learner that waits for it in a
-collective is ended, since its supervisor starts another one.
+as many as it lacks ranks, later ones wait for its next life, which the supervisor begins at a checkpoint for
+their sake. Rows travel once per host. A host whose link ends, or is silent, is lost: the next command raises
+RankLostError, and a learner that waits for it in a collective is ended, since its supervisor starts another
+one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from insitu.errors import TrainError, boundary
 from insitu_train.channel.host_link import BEAT_S, HostLink, RefusedError, secret_of, silence_s, welcome
 from insitu_train.channel.installed import code_identity, torch_version, weights_digest
 from insitu_train.channel.rpc import Frame, Meta
+from insitu_train.learner.lost_hosts import LostHosts
+from insitu_train.learner.rank_process import LOST
 from insitu_train.options import TrainConfig, dump_config
 from insitu_train.trainer.distributed import RankLostError
 
@@ -57,8 +60,12 @@ def waits_s(config: TrainConfig, *, again: bool) -> float:
 class Hosts:
     """The hosts that came to a learner."""
 
-    def __init__(self, config: TrainConfig, model: Path) -> None:
-        """Listen. Raises ConfigError without a secret, TrainError if the address is not this machine's."""
+    def __init__(self, config: TrainConfig, model: Path, losses: Path | None = None) -> None:
+        """Listen. losses: file of the hosts that earlier lives of this learner lost.
+
+        Raises ConfigError without a secret, TrainError if the address is not this machine's.
+        """
+        self._losses = LostHosts(losses)
         self._config, self._model, self._secret = config, model, secret_of(os.environ)
         with boundary(TrainError, f"train.ranks: listen at {config.meeting}"):
             self._listener = socket.create_server(split_address(config.meeting))
@@ -91,10 +98,11 @@ class Hosts:
 
         again: after a death; it goes on with those that came. Raises TrainError where some do not come.
         """
-        wanted, limit = self._config.world - self._config.ranks_here, waits_s(self._config, again=again)
+        wanted, limit = self._wanted, waits_s(self._config, again=again)
+        awaited = wanted - self._losses.paused_ranks()
         with self._changed:
-            self._changed.wait_for(lambda: sum(host.ranks for host in self._waiting) >= wanted, limit)
-            for host in sorted(self._waiting, key=lambda host: host.name):
+            self._changed.wait_for(lambda: sum(host.ranks for host in self._ready()) >= awaited, limit)
+            for host in sorted(self._ready(), key=lambda host: (-host.ranks, host.name)):
                 if sum(one.ranks for one in self._world) + host.ranks <= wanted:
                     self._world.append(host)
             self._waiting = [host for host in self._waiting if host not in self._world]
@@ -107,11 +115,24 @@ class Hosts:
             )
         return found
 
-    def start(self, port: int, world: int) -> None:
+    def waiting(self) -> str:
+        """Return the hosts that came late and could take part in another life; empty if there are none."""
+        missing = self._wanted - sum(host.ranks for host in self._world)
+        with self._changed:
+            return ", ".join(str(host) for host in self._ready() if host.ranks <= missing)
+
+    @property
+    def _wanted(self) -> int:
+        return self._config.world - self._config.ranks_here
+
+    def _ready(self) -> list[Host]:
+        return [host for host in self._waiting if not self._losses.pause_s(host.name)]
+
+    def start(self, port: int, world: int, shards: int = 0) -> None:
         """Let the hosts start their ranks, which meet at this port of the learner's machine."""
         first = self._config.ranks_here
         for host in self._world:
-            meta: Meta = {"op": "start", "first": first, "world": world, "port": port}
+            meta: Meta = {"op": "start", "first": first, "world": world, "port": port, "shards": shards}
             host.link.send({**meta, "train": dump_config(self._config)})
             first += host.ranks
 
@@ -206,7 +227,7 @@ class Hosts:
     def _let_in(self, link: HostLink, about: Meta) -> Host:
         """Compare a host with this machine. Raises RefusedError."""
         link.quiet_s = silence_s(self._config.step_timeout_s)
-        wanted = self._config.world - self._config.ranks_here
+        wanted = self._wanted
         skew = float(about["clock"]) - time.time()
         for name, theirs, ours in (
             ("insitu", about["insitu"], code_identity(PACKAGES)),
@@ -248,6 +269,10 @@ class Hosts:
             if host in self._waiting:
                 self._waiting.remove(host)
                 return
+        if not (self._lost or why.endswith(f"(exit status {LOST})")):
+            pause = self._losses.note(host.name, host.ranks)
+            again = f"; it may take part again after {pause:.0f} s" if pause else ""
+            _say(f"host {host.name} is lost: {why}{again}")
         self._lost = self._lost or f"host {host.name} is lost: {why}"
         time.sleep(_GRACE_S)
         if self._working and not self._stop.is_set():

@@ -13,7 +13,6 @@ weights at `train.publish` only; pending requests are finished before a step or 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,6 @@ from insitu_train.channel.server import Handler, RpcCall, RpcServer
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
 from insitu_train.embedded.model import Qwen3
 from insitu_train.embedded.service import EngineService
-from insitu_train.embedded.weights import checksum_of
 from insitu_train.learner import ranks as peers
 from insitu_train.learner.probe import probe_engine
 from insitu_train.learner.ranks import RankProcesses
@@ -42,34 +40,10 @@ from insitu_train.model.hf import HfPolicy
 from insitu_train.options import TrainConfig, parse_config
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.checkpoint import CheckpointWriter
+from insitu_train.trainer.checksum import WeightChecksum
 from insitu_train.trainer.distributed import RankLostError
 from insitu_train.trainer.trainer import Trainer
 from insitu_train.weights.delta import write_delta
-from insitu_train.weights.export import export
-from insitu_train.weights.files import ExportRequest
-
-
-class WeightChecksum:
-    """Checksum of one model whose frozen weights do not change."""
-
-    def __init__(self, model: Policy) -> None:
-        self._model = model
-        self._never = frozenset(n for n, p in model.named_parameters() if not p.requires_grad)
-        self._frozen = ""
-
-    def now(self) -> str:
-        """Return the hex SHA-256: `checksum` where all weights are trained, else over both parts' own.
-
-        Sharded weights must be gathered.
-        """
-        model = self._model
-        named = model.readable() if isinstance(model, HfPolicy) else dict(model.named_parameters())
-        if self._never and not self._frozen:
-            self._frozen = checksum_of({n: named[n] for n in self._never})
-        trained = checksum_of({n: t for n, t in named.items() if n not in self._never})
-        if not self._frozen:
-            return trained
-        return hashlib.sha256(f"{self._frozen} {trained}".encode()).hexdigest()
 
 
 class Commands:
@@ -86,11 +60,11 @@ class Commands:
         self._trainer, self._service, self._assets = trainer, service, assets
         self._probe_gap = probe_gap
         self._transfers = Transfers(trainer.model)
-        self._checksum = WeightChecksum(trainer.model)
+        self._checksum = WeightChecksum(trainer.model, trainer.ranks)
         self._digest = ""
         """Checksum of the weights; empty = changed since."""
-        self._writer = CheckpointWriter()
         self._others = others or RankProcesses(trainer.ranks, [])
+        self._writer = CheckpointWriter(trainer.config.step_timeout_s, self._others.dead)
         self.stop = False
 
     @property
@@ -131,11 +105,10 @@ class Commands:
 
     def _save(self, call: RpcCall) -> None:
         """Begin a checkpoint; reply as soon as a step may change the weights again."""
-        failed = self._writer.wait()
-        with self._whole(moments=True):
-            made = checkpoint.snapshot(self._trainer, self._assets)
-            # gathered parts of sharded ranks are copies already
-            self._writer.begin(made, Path(call.meta["folder"]), owned=self._trainer.ranks.sharded)
+        failed, folder = self._writer.wait(), Path(call.meta["folder"])
+        owners = self._others.place.here
+        with self._together("save", {"folder": str(folder), "owners": owners}):
+            checkpoint.begin(self._trainer, self._writer, folder, self._assets, owners)
         call.reply({"failed": failed})
 
     def _written(self, call: RpcCall) -> None:
@@ -161,15 +134,10 @@ class Commands:
     def _export(self, call: RpcCall) -> None:
         """Write the weights as a model folder, and as the difference to `base` if requested."""
         meta, folder = call.meta, Path(call.meta["folder"])
-        wanted = ExportRequest(
-            folder=folder,
-            version=self._current(int(meta["version"])),
-            dtype=meta["dtype"],
-            own_head=bool(meta["own_head"]),
-            adapter=bool(meta["adapter"]),
-        )
-        with self._whole():
-            manifest = export(self._trainer.model, wanted, self._assets)
+        self._current(int(meta["version"]))
+        owners = self._others.place.here
+        with self._together("export", {**meta, "op": "export", "owners": owners}):
+            manifest = peers.export(self._trainer, meta, self._assets, owners)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         if meta["delta"]:
             size = write_delta(Path(meta["delta"]), Path(meta["base"]), folder)
@@ -190,9 +158,10 @@ class Commands:
 
     def _held(self) -> Meta:
         if not self._digest:
-            with self._whole():
+            with self._together("digest", {}):
                 self._digest = self._checksum.now()
-        return {"version": self._trainer.version, "weights": self._digest}
+        waiting = self._others.waiting()
+        return {"version": self._trainer.version, "weights": self._digest, "waiting": waiting}
 
     def _shutdown(self, call: RpcCall) -> None:
         self.stop = True
@@ -201,13 +170,12 @@ class Commands:
         call.reply()
 
     @contextmanager
-    def _whole(self, *, moments: bool = False) -> Iterator[None]:
-        """Make the weights, and with `moments` the optimizer's state, readable: sharded ranks gather."""
+    def _together(self, op: str, meta: Meta) -> Iterator[None]:
+        """Let sharded ranks do the same meanwhile."""
         with self._exit_on_lost_rank():
             if self._trainer.ranks.sharded:
-                self._others.send("gather", {"moments": moments})
-            with self._trainer.whole(moments=moments):
-                yield
+                self._others.send(op, meta)
+            yield
 
     @contextmanager
     def _exit_on_lost_rank(self) -> Iterator[None]:
@@ -250,7 +218,8 @@ def _sampler(model: Policy, raw: str, config: TrainConfig) -> tuple[EngineServic
 def run(args: argparse.Namespace) -> None:
     follow_parent(args.parent)
     config = parse_config(args.train)
-    with peers.started(args.model, config, again=args.again) as others:
+    losses = args.socket.with_name("lost-hosts")
+    with peers.started(args.model, config, again=args.again, losses=losses) as others:
         model = peers.open_model(args.model, config, others.ranks, others.place)
         service, gap = _sampler(model, args.engine, config)
         reserved = 0 if service is None else service.core.cache.nbytes
@@ -266,7 +235,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--train", required=True)
     parser.add_argument("--engine", required=True)
-    parser.add_argument("--again", action="store_true", help="a learner of this run died")
+    parser.add_argument("--again", action="store_true", help="a learner of this run ended before")
     return main_of_child(parser, run, argv)
 
 

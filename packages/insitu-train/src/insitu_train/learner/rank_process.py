@@ -13,6 +13,8 @@ from insitu.errors import TrainError, boundary
 from insitu.types.keys import Keys
 from insitu_train.options import TrainConfig, dump_config
 
+LOST = 3
+"""Exit status of a rank that another one has left alone."""
 _END_S = 10.0
 """Time for a clean exit of a rank."""
 
@@ -28,6 +30,8 @@ class Place(Keys):
     """Ranks of its machine."""
     store: str
     """Where ranks meet: a file, or tcp://HOST:PORT of torch's TCPStore."""
+    shards: int = 0
+    """Ranks that hold one copy of a sharded model; 0 = each holds a whole one."""
     address: str = ""
     """With hosts: the address of its machine that the others reach."""
 

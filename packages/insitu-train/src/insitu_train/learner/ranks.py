@@ -21,16 +21,19 @@ from typing import IO, Any
 
 import numpy.typing as npt
 
+from insitu.engines.safetensors_file import Manifest
 from insitu.errors import InsituError, TrainError, boundary
 from insitu_train.channel.parent_watch import follow_parent, main_of_child
 from insitu_train.channel.rpc import Decoder, Frame, Meta, encode
 from insitu_train.learner.hosts import Hosts
-from insitu_train.learner.rank_process import Place, RankChild, end_all
+from insitu_train.learner.rank_process import LOST, Place, RankChild, end_all
 from insitu_train.learner.serialization import decode_plan
 from insitu_train.model.base import Policy
 from insitu_train.model.load import device_of, open_policy
-from insitu_train.options import TrainConfig, parse_config
+from insitu_train.options import TrainConfig, parse_config, shards_of
 from insitu_train.trainer import checkpoint
+from insitu_train.trainer.checkpoint import CheckpointWriter
+from insitu_train.trainer.checksum import WeightChecksum
 from insitu_train.trainer.distributed import (
     RankLostError,
     Ranks,
@@ -42,6 +45,8 @@ from insitu_train.trainer.distributed import (
 )
 from insitu_train.trainer.reference import read_reference
 from insitu_train.trainer.trainer import Trainer
+from insitu_train.weights.export import export as write_export
+from insitu_train.weights.files import ExportRequest
 
 
 class RankProcesses:
@@ -68,6 +73,10 @@ class RankProcesses:
         if self.hosts is not None:
             self.hosts.send(frame, Path(scores) if (scores := meta.get("scores")) else None)
 
+    def dead(self) -> str:
+        """Return which rank of this machine has died; empty while all run."""
+        return next(filter(None, (child.exit_line for child in self._children)), "")
+
     def working(self) -> AbstractContextManager[None]:
         """Return the context of work with all ranks: the process ends if a host is lost meanwhile."""
         return nullcontext() if self.hosts is None else self.hosts.working()
@@ -81,6 +90,10 @@ class RankProcesses:
         else:
             checkpoint.load(trainer, folder)
 
+    def waiting(self) -> str:
+        """Return the hosts that another life of the learner could have; empty if there are none."""
+        return "" if self.hosts is None else self.hosts.waiting()
+
     def described(self) -> str:
         """Return who takes part; empty without hosts."""
         if self.hosts is None:
@@ -90,18 +103,28 @@ class RankProcesses:
 
 
 @contextmanager
-def started(model: Path, config: TrainConfig, *, again: bool = False) -> Iterator[RankProcesses]:
+def started(
+    model: Path, config: TrainConfig, *, again: bool = False, losses: Path | None = None
+) -> Iterator[RankProcesses]:
     """Start the configured ranks; none for one rank. They end with the context.
 
-    again: a learner died before; it goes on with the hosts that come.
+    again: a learner of this run ended before; it goes on with the hosts that come. losses: file of hosts that
+    were lost.
     """
     if config.world == 1:
         yield RankProcesses(Ranks(), [])
         return
     with tempfile.TemporaryDirectory(prefix="insitu-ranks-") as folder, ExitStack() as stack:
-        hosts = _hosts(stack, model, config, again=again) if config.meeting else None
+        hosts = _hosts(stack, Hosts(config, model, losses), again=again) if config.meeting else None
         world = config.ranks_here + (hosts.meet(again=again) if hosts else 0)
-        first = Place(rank=0, world=world, index=0, here=config.ranks_here, store=str(Path(folder) / "store"))
+        first = Place(
+            rank=0,
+            world=world,
+            index=0,
+            here=config.ranks_here,
+            store=str(Path(folder) / "store"),
+            shards=_shards(config, hosts),
+        )
         if world == 1:
             yield RankProcesses(Ranks(), [], hosts)
             return
@@ -113,7 +136,7 @@ def started(model: Path, config: TrainConfig, *, again: bool = False) -> Iterato
             if hosts and hosts.world:
                 store, port = tcp_store(hosts.here, config.step_timeout_s)
                 first = first.changed(store=f"tcp://{hosts.here}:{port}", address=hosts.here)
-                hosts.start(port, world)
+                hosts.start(port, world, first.shards)
             for index in range(1, config.ranks_here):
                 place = first.changed(rank=index, index=index)
                 children.append(RankChild.start(place, model, config))
@@ -121,9 +144,12 @@ def started(model: Path, config: TrainConfig, *, again: bool = False) -> Iterato
         yield RankProcesses(ranks, children, hosts, first)
 
 
-def _hosts(stack: ExitStack, model: Path, config: TrainConfig, *, again: bool) -> Hosts:
-    hosts = Hosts(config, model)
+def _shards(config: TrainConfig, hosts: Hosts | None) -> int:
+    others = [host.ranks for host in hosts.world] if hosts else []
+    return shards_of([config.ranks_here, *others]) if config.shard else 0
 
+
+def _hosts(stack: ExitStack, hosts: Hosts, *, again: bool) -> Hosts:
     def close(kind: object, error: BaseException | None, trace: object) -> None:
         # A learner that could not start ends its run; after a death hosts come back.
         if isinstance(error, InsituError) and not again:
@@ -141,7 +167,7 @@ def _join(place: Place, config: TrainConfig, store: Path | Any) -> Ranks:
         store,
         deadline_s=config.step_timeout_s,
         device=device_of(config.policy, place.index, place.world, place.here),
-        sharded=config.shard,
+        shards=place.shards,
         address=place.address,
     )
 
@@ -169,21 +195,56 @@ def _frames(pipe: IO[bytes]) -> Iterator[Frame]:
         yield from decoder.feed(data)
 
 
-def _execute(trainer: Trainer, frame: Frame) -> None:
-    meta = frame.meta
-    if meta["op"] == "load" and meta["folder"]:
-        checkpoint.load(trainer, Path(meta["folder"]))
-    elif meta["op"] == "load":
-        checkpoint.load_shared(trainer, None)
-    elif meta["op"] == "gather":
-        with trainer.whole(moments=meta["moments"]):
-            pass  # rank 0 reads
-    else:
-        trainer.step(decode_plan(frame.arrays), Path(meta["scores"]) if meta["scores"] else None)
+def export(trainer: Trainer, meta: Meta, assets: Path, owners: int) -> Manifest:
+    """Write the weights as `train.export` asks; sharded ranks all call it."""
+    wanted = ExportRequest(
+        folder=Path(meta["folder"]),
+        version=int(meta["version"]),
+        dtype=meta["dtype"],
+        own_head=bool(meta["own_head"]),
+        adapter=bool(meta["adapter"]),
+    )
+    ranks = trainer.ranks if trainer.ranks.sharded else Ranks()
+    parts = owners if ranks.sharded and not wanted.adapter else 1
+    with trainer.whole(owners=parts, frozen=not wanted.adapter):
+        return write_export(trainer.model, wanted, assets, ranks, parts)
+
+
+class _Follower:
+    """Executes the commands of rank 0 on another rank."""
+
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self._trainer, self._folder = trainer, folder
+        self._writer, self._checksum = CheckpointWriter(), WeightChecksum(trainer.model, trainer.ranks)
+
+    def execute(self, frame: Frame) -> None:
+        """Do what a command says. Raises TrainError."""
+        meta, trainer = frame.meta, self._trainer
+        if meta["op"] == "load" and meta["folder"]:
+            checkpoint.load(trainer, Path(meta["folder"]))
+        elif meta["op"] == "load":
+            checkpoint.load_shared(trainer, None)
+        elif meta["op"] == "save":
+            self._writer.wait()  # rank 0 has said why it failed
+            checkpoint.begin(trainer, self._writer, Path(meta["folder"]), None, int(meta["owners"]))
+        elif meta["op"] == "export":
+            export(trainer, meta, self._folder, int(meta["owners"]))
+        elif meta["op"] == "digest":
+            self._checksum.now()
+        else:
+            trainer.step(decode_plan(frame.arrays), Path(meta["scores"]) if meta["scores"] else None)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Execute the commands of rank 0 until its pipe ends."""
+    """Execute the commands of rank 0 until its pipe ends; exit with `LOST` when another rank is lost."""
+    try:
+        _follow(args)
+    except RankLostError as error:
+        print(f"RankLostError: {error}", file=sys.stderr)
+        raise SystemExit(LOST) from error
+
+
+def _follow(args: argparse.Namespace) -> None:
     follow_parent(args.parent)
     config, place = parse_config(args.train), Place.model_validate_json(args.place)
     far = place.store.startswith("tcp://")
@@ -191,9 +252,10 @@ def run(args: argparse.Namespace) -> None:
     ranks = _join(place, config, store)
     model = open_model(args.model, config, ranks, place)
     trainer = make_trainer(model, args.model, config, ranks)
+    follower = _Follower(trainer, args.model)
     for frame in _frames(sys.stdin.buffer):
         try:
-            _execute(trainer, frame)
+            follower.execute(frame)
         except RankLostError:
             raise
         except TrainError as error:

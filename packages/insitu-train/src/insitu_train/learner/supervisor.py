@@ -58,6 +58,8 @@ class LearnerSupervisor:
         self._process = 0
         self._deaths = 0
         """Since the last committed step."""
+        self._taken_in = 0
+        """Processes that began for the sake of hosts that had come late."""
         self._weights_ready = True
         """False from a death until the new process has the right weights, even if the waiter was
         cancelled."""
@@ -68,8 +70,8 @@ class LearnerSupervisor:
 
     @property
     def restarts(self) -> int:
-        """Restarts so far."""
-        return self._process
+        """Restarts so far of a learner that had died."""
+        return self._process - self._taken_in
 
     async def ready(self) -> int:
         """Return the number of the process once it holds the right weights."""
@@ -127,6 +129,23 @@ class LearnerSupervisor:
     async def save(self, folder: Path) -> str:
         """Begin a checkpoint of the last committed step; return why the one before failed, or empty."""
         return await self._until_done(lambda _: self._learner.save(folder))
+
+    async def take_in(self) -> None:
+        """Let the learner begin again with the hosts that wait, if there are any, from its last checkpoint.
+
+        Raises TrainError, EngineError as after a death.
+        """
+        if not self._learner.waiting:
+            return
+        if failed := await self.written():  # its steps would be trained again
+            self._say(failed)
+        if failed or not self._learner.waiting:
+            return
+        self._say(f"train.ranks: the learner begins again with {self._learner.waiting}, which waited")
+        async with self._learner.working(), self._restart_lock:
+            self._weights_ready, self._replaying = False, True
+            await self._restart()
+            self._taken_in += 1
 
     async def written(self) -> str:
         """Wait for the checkpoint that is being written; return why it failed, or empty."""

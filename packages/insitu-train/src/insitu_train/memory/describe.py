@@ -20,14 +20,20 @@ from insitu_train.memory.plan import KEPT_FREE, LADDER
 from insitu_train.memory.predict import GIB, MemoryModel
 from insitu_train.model.base import MemoryOptions
 from insitu_train.model.parity import opened_config
-from insitu_train.options import TrainConfig
+from insitu_train.options import TrainConfig, shards_of
+
+
+def _shards(train: TrainConfig) -> int:
+    """Return the ranks of one copy if every host brings as many ranks as this one."""
+    here, world = train.ranks_here, train.world
+    return world if world % here else shards_of([here] * (world // here))
 
 
 def describe(config: Config) -> Iterator[str]:
     """Yield a line each: what is held, the pass of the longest row, and a server's weights."""
     model = _model_of(config)
     train, length = TrainConfig.of(config), config.model.max_context_tokens
-    shards = train.world if train.shard else 1
+    shards = _shards(train) if train.shard else 1
     on_cpu = train.policy.device == "cpu"
     predictor = MemoryModel(
         model,

@@ -106,7 +106,7 @@ class HfPolicy:
         self.shards = 1
         """Ranks that hold a part of every weight each."""
         self.whole: Mapping[str, Tensor] | None = None
-        """Sharded: all parameters, while they are gathered to be read."""
+        """Sharded: parameters and stored buffers, all or this rank's, while they are gathered to be read."""
         self.notices: list[str] = []
         """What a user should know about how this model trains."""
         # Llama 4 names a body that it does not have
@@ -208,7 +208,7 @@ class HfPolicy:
         yield from self.model.named_parameters()
 
     def readable(self) -> dict[str, Tensor]:
-        """Return every parameter whole, by name. Raises TrainError for sharded ones that are not gathered."""
+        """Return parameters whole, by name. Raises TrainError for sharded ones that are not gathered."""
         if self.whole is not None:
             return dict(self.whole)
         if self.shards > 1:
@@ -269,10 +269,12 @@ class HfPolicy:
             return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir()}
 
     def _state(self) -> dict[str, Tensor]:
-        """Return the model's `state_dict` with whole tensors."""
+        """Return the model's `state_dict` with whole tensors, of sharded ranks those that are gathered."""
         kept = self.model.state_dict(keep_vars=True)
         named, names = self.readable(), {id(p): n for n, p in self.named_parameters()}
-        return {key: (named[names[id(t)]] if id(t) in names else t).detach() for key, t in kept.items()}
+        named = named if self.whole is not None else {**kept, **named}
+        held = {key: names.get(id(t), key) for key, t in kept.items()}
+        return {key: named[name].detach() for key, name in held.items() if name in named}
 
     def read(self, folder: Path) -> Mapping[str, Tensor]:
         if self.lora is not None:

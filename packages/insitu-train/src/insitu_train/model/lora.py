@@ -193,7 +193,7 @@ def merged(model: nn.Module, lora: Lora, state: Mapping[str, Tensor]) -> dict[st
     """Return the tensors of a `state_dict` with adapters merged into their matrices (`merged_weight`)."""
     found = {n: t.detach() for n, t in state.items() if not n.endswith((A, B))}
     for name, module in model.named_modules():
-        if A in module._parameters and isinstance(module, nn.Linear):
+        if f"{name}.{A}" in state and isinstance(module, nn.Linear):
             down, up = state[f"{name}.{A}"].detach(), state[f"{name}.{B}"].detach()
             # on the host: a second model would not fit beside the first
             found[f"{name}.weight"] = merged_weight(lora, state[f"{name}.weight"].detach(), down, up).cpu()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-_INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
+from insitu_train.part_files import INDEX
+
+_ONE = "model.safetensors"
 _FIRST = re.compile(r"(?<=\.experts\.)0(?=\.)")
 """Number of the first expert in the name of a tensor."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -31,21 +34,42 @@ Rows = Callable[[int, int], Tensor]
 """Reads rows [start, stop) of a weight."""
 
 
-class PartFiles:
-    """The safetensors files of a model folder, read in parts; an open context."""
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for, whole or some of its rows."""
 
-    def __init__(self, folder: Path) -> None:
+    def __contains__(self, name: object) -> bool:
+        return self.shape(str(name)) is not None
+
+    @abstractmethod
+    def shape(self, name: str) -> Sequence[int] | None:
+        """Return a tensor's shape, None where there is no such tensor."""
+
+    @abstractmethod
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop)."""
+
+
+def shape_of(held: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor without reading it if it need not be."""
+    shape = held.shape(name) if isinstance(held, LazyTensors) else held[name].shape
+    return tuple(shape or ())
+
+
+class PartFiles(LazyTensors):
+    """The safetensors files of a folder, one or several with an index, read in parts; an open context."""
+
+    def __init__(self, folder: Path, name: str = _ONE) -> None:
         """Open the files that transformers would read; none where there is no safetensors file."""
-        index = folder / _INDEX
+        index = folder / (name + INDEX)
         if index.exists():
             names = sorted({*orjson.loads(index.read_bytes())["weight_map"].values()})
         else:
-            names = [_ONE] if (folder / _ONE).exists() else []
+            names = [name] if (folder / name).exists() else []
         self._stack, self.bytes = ExitStack(), 0
         """`bytes`: read so far."""
         self._of: dict[str, Any] = {}
-        for name in names:
-            file = self._stack.enter_context(safe_open(folder / name, framework="pt"))
+        for one in names:
+            file = self._stack.enter_context(safe_open(folder / one, framework="pt"))
             self._of.update(dict.fromkeys(file.keys(), file))
 
     def __enter__(self) -> PartFiles:
@@ -53,6 +77,15 @@ class PartFiles:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._counted(self._of[name].get_tensor(name))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return a tensor's shape, None where there is no such tensor."""
@@ -62,9 +95,6 @@ class PartFiles:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) in the type of the file."""
         return self._counted(self._of[name].get_slice(name)[start:stop])
-
-    def whole(self, name: str) -> Tensor:
-        return self._counted(self._of[name].get_tensor(name))
 
     def _counted(self, tensor: Tensor) -> Tensor:
         self.bytes += tensor.nbytes
@@ -88,7 +118,7 @@ class _Expert:
     def _one(self, number: int) -> Tensor:
         out = torch.empty(0)
         for name, places in self.places.items():
-            held = self.files.whole(_FIRST.sub(str(number), name))
+            held = self.files[_FIRST.sub(str(number), name)]
             if not out.numel():
                 out = torch.empty(self.shape, dtype=held.dtype)
             out.view(-1)[places] = held.reshape(-1)
@@ -138,15 +168,43 @@ def _saved(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(model, {name: tensor}))
 
 
-def fill(policy: Any, sources: Mapping[str, Rows], buffers: Mapping[str, Tensor], rank: int) -> None:
+class ConvertedFiles(LazyTensors):
+    """The parameters of a model, as `readers` give them."""
+
+    def __init__(self, sources: Mapping[str, Rows], shapes: Mapping[str, Sequence[int]]) -> None:
+        self._sources, self._shapes = sources, shapes
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.rows(name, 0, self._shapes[name][0])
+
+    def shape(self, name: str) -> Sequence[int] | None:
+        return self._shapes.get(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._sources[name](start, stop)
+
+
+def rows_of(target: Tensor) -> tuple[int, int]:
+    """Return the first row of this rank's part of a sharded tensor, and the row after its last."""
+    placed: Any = target
+    mesh, rows = placed.device_mesh, int(placed.shape[0])
+    height = -(-rows // int(mesh.size(mesh.ndim - 1)))
+    start = min(int(mesh.get_local_rank(mesh.ndim - 1)) * height, rows)
+    return start, start + int(placed.to_local().shape[0])
+
+
+def fill(policy: Any, sources: Mapping[str, Rows], buffers: Mapping[str, Tensor]) -> None:
     """Read this rank's rows into the weights of a sharded policy; copy buffers that no file has."""
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if name in sources:
-                local = parameter.to_local()
-                height = -(-parameter.shape[0] // policy.shards)
-                start = min(rank * height, parameter.shape[0])
-                local.copy_(sources[name](start, start + local.shape[0]))
+                parameter.to_local().copy_(sources[name](*rows_of(parameter)))
         for name, buffer in policy.model.named_buffers():
             if name in sources:
                 buffer.copy_(sources[name](0, buffer.shape[0]))

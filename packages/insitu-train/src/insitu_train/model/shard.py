@@ -9,7 +9,7 @@ by NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,18 @@ from insitu_train.model.hf import (
     read_model,
 )
 from insitu_train.model.lora import add_lora, starts
-from insitu_train.model.parts import PartFiles, enough, fill, first_layers, kinds, readers
+from insitu_train.model.parts import (
+    ConvertedFiles,
+    LazyTensors,
+    PartFiles,
+    enough,
+    fill,
+    first_layers,
+    kinds,
+    readers,
+    rows_of,
+    shape_of,
+)
 from insitu_train.options import Lora
 
 
@@ -95,7 +106,7 @@ def _open_parts(folder: Path, mesh: Any, lora: Lora | None, **options: Any) -> H
                 sources[name] = partial(_part, start)
         shard(policy, mesh)
         _leave_meta(policy, device)
-        fill(policy, sources, buffers, int(mesh.get_local_rank()))
+        fill(policy, sources, buffers)
     return policy
 
 
@@ -141,7 +152,7 @@ def _leave_meta(policy: HfPolicy, device: torch.device) -> None:
 
 
 def shard(policy: HfPolicy, mesh: Any) -> None:
-    """Keep only this rank's part of the policy's weights. mesh: a one-dimensional DeviceMesh.
+    """Keep only this rank's part of the policy's weights. mesh: see `Sharded.mesh`.
 
     All ranks call it with the same weights, before the optimizer is made. Afterwards every forward and
     backward is a collective operation.
@@ -164,22 +175,29 @@ def shard(policy: HfPolicy, mesh: Any) -> None:
             module.set_gradient_divide_factor(1.0)
             # gloo supports sums only
             module.set_force_sum_reduction_for_comms(True)
-    policy.around, policy.rest, policy.shards = root, root.reshard, int(mesh.size())
+    policy.around, policy.rest, policy.shards = root, root.reshard, int(mesh.size(-1))
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return the full tensor on its device; a tensor that is not sharded as it is. All ranks call it."""
+    gather = getattr(tensor.detach(), "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor on the host; a tensor that is not sharded as it is. All ranks call it."""
-    gather = getattr(tensor.detach(), "full_tensor", None)
-    return tensor if gather is None else gather().cpu()
+    """Return `full` of a sharded tensor on the host."""
+    found = full(tensor)
+    return tensor if found is tensor else found.cpu()
 
 
-def gathered(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Return `whole` of each, one after the other. keep: else this rank only sends its parts."""
+def gathered(tensors: Mapping[str, Tensor], *, mine: Collection[str]) -> dict[str, Tensor]:
+    """Gather each tensor, one after the other; return `whole` of those that this rank keeps."""
     found = {}
     for name, tensor in tensors.items():
-        value = whole(tensor)
-        if keep:
-            found[name] = value
+        value = full(tensor)
+        if name in mine:
+            # a copy of what no rank divides: it may change
+            found[name] = value.clone() if value is tensor else value.cpu()
     return found
 
 
@@ -194,3 +212,41 @@ def like(tensor: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(
         tensor.to(placed.device), placed.device_mesh, placed.placements, src_data_rank=None
     )
+
+
+def put(target: Tensor, held: Mapping[str, Tensor], name: str) -> None:
+    """Copy a whole tensor that is `held` into `target`, of a sharded one this rank's rows only."""
+    with torch.no_grad():
+        if isinstance(held, LazyTensors) and hasattr(target, "full_tensor"):
+            placed: Any = target
+            placed.to_local().copy_(held.rows(name, *rows_of(target)))
+        else:
+            target.copy_(like(held[name], target))
+
+
+def part_of(held: Mapping[str, Tensor], name: str, target: Tensor | None) -> Tensor:
+    """Return a tensor that is `held`; one of a sharded target's shape as this rank's part of it."""
+    if target is None or not hasattr(target, "full_tensor") or shape_of(held, name) != tuple(target.shape):
+        return held[name]
+    made = torch.zeros_like(target, memory_format=torch.preserve_format, requires_grad=False)
+    put(made, held, name)
+    return made
+
+
+def stored_parameters(policy: HfPolicy, files: PartFiles, folder: Path) -> Mapping[str, Tensor]:
+    """Return the parameters that a sharded policy wrote, each read when it is asked for.
+
+    Read at once are adapters, and a model whose files have its weights in another layout. Raises TrainError
+    for another model.
+    """
+    if policy.lora is not None:
+        return policy.read(folder)
+    with model_files(TrainError, f"load model {folder}"):
+        model = empty_model(read_config(folder), "eager")
+        sources = readers(model, files)
+    if sources is None:
+        return policy.read(folder)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if shapes != {name: parameter.shape for name, parameter in policy.named_parameters()}:
+        raise TrainError(f"{folder} holds a different model from the one being trained")
+    return ConvertedFiles(sources, shapes)

@@ -3,7 +3,8 @@
 Everything is written to a temporary folder, hashed on the way, fsynced with a checksum file, then renamed.
 The folder loads as a model (config.json, model.safetensors, tokenizer files) or as adapters; with its
 sub-folder `trainer` it continues training, on a CPU with the same bits. The sub-folder exists because an
-engine loads every safetensors file beside a model. Random state is torch's, of the CPU and the model's GPU;
+engine loads every safetensors file beside a model. Sharded ranks write a file each (part_files.py); tensors
+in it are whole, so that any number of ranks goes on. Random state is torch's, of the CPU and the model's GPU;
 nothing else draws from global state: sampler streams are keyed by seed and request, adapters start from a
 fixed generator, numpy's and Python's global generators are unused.
 """
@@ -15,13 +16,13 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from insitu import failpoint
@@ -31,9 +32,12 @@ from insitu.storage.files import sha256_of
 from insitu_train.checkpoint_files import MOMENTS, STATE, SUMS, verify
 from insitu_train.embedded.model_files import StoredModel, copied, model_files, share, write_hashed
 from insitu_train.host_memory import available_memory
-from insitu_train.model.base import Policy
-from insitu_train.model.shard import like
+from insitu_train.model.hf import HfPolicy
+from insitu_train.model.parts import PartFiles
+from insitu_train.model.shard import part_of, put, stored_parameters
+from insitu_train.part_files import PartNote, leave_note, part_name, take_notes, write_index
 from insitu_train.trainer.distributed import Together
+from insitu_train.trainer.sent import SentTensors, described, take_over
 from insitu_train.trainer.trainer import Trainer
 
 SCHEMA = 2
@@ -46,7 +50,7 @@ _SHARE = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The content of a checkpoint, not written yet."""
+    """The content of a checkpoint, or of this rank's part, not written yet."""
 
     model: StoredModel
     moments: Mapping[str, Tensor]
@@ -54,6 +58,8 @@ class Snapshot:
     described: str
     """Content of state.json."""
     assets: Path | None
+    part: int = 0
+    parts: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -63,18 +69,24 @@ class Snapshot:
         """Return it with tensors of its own in host memory, which no later step changes."""
         return replace(self, model=self.model.copied(), moments=copied(self.moments))
 
-    def write(self, folder: Path) -> None:
-        """Write it at `folder`, replacing an existing checkpoint. Raises TrainError.
+    def write(self, folder: Path, *, wait_s: float = 0.0, dead: Callable[[], str] = lambda: "") -> None:
+        """Write it at `folder`, replacing an existing checkpoint; of several parts after `prepare`.
 
+        The first part waits for the others and makes the checkpoint of them. Raises TrainError.
         After a crash `folder` is the old checkpoint, absent, or the new one.
         """
         fresh = folder.with_name(f".{folder.name}.new")
         old = folder.with_name(f".{folder.name}.old")
         with model_files(TrainError, f"save checkpoint {folder}"):
-            for left in (fresh, old):
-                shutil.rmtree(left, ignore_errors=True)
-            fresh.mkdir(parents=True)
-            self._write_files(fresh)
+            if self.parts == 1:
+                prepare(folder)
+                sums = self._write_files(fresh)
+            else:
+                leave_note(fresh, self.part, self._write_part(fresh))
+                if self.part:
+                    return
+                sums = self._join_parts(fresh, take_notes(fresh, self.parts, wait_s=wait_s, dead=dead))
+            self._write_rest(fresh, sums)
             share(fresh)
             for path in sorted(fresh.rglob("*")):
                 _sync(path)
@@ -88,13 +100,36 @@ class Snapshot:
             _sync(folder.parent)
             shutil.rmtree(old, ignore_errors=True)
 
-    def _write_files(self, folder: Path) -> None:
+    def _write_files(self, folder: Path) -> dict[str, str]:
+        """Write the tensors into one file each; return its SHA-256 by name."""
+        return {
+            self.model.name: write_hashed(folder / self.model.name, self.model.tensors),
+            MOMENTS: write_hashed(folder / MOMENTS, self.moments),
+        }
+
+    def _write_part(self, folder: Path) -> PartNote:
+        """Write this rank's files; return what they are, or the error."""
+        held = {self.model.name: self.model.tensors, MOMENTS: self.moments}
+        mine = {part_name(name, self.part, self.parts): tensors for name, tensors in held.items()}
+        try:
+            with model_files(TrainError, "write its part"):
+                sums = {name: write_hashed(folder / name, tensors) for name, tensors in mine.items()}
+        except TrainError as error:
+            return PartNote(error=str(error))
+        sizes = {name: {key: t.nbytes for key, t in tensors.items()} for name, tensors in mine.items()}
+        return PartNote(sums=sums, tensors=sizes)
+
+    def _join_parts(self, folder: Path, notes: list[PartNote]) -> dict[str, str]:
+        for name in (self.model.name, MOMENTS):
+            write_index(folder / name, notes)
+        return {name: found for note in notes for name, found in note.sums.items()}
+
+    def _write_rest(self, folder: Path, sums: dict[str, str]) -> None:
         if self.assets is not None:
             for path in model_assets(self.assets):
                 shutil.copyfile(path, folder / path.name)
-        sums = {self.model.name: self.model.write(folder)}
-        (folder / MOMENTS).parent.mkdir()
-        sums[MOMENTS] = write_hashed(folder / MOMENTS, self.moments)
+        for name, text in self.model.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
         (folder / STATE).write_text(self.described, encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(folder).as_posix()
@@ -103,24 +138,35 @@ class Snapshot:
         (folder / SUMS).write_text(json.dumps(sums, indent=2, sort_keys=True) + "\n")
 
 
-def snapshot(trainer: Trainer, assets: Path | None = None) -> Snapshot:
+def prepare(folder: Path) -> None:
+    """Make the temporary folder of a checkpoint, and remove what a crash has left. Raises OSError."""
+    fresh, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", "old"))
+    for left in (fresh, old):
+        shutil.rmtree(left, ignore_errors=True)
+    (fresh / MOMENTS).parent.mkdir(parents=True)
+
+
+def snapshot(trainer: Trainer, assets: Path | None = None, *, part: int = 0, parts: int = 1) -> Snapshot:
     """Return the trainer's state, not copied.
 
-    assets: a model folder whose other files (tokenizer, chat template) are copied. One of several sharded
-    ranks calls it, inside `Trainer.whole(moments=True)`.
+    assets: a model folder whose other files (tokenizer, chat template) are copied. Sharded ranks call it
+    inside `Trainer.whole(moments=True, owners=parts)`.
     """
-    described = {
+    state = {
         "schema_version": SCHEMA,
         "step": trainer.steps,
         "version": trainer.version,
         "optim": trainer.config.optim.model_dump(mode="json"),
         "reference": reference_of(trainer),
     }
+    random = {} if part else _random(trainer.model.device)
     return Snapshot(
         model=trainer.model.stored(),
-        moments={**trainer.optimiser.readable(), **_random(trainer.model.device)},
-        described=json.dumps(described, indent=2, sort_keys=True) + "\n",
+        moments={**trainer.optimiser.readable(), **random},
+        described=json.dumps(state, indent=2, sort_keys=True) + "\n",
         assets=assets,
+        part=part,
+        parts=parts,
     )
 
 
@@ -132,9 +178,19 @@ def save(trainer: Trainer, folder: Path, assets: Path | None = None) -> None:
 class CheckpointWriter:
     """Writes one checkpoint at a time in a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = 0.0, dead: Callable[[], str] = lambda: "") -> None:
+        """Set up. wait_s: limit of waiting for other ranks' parts; dead: says which of them has died."""
         self._thread: threading.Thread | None = None
         self._failed: Exception | None = None
+        self._wait_s, self._dead = wait_s, dead
+
+    def prepare(self, folder: Path) -> None:
+        """Make the folder for the parts of several ranks; a failure is the checkpoint's."""
+        try:
+            with model_files(TrainError, f"save checkpoint {folder}"):
+                prepare(folder)
+        except TrainError as error:
+            self._failed = error
 
     def begin(self, made: Snapshot, folder: Path, *, owned: bool) -> None:
         """Begin to write; `wait` first.
@@ -142,6 +198,8 @@ class CheckpointWriter:
         owned: no later step changes the tensors, so that they are not copied. Without host memory for a copy
         it is written before this returns.
         """
+        if self._failed is not None:
+            return
         if not owned and made.nbytes > _SHARE * available_memory():
             print(f"checkpoint {folder}: no memory for a copy, written in the foreground", file=sys.stderr)
             self._write(made, folder)
@@ -152,7 +210,7 @@ class CheckpointWriter:
 
     def _write(self, made: Snapshot, folder: Path) -> None:
         try:
-            made.write(folder)
+            made.write(folder, wait_s=self._wait_s, dead=self._dead)
         except Exception as error:  # noqa: BLE001 - raised or returned by `wait`
             self._failed = error
 
@@ -166,32 +224,68 @@ class CheckpointWriter:
         return str(failed or "")
 
 
+def begin(
+    trainer: Trainer, writer: CheckpointWriter, folder: Path, assets: Path | None, owners: int = 1
+) -> None:
+    """Begin to write a checkpoint; `writer.wait` first. All sharded ranks call it.
+
+    owners: sharded ranks that write a part each, the first ones, which reach `folder`. Adapters are small:
+    the first rank writes them. Raises TrainError.
+    """
+    model, ranks = trainer.model, trainer.ranks
+    adapters = isinstance(model, HfPolicy) and model.lora is not None
+    parts = owners if ranks.sharded and not adapters else 1
+    with trainer.whole(moments=True, owners=parts, frozen=not adapters):
+        if parts > 1:
+            # nobody writes before the folder is there
+            ranks.attempt(lambda: None if ranks.rank else writer.prepare(folder))
+        if ranks.rank < parts:
+            made = snapshot(trainer, assets, part=ranks.rank, parts=parts)
+            writer.begin(made, folder, owned=ranks.sharded)
+
+
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A checkpoint as it was read."""
+    """A checkpoint that is open."""
 
     raw: Mapping[str, Any]
     weights: Mapping[str, Tensor]
-    moments: dict[str, Tensor]
+    moments: Mapping[str, Tensor]
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Restore the trainer from a checkpoint. Raises TrainError, changing nothing, when it does not fit."""
-    _restore(trainer, _read(trainer, folder))
+    """Restore the trainer from a checkpoint; all ranks call it. Raises TrainError.
+
+    It changes nothing when the checkpoint does not fit. A sharded rank reads its part only.
+    """
+    ranks = trainer.ranks
+    with ExitStack() as files:
+        found = ranks.attempt(lambda: files.enter_context(_opened(trainer, folder)))
+        ranks.attempt(lambda: _restore(trainer, found))
 
 
 def load_shared(trainer: Trainer, folder: Path | None) -> None:
     """Restore all ranks from a checkpoint that only the first reads, as `load`; the others give None."""
     ranks = trainer.ranks
-    found = ranks.attempt(lambda: None if folder is None else _read(trainer, folder))
-    _restore(trainer, _from_first(ranks, found) if isinstance(ranks, Together) else found)
+    with ExitStack() as files:
+        found = ranks.attempt(
+            lambda: files.enter_context(_opened(trainer, folder, alone=True)) if folder else None
+        )
+        if isinstance(ranks, Together):
+            found = _from_first(ranks, found)
+        if found is None:
+            raise TrainError("a single rank has no checkpoint to load")
+        _restore(trainer, found)
 
 
-def _read(trainer: Trainer, folder: Path) -> _Loaded:
-    verify(folder)
+@contextmanager
+def _opened(trainer: Trainer, folder: Path, *, alone: bool = False) -> Iterator[_Loaded]:
+    """Check a checkpoint and open it. alone: other ranks do not, else sharded ones check a share each."""
+    ranks, model = trainer.ranks, trainer.model
+    shared = ranks.sharded and not alone
+    verify(folder, *((ranks.rank, ranks.world) if shared else (0, 1)))
     with model_files(TrainError, f"load checkpoint {folder}"):
         raw = json.loads((folder / STATE).read_text())
-        moments = load_file(folder / MOMENTS)
     if raw["schema_version"] != SCHEMA:
         raise TrainError(
             f"checkpoint {folder} has schema {raw['schema_version']}, this version of insitu reads schema"
@@ -201,41 +295,42 @@ def _read(trainer: Trainer, folder: Path) -> _Loaded:
         raise TrainError(f"checkpoint {folder} was made with different optimizer settings: {raw['optim']}")
     if raw["reference"] != reference_of(trainer):
         raise TrainError(f"checkpoint {folder} was made with a different reference policy (train.reference)")
-    return _Loaded(raw, trainer.model.read(folder), moments)
+    with ExitStack() as files:
+        with model_files(TrainError, f"load checkpoint {folder}"):
+            place = folder / MOMENTS
+            moments = files.enter_context(PartFiles(place.parent, place.name))
+            stored = files.enter_context(PartFiles(folder))
+        if ranks.sharded and isinstance(model, HfPolicy):
+            yield _Loaded(raw, stored_parameters(model, stored, folder), moments)
+        else:
+            yield _Loaded(raw, model.read(folder), moments)
 
 
-def _restore(trainer: Trainer, found: _Loaded | None) -> None:
-    if found is None:
-        raise TrainError("a single rank has no checkpoint to load")
+def _restore(trainer: Trainer, found: _Loaded) -> None:
     moments = found.moments
-    random = {name: moments.pop(name) for name in (RNG, RNG_GPU) if name in moments}
-    trainer.optimiser.restore(moments)
-    _copy(found.weights, trainer.model)
+    random = {name: moments[name] for name in (RNG, RNG_GPU) if name in moments}
+    named = dict(trainer.model.named_parameters())
+    state = {
+        name: part_of(moments, name, named.get(name.rpartition("/")[0]))
+        for name in moments
+        if name not in random
+    }
+    trainer.optimiser.restore(state)
+    for name in found.weights:
+        put(named[name], found.weights, name)
     trainer.steps, trainer.version = int(found.raw["step"]), int(found.raw["version"])
     _restore_random(random, trainer.model.device)
 
 
 def _from_first(ranks: Together, found: _Loaded | None) -> _Loaded:
-    """Return what the first rank read, one tensor after another."""
-    held = {} if found is None else {**_tagged("w", found.weights), **_tagged("m", found.moments)}
-    shapes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in held.items()]
-    text = json.dumps([{} if found is None else dict(found.raw), shapes]).encode()
-    size = int(ranks.broadcast(torch.tensor([len(text)])))
-    sent = (
-        torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        if found
-        else torch.empty(size, dtype=torch.uint8)
+    """Return what the first rank has opened, sent one tensor at a time when it is read."""
+    own = None if found is None else [dict(found.raw), described(found.weights), described(found.moments)]
+    raw, weights, moments = take_over(ranks, own)
+    return _Loaded(
+        raw,
+        SentTensors(ranks, weights, None if found is None else found.weights),
+        SentTensors(ranks, moments, None if found is None else found.moments),
     )
-    raw, shapes = json.loads(bytes(ranks.broadcast(sent).tolist()))
-    parts: dict[str, dict[str, Tensor]] = {"w": {}, "m": {}}
-    for name, dtype, shape in shapes:
-        own = held[name].detach() if found else torch.empty(shape, dtype=getattr(torch, dtype))
-        parts[name[0]][name[2:]] = ranks.broadcast(own)
-    return _Loaded(raw, parts["w"], parts["m"])
-
-
-def _tagged(tag: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{tag} {name}": tensor for name, tensor in tensors.items()}
 
 
 def _random(device: torch.device) -> dict[str, Tensor]:
@@ -256,13 +351,6 @@ def _restore_random(state: Mapping[str, Tensor], device: torch.device) -> None:
 def reference_of(trainer: Trainer) -> str:
     """Return the checksum of the reference policy, or empty without one."""
     return trainer.reference.checksum if trainer.reference is not None else ""
-
-
-def _copy(held: Mapping[str, Tensor], target: Policy) -> None:
-    named = dict(target.named_parameters())
-    with torch.no_grad():
-        for name, tensor in held.items():
-            named[name].copy_(like(tensor, named[name]))
 
 
 def _sync(path: Path) -> None:

@@ -3,16 +3,19 @@
 All ranks run the same `Trainer.step` on the same plan with the same weights. The planner fixes row weights
 for the whole step, so gradients are summed, not averaged. An error on one rank is raised on all, and after an
 update ranks compare their weights. Replicas (`Together`) hold everything; `Sharded` ranks hold a part each
-(model/shard.py) and communicate in every layer, so all run equally many passes. `Ranks` itself is a single
-process.
+(model/shard.py), of one copy or of a copy per host, and communicate in every layer, so all run equally many
+passes. `Ranks` itself is a single process.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +32,9 @@ T = TypeVar("T")
 _BAD = "bad step: "
 """Marks a BadStepError among the errors of the ranks."""
 _ERROR_BYTES = 1024
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+"""Linux: the address of an interface."""
 
 
 class RankLostError(TrainError):
@@ -159,11 +165,32 @@ class Sharded(Together):
 
     sharded = True
 
+    def __init__(
+        self,
+        group: Any,
+        device: torch.device | None = None,
+        shards: int = 0,
+        limit: timedelta | None = None,
+    ) -> None:
+        """As `Together`. shards: successive ranks that hold one copy, 0 = all. limit: of waits."""
+        super().__init__(group, device)
+        self._shards, self._limit = shards or self.world, limit
+
     def mesh(self) -> Any:
-        """Return torch's DeviceMesh of all ranks."""
+        """Return torch's DeviceMesh: [shards], with several copies [copies, shards].
+
+        Only the second one needs groups of its own; they wait as long as the group of all.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(self._device.type, (self.world,))
+        if self._shards == self.world:
+            return init_device_mesh(self._device.type, (self.world,))
+        shape = (self.world // self._shards, self._shards)
+        mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
+        if self._limit is not None:
+            for group in mesh.get_all_groups():
+                dist.distributed_c10d._set_pg_timeout(self._limit, group)
+        return mesh
 
     def mine(self, batches: Iterable[MicroBatch]) -> list[MicroBatch]:
         """Return equally many batches on every rank.
@@ -193,11 +220,22 @@ class Sharded(Together):
         """No-op: the backward passes have summed them."""
 
     def agree(self, parameters: Iterable[Tensor]) -> None:
-        """Compare shapes only: no two ranks hold the same part."""
-        shapes = [[n, p.dim(), *p.shape] for n, p in enumerate(parameters)]
-        every = self._gather(torch.tensor([number for shape in shapes for number in shape]))
-        if any(not torch.equal(other, every[0]) for other in every):
+        """Compare the shapes of all, and the bits of those that hold the same part of different copies."""
+        held = list(parameters)
+        shapes = [number for n, p in enumerate(held) for number in (n, p.dim(), *p.shape)]
+        copies = self._shards < self.world
+        bits = [_bits(getattr(p, "to_local", lambda p=p: p)()) for p in held] if copies else []
+        every = self._gather(torch.tensor([*shapes, *bits], dtype=torch.int64))
+        at = len(shapes)
+        if any(not torch.equal(other[:at], every[0][:at]) for other in every):
             raise TrainError("the ranks hold parts of different models: the ranks have diverged")
+        for rank, other in enumerate(every):
+            first = rank % self._shards
+            if not torch.equal(other, every[first]):
+                raise TrainError(
+                    f"rank {rank} and rank {first} hold different weights of the same part: the ranks have"
+                    " diverged"
+                )
 
 
 @contextmanager
@@ -250,14 +288,14 @@ def join(
     *,
     deadline_s: float,
     device: torch.device | None = None,
-    sharded: bool = False,
+    shards: int = 0,
     address: str = "",
 ) -> Together:
     """Meet the other ranks over a file that does not exist yet, or a store of torch's.
 
     device: of this rank's model. GPUs, one per rank, use NCCL (not yet run), CPUs gloo, at `address` if
-    given. GPUs and sharded ranks use torch's default process group, which `leave` destroys. Raises TrainError
-    after the deadline.
+    given. shards: ranks that hold one copy of a sharded model; 0 = each a whole one. GPUs and sharded ranks
+    use torch's default process group, which `leave` destroys. Raises TrainError after the deadline.
     """
     if not 0 <= rank < world:
         raise ConfigError(f"rank {rank} of {world}")
@@ -266,11 +304,15 @@ def join(
         limit = timedelta(seconds=deadline_s)
         if isinstance(store, Path):
             store = dist.FileStore(str(store), world)  # type: ignore[attr-defined]
-        if not (on_gpu or sharded):
+        if not (on_gpu or shards):
             return Together(_gloo(store, rank, world, limit, address))
         backend = "nccl" if on_gpu else "gloo"
+        if address:
+            _listen_at(address, needed=not on_gpu)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-        return (Sharded if sharded else Together)(dist.group.WORLD, device)
+        if not shards:
+            return Together(dist.group.WORLD, device)
+        return Sharded(dist.group.WORLD, device, shards, limit)
 
 
 def _gloo(store: Any, rank: int, world: int, limit: timedelta, address: str) -> Any:
@@ -281,6 +323,29 @@ def _gloo(store: Any, rank: int, world: int, limit: timedelta, address: str) -> 
     options._timeout = limit
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, world, options)
+
+
+def _listen_at(address: str, *, needed: bool) -> None:
+    """Let torch's groups, which take no address, use the network interface that has this one.
+
+    Variables that are set stay. needed: raise TrainError where no interface has it.
+    """
+    missing = [name for name in (_INTERFACE, "NCCL_SOCKET_IFNAME") if not os.environ.get(name)]
+    if not missing:
+        return
+    found = [name for _, name in socket.if_nameindex() if address in _addresses(name)]
+    found += ["lo"] if address.startswith("127.") else []
+    if not found and needed:
+        raise TrainError(f"train.ranks: no network interface here has {address} first: set {_INTERFACE}")
+    os.environ.update({name: found[0] for name in missing if found})
+
+
+def _addresses(interface: str) -> list[str]:
+    """Return the first IPv4 address of an interface, or none."""
+    asked = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, suppress(OSError):
+        return [socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, asked)[20:24])]
+    return []
 
 
 def leave() -> None:

@@ -29,7 +29,6 @@ from insitu_train.loss.metrics import LossSums, result_of
 from insitu_train.memory.plan import MemoryPlanner
 from insitu_train.model.base import PLAIN, MemoryOptions, Policy
 from insitu_train.model.hf import HfPolicy
-from insitu_train.model.shard import gathered
 from insitu_train.options import StepResult, TrainConfig
 from insitu_train.plan.packing import MicroBatch, pack
 from insitu_train.plan.step import StepPlan
@@ -37,6 +36,7 @@ from insitu_train.trainer.batch import TensorBatch, make_batch, states
 from insitu_train.trainer.distributed import Ranks
 from insitu_train.trainer.mismatch import Mismatch, refused
 from insitu_train.trainer.optimizer import Optimiser
+from insitu_train.trainer.owners import held_whole
 from insitu_train.trainer.reference import Scorer
 from insitu_train.trainer.score_recorder import ScoreRecorder
 from insitu_train.trainer.utilization import utilization
@@ -118,26 +118,22 @@ class Trainer:
             self._recorder = None
         seconds, world = time.monotonic() - began, self.ranks.world
         mfu = utilization(self.model, plan, epochs=self.config.epochs, ranks=world, seconds=seconds)
-        return replace(result, seconds=seconds, mfu=mfu)
+        return replace(result, seconds=seconds, mfu=mfu, ranks=world)
 
     @contextmanager
-    def whole(self, *, moments: bool = False) -> Iterator[None]:
-        """Gather sharded weights, and the optimizer's `moments`, for reading on the first rank meanwhile.
+    def whole(self, *, moments: bool = False, owners: int = 1, frozen: bool = True) -> Iterator[None]:
+        """Gather sharded weights, and the optimizer's `moments`, for reading meanwhile.
 
-        All ranks call it; the first holds the tensors in host memory.
+        All ranks call it. The first `owners` ranks hold the tensors in host memory, each its own
+        (trainer/owners.py). frozen: else trained weights only.
         """
         if not (self.ranks.sharded and isinstance(self.model, HfPolicy)):
             yield
             return
-        named = dict(self.model.named_parameters())
-        state = self.optimiser.tensors() if moments else {}
-        keep = self.ranks.rank == 0
-        try:
-            self.model.whole = self.ranks.attempt(lambda: gathered(named, keep=keep))
-            self.optimiser.whole = self.ranks.attempt(lambda: gathered(state, keep=keep)) if moments else None
+        with held_whole(
+            self.ranks, self.model, self.optimiser, moments=moments, owners=owners, frozen=frozen
+        ):
             yield
-        finally:
-            self.model.whole = self.optimiser.whole = None
 
     def release_cache(self) -> None:
         """Free torch's GPU memory cache after a step, for an engine that shares the GPU."""

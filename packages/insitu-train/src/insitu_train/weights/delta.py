@@ -129,7 +129,7 @@ def apply_delta(path: Path, base: Path, folder: Path) -> Manifest:
     with boundary(EngineError, f"write weights into {folder}"), replaced_folder(folder) as fresh:
         write_tensors(fresh / "model.safetensors", tensors)
         for other in base.iterdir():
-            if other.is_file() and not other.name.endswith(".safetensors"):
+            if other.is_file() and ".safetensors" not in other.suffixes:
                 shutil.copyfile(other, fresh / other.name)
         return write_manifest(fresh, delta.target.version, delta.target.tensors)
 

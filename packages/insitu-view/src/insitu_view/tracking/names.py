@@ -83,6 +83,7 @@ STEP: Mapping[str, Mapping[str, str]] = {
         "publish_s": "seconds until the engine had the weights",
         "seconds": "seconds of the update alone",
         "mfu": "share of the GPUs' peak that the update reached, where it is known",
+        "ranks": "ranks that took part in the update, on all hosts",
     },
     "async": {
         "staleness_max": "most versions that a trained rollout was behind",

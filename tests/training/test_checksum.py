@@ -10,8 +10,8 @@ import torch
 from train_lab import small_model
 
 from insitu_train.embedded.weights import checksum, checksum_of
-from insitu_train.learner import main as fingerprint
-from insitu_train.learner.main import WeightChecksum
+from insitu_train.trainer import checksum as fingerprint
+from insitu_train.trainer.checksum import WeightChecksum
 
 pytestmark = pytest.mark.slow
 

@@ -190,6 +190,6 @@ async def test_a_host_that_comes_back_takes_part_after_the_next_checkpoint(
             await run.step(plan)
             assert run.ranks[-1] == 2, lines
             assert run.supervisor.restarts == 1, "a life that began for a host's sake is no restart"
-            await run.supervisor.take_in()  # nobody waits
+            await run.supervisor.take_in()  # no host waits
             assert learner.version == len(run.plans)
     assert sum("which waited" in line for line in lines) == 1, lines

@@ -1,4 +1,4 @@
-"""Who keeps which tensor of sharded ranks: layers stay together, and nobody holds much more than a share."""
+"""Who keeps which tensor of sharded ranks: layers stay together, and none holds much more than a share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Hosts that a run has lost, in a file that outlives the learner: one that is lost again and again waits.
 
 After its first loss a host takes part again as soon as it comes; after each further one it waits, each time
-twice as long. Nobody waits for it meanwhile.
+twice as long. The others go on without it meanwhile.
 """
 
 from __future__ import annotations

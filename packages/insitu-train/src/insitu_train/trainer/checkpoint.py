@@ -237,7 +237,7 @@ def begin(
     parts = owners if ranks.sharded and not adapters else 1
     with trainer.whole(moments=True, owners=parts, frozen=not adapters):
         if parts > 1:
-            # nobody writes before the folder is there
+            # no rank writes before the folder is there
             ranks.attempt(lambda: None if ranks.rank else writer.prepare(folder))
         if ranks.rank < parts:
             made = snapshot(trainer, assets, part=ranks.rank, parts=parts)

@@ -15,7 +15,7 @@ class WeightChecksum:
     """Checksum of one model whose frozen weights do not change."""
 
     def __init__(self, model: Policy, ranks: Ranks | None = None) -> None:
-        """Set up. ranks: sharded ones compute it together, so that nobody holds a whole model."""
+        """Set up. ranks: sharded ones compute it together, so that none holds a whole model."""
         self._model, self._ranks = model, ranks or Ranks()
         self._never = frozenset(n for n, p in model.named_parameters() if not p.requires_grad)
         self._frozen = ""

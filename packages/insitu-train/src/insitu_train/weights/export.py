@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -24,7 +24,6 @@ from insitu_train.model.base import Policy
 from insitu_train.model.load import start_dtype
 from insitu_train.model.lora import CONFIG as ADAPTER
 from insitu_train.part_files import PartNote, leave_note, part_name, take_notes, write_index
-from insitu_train.trainer.distributed import Ranks
 from insitu_train.weights.files import ExportRequest
 
 T = TypeVar("T")
@@ -32,15 +31,31 @@ HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _NOTHING = Manifest(version=0, checksum="", tensors={})
 
 
+class WritesTogether(Protocol):
+    """Ranks that write together (trainer/distributed.py)."""
+
+    rank: int
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Run `work`, or raise the TrainError of the first failed rank on all."""
+
+
+class _Alone:
+    rank = 0
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        return work()
+
+
 def export(
-    policy: Policy, wanted: ExportRequest, assets: Path, ranks: Ranks | None = None, parts: int = 1
+    policy: Policy, wanted: ExportRequest, assets: Path, ranks: WritesTogether | None = None, parts: int = 1
 ) -> Manifest:
     """Write `wanted.folder`, replacing an existing one; sharded ranks call it inside `Trainer.whole`.
 
     assets: folder of the start model. parts: files that the first ranks write, one each; only the first rank
     returns the manifest. Raises TrainError, also for adapters of a policy without any.
     """
-    ranks, folder = ranks or Ranks(), wanted.folder
+    ranks, folder = ranks or _Alone(), wanted.folder
     with ExitStack() as stack:
 
         def on(some: bool, work: Callable[[], T], other: T) -> T:

@@ -18,7 +18,7 @@ from insitu.agents.worker import count
 from insitu.errors import HarnessError, PolicyUnsupported, SandboxStartError
 from insitu.sandbox.base import SandboxSpec
 from insitu.sandbox.local import LocalBackend
-from insitu.types import FileEntry, Limits, Setup, Task
+from insitu.types import FileEntry, Limits, Setup, Task, TaskStep, Tree
 from tests.fakes.agents import command_harness
 
 pytestmark = pytest.mark.slow
@@ -195,3 +195,40 @@ async def test_a_link_in_place_of_a_file_stands_for_what_it_leads_to() -> None:
     assert {path: entry.content for path, entry in tree.items()} == {
         "real": b"new", "kept": b"old", "a": b"new", "b": b"new", "c": b"new", "pkg/g": b"new",
     }  # fmt: skip
+
+
+def stepped(task: Task, *prompts: str, wall_s: float = 20.0) -> Task:
+    limits = Limits(wall_s=wall_s)
+    steps = tuple(
+        TaskStep(name=f"s{number}", task=dataclasses.replace(task, prompt=prompt, files={}, limits=limits))
+        for number, prompt in enumerate(prompts, 1)
+    )
+    return dataclasses.replace(task, files={}, steps=steps, limits=limits)
+
+
+async def test_the_next_step_begins_where_the_agent_failed_and_its_verdict_decides(
+    backend: LocalBackend, tmp_path: Path, task: Task
+) -> None:
+    seen: list[tuple[int, bytes]] = []
+
+    async def graded(number: int, tree: Tree) -> bool:
+        seen.append((number, tree["asked"].content))
+        return number < 1
+
+    harness = shell(backend, "cat >> asked; echo . >> asked; test $(wc -l < asked) = 2 || exit 3")
+    three = stepped(task, "one", "two", "three")
+    async with harness.worker(tmp_path / "g") as worker:
+        result = await worker.run(three, ACCESS, graded=graded)
+        assert not worker.healthy
+    assert seen == [(0, b"one.\n"), (1, b"one.\ntwo.\n")]
+    assert (result.exit, result.tree["asked"].content) == ("failed", b"one.\ntwo.\n")
+
+
+async def test_no_step_has_more_time_than_the_task(backend: LocalBackend, tmp_path: Path, task: Task) -> None:
+    async def graded(number: int, tree: Tree) -> bool:
+        return True
+
+    both = dataclasses.replace(stepped(task, "one", "two"), limits=Limits(wall_s=0.5))
+    async with shell(backend, "sleep 30").worker(tmp_path / "g") as worker:
+        result = await worker.run(both, ACCESS, graded=graded)
+    assert (result.exit, result.detail) == ("timeout", "stopped after 0.5 s")

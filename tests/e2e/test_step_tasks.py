@@ -206,8 +206,12 @@ ALL = [f"echo kept > ~/notes; {TOTAL}", None, f"cat ~/notes; {TOTAL}; {NAMES}", 
 
 
 @pytest.mark.full
-async def test_pi_is_asked_for_each_step(tmp_path: Path) -> None:
-    rollout = await attempt(tmp_path, example(tmp_path), ALL, "pi")
+@pytest.mark.parametrize(
+    ("agent", "last"), [("pi", None), ("mini_swe", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+)
+async def test_a_real_agent_is_asked_for_each_step(tmp_path: Path, agent: str, last: str | None) -> None:
+    commands = [command or last for command in ALL]
+    rollout = await attempt(tmp_path, example(tmp_path), commands, agent)
     assert rollout.verdict is not None, rollout.error
     assert (rollout.status, rollout.reward, rollout.verdict.outcome) == (Status.OK, 1.0, Outcome.RESOLVED)
     assert rollout.reward_components == {"total": 1.0, "delivery": 1.0}

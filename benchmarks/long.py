@@ -166,7 +166,7 @@ def measure(case: Case, device: torch.device, repeats: int) -> None:
     trainer.step(one_row(256, config.vocab_size))  # the optimiser's moments are there from now on
     if trainer.fit is None:
         raise RuntimeError("the trainer chooses no techniques")
-    (chosen,) = trainer.fit.plan(plan)
+    chosen = trainer.fit.plan(plan)[0] or PLAIN
     kernels = "cuda" if device.type == "cuda" else "cpu"
     model = MemoryModel(config, dtype=dtype, lora=None, kernels=kernels)  # type: ignore[arg-type]
     case.techniques = str(chosen)

@@ -7,17 +7,21 @@ rollouts that finish are paid for. `rollouts_per_s`: finished rollouts per CPU s
 is one thread. `cores`: its CPU time at 200 finished rollouts per second. `gib`: its resident memory with all
 sessions open. `commit_s`: wall time of the SQLite commit of a step of 4,096 rollouts. Not in it: the engine's
 HTTP, planning, and the learner.
+
+`--cluster` prints the arithmetic of 64 hosts and a 70B model (benchmarks/_cluster.py) for docs/scale.md, with
+bytes measured here and speeds of the record of this benchmark.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import re
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +30,7 @@ import numpy as np
 import orjson
 
 from benchmarks._arguments import Arguments, count
+from benchmarks._cluster import Bytes, Cluster, Line, lines, predicted
 from insitu.attempt import AttemptSpec
 from insitu.collect.breaker import Breaker
 from insitu.collect.collector import Collector
@@ -56,6 +61,8 @@ from insitu_fleet.controller import Fleet
 from insitu_fleet.values import pack
 from insitu_train.alarms import InfraFailureRate
 from insitu_train.channel.rpc import Frame, Handler, RpcPeer, encode
+from insitu_train.learner.serialization import encode_plan
+from insitu_train.plan.step import PlanConfig, PlanRow, StepPlan, pack_rows
 from tests.fakes.attempts import fake_rollout
 from tests.fakes.virtual_time import run_virtual
 
@@ -64,6 +71,9 @@ TURNS, NEW, SAMPLED = 20, 400, 100
 """Turns of a rollout, and tokens that each adds to the context and samples."""
 GROUP = 8
 STEP = 4096
+ROW = 32_768
+"""Tokens of a long row of most steps."""
+RECORDS = Path(__file__).parent / "results"
 RATE = 200
 LIFE_S, APART_S = 60.0, 0.01
 CALL = re.compile(rb'"op":"([a-z.]+)","id":(\d+)\}')
@@ -170,14 +180,7 @@ class SimulatedLink:
         _, step, group, _ = rollout_id.split("/")
         await asyncio.sleep(LIFE_S + APART_S * (1000 * (int(step) - 1) + int(group)))
         began = time.process_time()
-        prompt = np.arange(TURNS * (NEW + SAMPLED), dtype=np.int32)
-        calls = []
-        for turn in range(TURNS):
-            key = RequestKey(seed=0, rollout_id=rollout_id, turn=turn)
-            params = SamplingParams(max_tokens=512, stop_ids=frozenset((1,)))
-            meta = {"op": "engine.generate", "id": next(self._numbers), "call": turn}
-            ids = prompt[: (turn + 1) * (NEW + SAMPLED)]
-            calls.append(encode(meta, VALUES.pack((ids, params, key))))
+        calls = _calls(rollout_id, self._numbers)
         spec = AttemptSpec(rollout_id=rollout_id, task=TASK, seed=0)
         frame: Frame = pack(rollout_of(spec), None, {}, ())
         answer = encode({**frame.meta, "id": number}, frame.arrays)
@@ -187,6 +190,18 @@ class SimulatedLink:
             await asyncio.sleep(0.1)
         self._peer.feed(answer)
         SimulatedLink.finished += 1
+
+
+def _calls(rollout_id: str, numbers: Iterator[int]) -> list[bytes]:
+    """Return the frames of a rollout's engine calls."""
+    prompt, calls = np.arange(TURNS * (NEW + SAMPLED), dtype=np.int32), []
+    for turn in range(TURNS):
+        key = RequestKey(seed=0, rollout_id=rollout_id, turn=turn)
+        params = SamplingParams(max_tokens=512, stop_ids=frozenset((1,)))
+        meta = {"op": "engine.generate", "id": next(numbers), "call": turn}
+        ids = prompt[: (turn + 1) * (NEW + SAMPLED)]
+        calls.append(encode(meta, VALUES.pack((ids, params, key))))
+    return calls
 
 
 TASK = Task(
@@ -248,8 +263,14 @@ async def _simulated(sessions: int, machines: int, groups: int, folder: Path) ->
                     "gib": round(gib, 2),
                     "rollouts_per_s": round(done / cpu_s, 1),
                     "commit_s": round(commit_s, 2),
+                    "stored_kb": round(_size(run.path) / len(names) / 1e3, 1),
                 }
             )
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of a run's store."""
+    return sum(file.stat().st_size for file in folder.glob("*.sqlite*"))
 
 
 class _Done(Exception):
@@ -269,6 +290,45 @@ def simulated(sessions: int, machines: int, rollouts: int) -> dict[str, Any]:
             return done.figures
 
 
+def measured_bytes(record: Mapping[str, Any]) -> Bytes:
+    """Return sizes of what is sent and stored. record: a result of this benchmark."""
+    spec = AttemptSpec(rollout_id="train/1/0/0", task=TASK, seed=0)
+    frame = encode({"id": 1}, pack(rollout_of(spec), None, {}, ()).arrays)
+    calls = sum(len(call) for call in _calls(spec.rollout_id, itertools.count()))
+    ids = np.arange(TURNS * (NEW + SAMPLED), dtype=np.int32)
+    row = PlanRow(
+        group_id="1/0", rollout_id=spec.rollout_id, segment=0, advantage=1.0, weight=1.0, ids=ids,
+        mask=ids > 0,
+        logprobs=np.zeros(len(ids), np.float32), versions=np.zeros(len(ids), np.int32),
+    )  # fmt: skip
+    rows = tuple(replace(row, rollout_id=f"train/1/0/{n}") for n in range(GROUP))
+    tokens = GROUP * len(ids)
+    batches = pack_rows(rows, PlanConfig())
+    plan = StepPlan(rows=rows, batches=batches, ledger=Ledger(captured=tokens, trained=tokens), groups=1)
+    return Bytes(
+        plan=len(encode({"op": "step"}, encode_plan(plan))) / tokens,
+        frame=len(frame),
+        calls=calls,
+        store=1e3 * simulated(64, 4, 64)["stored_kb"],
+        per_s=record["rollouts_per_s"],
+        commit_s=record["commit_s"],
+    )
+
+
+def cluster(c: Cluster) -> list[Line]:
+    """Return the table of a cluster."""
+    record = orjson.loads((RECORDS / "scale.json").read_bytes())["result"]
+    memory, parameters = {}, 0
+    for shards in (c.gpus, c.shards):
+        parameters, gb = predicted(shards, ROW)
+        memory[f"one copy on {shards} ranks, a row of {ROW:,} tokens"] = gb
+    for parts in (1, c.shards):
+        _, gb = predicted(c.shards, c.row, parts)
+        by = "alone" if parts == 1 else f"shared by {parts} ranks"
+        memory[f"one copy on {c.shards} ranks, a row of {c.row:,} tokens {by}"] = gb
+    return list(lines(c, measured_bytes(record), parameters, memory))
+
+
 def main(argv: list[str]) -> int:
     """Return 0: the figures are to be read."""
     parser = Arguments(prog="benchmarks scale", description=__doc__)
@@ -276,7 +336,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sessions", type=count, default=10_000)
     parser.add_argument("--machines", type=count, default=100)
     parser.add_argument("--rollouts", type=count, default=STEP, help="rollouts of the step that is measured")
+    parser.add_argument("--cluster", action="store_true", help="print the arithmetic of many hosts instead")
     options = parser.parse_args(argv)
+    if options.cluster:
+        table = [str(line) for line in cluster(Cluster())]
+        print(orjson.dumps({"lines": table}).decode() if options.json else "\n".join(table))
+        return 0
     result = simulated(options.sessions, options.machines, options.rollouts)
     print(
         orjson.dumps(result).decode() if options.json else "\n".join(f"{k}: {v}" for k, v in result.items())

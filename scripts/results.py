@@ -78,7 +78,16 @@ def pages() -> dict[Path, str]:
     """Return path -> text of every page that is made, and of every picture."""
     rows = PAGE.with_name("workflows.md")
     of_rows = {rows: counted(rows.read_text(encoding="utf-8"))} if rows.exists() else {}
+    scale = PAGE.with_name("scale.md")
+    of_rows |= {scale: cluster(scale.read_text(encoding="utf-8"))} if scale.exists() else {}
     return {PAGE: page(), **of_rows, **pictures()}
+
+
+def cluster(text: str) -> str:
+    """Return the text of docs/scale.md with the table below `<!-- cluster -->` that its record has."""
+    found = records().get("scale_cluster", {"result": {"lines": []}})["result"]["lines"]
+    table = "\n".join(["| what | how much | from where |", "|---|---|---|", *found])
+    return re.sub(r"(<!-- cluster -->\n)(?:\|.*\n)*", lambda made: f"{made[1]}{table}\n", text)
 
 
 def pictures() -> dict[Path, str]:

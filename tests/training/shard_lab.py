@@ -17,8 +17,9 @@ import torch
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError
+from insitu_train.memory.peak import peak_bytes
 from insitu_train.model import shard as sharding
-from insitu_train.model.base import Policy
+from insitu_train.model.base import PLAIN, MemoryOptions, Policy
 from insitu_train.model.hf import HfPolicy, open_hf
 from insitu_train.model.parity import logprobs
 from insitu_train.model.parts import PartFiles
@@ -28,7 +29,7 @@ from insitu_train.plan.step import StepPlan
 from insitu_train.trainer import checkpoint
 from insitu_train.trainer.checkpoint import CheckpointWriter
 from insitu_train.trainer.checksum import WeightChecksum
-from insitu_train.trainer.distributed import Ranks, Sharded, join, leave
+from insitu_train.trainer.distributed import Ranks, Sharded, Together, join, leave
 from insitu_train.trainer.trainer import Trainer
 from insitu_train.weights.export import export
 from insitu_train.weights.files import ExportRequest
@@ -230,7 +231,62 @@ def spread(ranks: Ranks | None, folder: Path, plan: StepPlan, name: str, owners:
     return {"weights": weights(again.model), "moments": moments, "sum": first, "held": sum(held.values())}
 
 
+def shared(ranks: Sharded, folder: Path, plan: StepPlan, lora: Lora | None = None) -> Found:
+    """Gradient and three steps of sharded ranks that hold only parts of a row."""
+    trainer = trainer_on(opened(folder / "model", lora, ranks=ranks), CONFIG, ranks)
+    _without_room(trainer, plan)
+    found = gradients(trainer, plan)
+    result = [trainer.step(plan) for _ in range(3)][-1]
+    return {
+        "loss": found["loss"],
+        "gradient": _flat(found["grads"]),
+        "weights": _flat(every(dict(trainer.optimiser.named))),
+        "result": asdict(result),
+    }
+
+
+def shared_memory(ranks: Sharded, folder: Path, plan: StepPlan) -> Found:
+    """Predicted and measured bytes of a step of replicas that share its row, by memory options."""
+    found: Found = {}
+    for options in (
+        PLAIN,
+        MemoryOptions(checkpoint=True),
+        MemoryOptions(checkpoint=True, save_attention=True),
+    ):
+        trainer = Trainer(opened(folder / "wide"), CONFIG, ranks=Together(ranks._group))
+        _without_room(trainer, plan)
+        trainer.step(plan)
+        fit: Any = trainer.fit
+        fit._ladder = [options]
+        part = fit._part(plan, plan.batches[0])
+        predicted, later = (
+            fit._need(fit._model, part, options, first=first).device for first in (True, False)
+        )
+        fit.limit = max(predicted, later)
+        held = sum(p.nbytes for _, p in trainer.model.named_parameters())
+        held += sum(t.nbytes for t in trainer.optimiser.tensors().values())
+        measured = held + peak_bytes(lambda t=trainer: t.step(plan), CPU)  # type: ignore[misc]
+        assert isinstance(trainer.model, HfPolicy)
+        assert trainer.model.techniques == options
+        found[str(options)] = (predicted, measured)
+    return found
+
+
+def _without_room(trainer: Trainer, plan: StepPlan) -> None:
+    """Leave half of what the longest row lacks on one rank."""
+    fit: Any = trainer.fit
+    batch = max(plan.batches, key=lambda batch: batch.tokens)
+    loads = (fit._load(plan, batch), fit._part(plan, batch))
+    fit.limit = sum(fit._need(fit._model, load, fit._ladder[-1], first=False).device for load in loads) // 2
+
+
+def _flat(tensors: Found) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
 JOBS: dict[str, Callable[..., Any]] = {
+    "shared": shared,
+    "shared_memory": shared_memory,
     "steps": steps,
     "resumed": resumed,
     "adapted": adapted,

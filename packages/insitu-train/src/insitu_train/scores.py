@@ -14,7 +14,7 @@ import logging
 import re
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,14 +86,35 @@ def read_row(folder: Path, step: int, plan: str, rollout_id: str, segment: int) 
     files = sorted(folder.glob(f"step-{step:05d}*.bin"))
     if not files:
         raise RecordError(f"step {step} has no scores: record.scores was off, or keeps fewer steps")
+    parts: list[RowScores] = []
     for file in files:
         try:
             found = _read(file, plan, rollout_id, segment)
         except (OSError, ValueError, KeyError, TypeError, struct.error, zlib.error) as error:
             raise RecordError(f"scores/{file.name} cannot be read") from error
-        if found is not None:
-            return found
-    raise RecordError(f"step {step} did not train this row")
+        # several ranks may have computed a row, each some of its tokens
+        if found is not None and not any((found.mask & part.mask).any() for part in parts):
+            parts.append(found)
+    if not parts:
+        raise RecordError(f"step {step} did not train this row")
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: Sequence[RowScores]) -> RowScores:
+    """Return the scores of a row from those of its parts."""
+    order = np.argsort(np.concatenate([np.flatnonzero(part.mask) for part in parts]))
+
+    def all_of(name: str) -> Any:
+        return np.concatenate([getattr(part, name) for part in parts])[order]
+
+    return RowScores(
+        rollout_id=parts[0].rollout_id,
+        segment=parts[0].segment,
+        mask=np.logical_or.reduce([part.mask for part in parts]),
+        gap=all_of("gap"),
+        entropy=all_of("entropy"),
+        flags=all_of("flags"),
+    )
 
 
 def _read(file: Path, plan: str, rollout_id: str, segment: int) -> RowScores | None:

@@ -197,6 +197,8 @@ def objective(
     hidden's dtype. into: [V, d] float32 to which the weight's gradient is added during the pass instead of by
     autograd; `total` must then enter the loss unscaled. soft_cap: of the logits, 0 = none.
     """
+    if not len(targets):
+        return FusedLoss(hidden.sum(), _no_scores(hidden))
     train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     given = into if weight.requires_grad else None
     call = _HeadInputs(targets, temperature, loss, given, kernels, train, soft_cap)
@@ -228,7 +230,15 @@ def scores(
 
     logp carries the gradient, in float32. soft_cap: of the logits, 0 = none.
     """
+    if not len(targets):
+        return _no_scores(hidden)
     return Scores(*_TokenHead.apply(hidden, weight, targets, temperature, kernels, soft_cap))  # type: ignore[no-untyped-call]
+
+
+def _no_scores(hidden: Tensor) -> Scores:
+    """Return the scores of no tokens: those of a row may all be other ranks'."""
+    none = hidden.new_zeros(0, dtype=torch.float32)
+    return Scores(none, none, none.bool())
 
 
 def score(model: Policy, hidden: Tensor, targets: Tensor, temperature: float) -> Scores:

@@ -25,11 +25,12 @@ Rows = Mapping[int, Tensor]
 class StepInputs:
     """Inputs of one step, over all its epochs."""
 
-    def __init__(self, plan: StepPlan, config: LossConfig) -> None:
+    def __init__(self, plan: StepPlan, config: LossConfig, whole: StepPlan | None = None) -> None:
+        """Take a plan; `whole` is the one with all trained tokens of rows that several ranks share."""
         self._plan, self._config = plan, config
         names: dict[str, int] = {}
         self._rollout = [names.setdefault(row.rollout_id, len(names)) for row in plan.rows]
-        counts = [int(row.mask.sum()) for row in plan.rows]
+        counts = [int(row.mask.sum()) for row in (whole or plan).rows]
         self._tokens = np.bincount(self._rollout, counts, len(names)) if names else np.zeros(0)
         self._prox: dict[int, Tensor] = {}
         self._ref: dict[int, Tensor] = {}

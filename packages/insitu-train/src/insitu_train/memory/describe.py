@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from insitu_train.memory.meta_run import BatchShape
 from insitu_train.memory.plan import KEPT_FREE, LADDER
 from insitu_train.memory.predict import GIB, MemoryModel
 from insitu_train.model.base import MemoryOptions
-from insitu_train.model.parity import opened_config
+from insitu_train.model.parity import opened_config, why_by_rows
 from insitu_train.options import TrainConfig, shards_of
 
 
@@ -55,11 +56,19 @@ def describe(config: Config) -> Iterator[str]:
     def peak(techniques: MemoryOptions) -> int:
         return predictor.predict(load, techniques, first=False).peak
 
+    def shared(techniques: MemoryOptions) -> int:
+        part = replace(load, width=length - 1, parts=train.world)
+        part = replace(part, trained=min(load.trained, part.tokens))
+        return predictor.predict(part, techniques, first=False).peak
+
     yield (
         f"{parameters / 1e9:.2f} billion parameters, {predictor.trained / 1e6:,.1f} million of them trained;"
         f" the learner holds {_gib(predictor.held)} on {where} between steps"
     )
-    yield f"a row of {length:,} tokens takes {_choice(ladder, peak, _limit(config, on_cpu=on_cpu))}"
+    limit = _limit(config, on_cpu=on_cpu)
+    yield f"a row of {length:,} tokens takes {_choice(ladder, peak, limit)}"
+    if train.world > 1 and limit and not _fitting(ladder, peak, limit) and not why_by_rows(model):
+        yield f"shared by {train.world} ranks it takes {_choice(ladder, shared, limit)} on each"
     if config.engine.launch and not on_cpu:
         held = 2 * parameters / config.engine.tensor_parallel
         yield f"a server holds about {_gib(held)} of weights on each of its GPUs, the rest is its cache"
@@ -69,12 +78,16 @@ def _choice(ladder: Sequence[MemoryOptions], peak: Callable[[MemoryOptions], int
     """Return the first memory options that fit; without a limit what the first and the last ones take."""
     if not limit:
         return ", ".join(f"{_gib(peak(t))} {t}" for t in dict.fromkeys([*ladder[:2], ladder[-1]]))
-    needs = 0
-    for techniques in ladder:
-        needs = peak(techniques)
-        if needs <= limit:
-            return f"{_gib(needs)} of {_gib(limit)}: {techniques}"
-    return f"{_gib(needs)} with all memory options, of {_gib(limit)}: it does not fit"
+    techniques = _fitting(ladder, peak, limit)
+    if techniques is not None:
+        return f"{_gib(peak(techniques))} of {_gib(limit)}: {techniques}"
+    return f"{_gib(peak(ladder[-1]))} with all memory options, of {_gib(limit)}: it does not fit"
+
+
+def _fitting(
+    ladder: Sequence[MemoryOptions], peak: Callable[[MemoryOptions], int], limit: float
+) -> MemoryOptions | None:
+    return next((techniques for techniques in ladder if peak(techniques) <= limit), None)
 
 
 def _limit(config: Config, *, on_cpu: bool) -> float:

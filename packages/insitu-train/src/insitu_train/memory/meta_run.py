@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from insitu_train.attention.parts import RowSplit
 from insitu_train.attention.rows import _blocks as score_blocks
 from insitu_train.attention.tree import Piece
 from insitu_train.loss.chunked_logits import cut_of
@@ -71,10 +72,14 @@ class BatchShape:
     """Positions that the head scores."""
     tree: AttentionShape | None = None
     """Attention of a tree's tokens (then one row) where it is not one kernel."""
+    parts: int = 1
+    """Ranks over which the tokens of one row are spread; `trained` is then of one of them."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that the pass computes."""
+        """Tokens that the pass computes, on one rank."""
+        if self.parts > 1:
+            return 2 * RowSplit(self.width, self.parts).chunk
         return self.prefix + self.rows * self.width
 
 

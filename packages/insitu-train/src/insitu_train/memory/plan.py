@@ -1,8 +1,9 @@
 """Chooses the memory options of every micro-batch before a step, or refuses the step with numbers.
 
 The first options of LADDER that fit are taken. A slightly larger shape is predicted first and cached, so few
-dry runs are made. A row that fits with none is refused, not dropped: the error names it, its need, the limit
-and what would help. A sharded rank's moments stay on the device.
+dry runs are made. A row that fits with none is computed by all ranks together, each a part of its tokens
+(attention/parts.py), or refused, not dropped: the error names it, its need, the limit and what would help.
+A sharded rank's moments stay on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from insitu_train.memory.predict import GIB, BuiltinMemory, Kernels, MemoryModel
 from insitu_train.model.base import PLAIN, MemoryOptions
 from insitu_train.model.hf import HfPolicy
 from insitu_train.options import Lora
-from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.packing import ALL, MicroBatch
 from insitu_train.plan.prefix_tree import build_tree
 from insitu_train.plan.step import StepPlan
 
@@ -70,12 +71,15 @@ class MemoryPlanner:
         host: int,
         measured: Callable[[], int] | None = None,
         reference: HfPolicy | Qwen3 | None = None,
+        ranks: int = 1,
+        undivided: str = "",
     ) -> None:
         """Set the limits in bytes of device and host.
 
         config: what the policy is built from (`_config_of`). measured: returns the current limit at the start
         of a step. reference: policy that scores each micro-batch first; its weights are not part of the
-        limit. Raises TrainError when the memory of this architecture cannot be predicted.
+        limit. ranks: who may compute a row together. undivided: why they may not, or empty. Raises TrainError
+        when the memory of this architecture cannot be predicted.
         """
         self._config, self._policy = config, policy
         self.limit, self._host, self._measured = limit, host, measured
@@ -89,6 +93,7 @@ class MemoryPlanner:
         self._first = 0
         """Options of the ladder before this index have run out of memory."""
         self._scored_by = reference
+        self._ranks, self._undivided = ranks, undivided
         self._known: dict[tuple[MemoryOptions, bool], list[tuple[BatchShape, _MemoryNeed]]] = {}
         if not isinstance(policy, Qwen3):
             self._need(self._model, BatchShape(prefix=0, rows=1, width=2, trained=1), PLAIN, first=True)
@@ -128,7 +133,10 @@ class MemoryPlanner:
 
         limit = int(memory_gib * GIB) - kept - beside if memory_gib else measured()
         again = measured if on_gpu and not memory_gib else None
-        return cls(_config_of(policy), policy, limit=limit, host=host, measured=again, reference=reference)
+        return cls(
+            _config_of(policy), policy, limit=limit, host=host, measured=again, reference=reference,
+            ranks=ranks, undivided=_undivided([policy, *references]),
+        )  # fmt: skip
 
     @cached_property
     def _model(self) -> MemoryPredictor:
@@ -138,27 +146,39 @@ class MemoryPlanner:
     def _reference(self) -> MemoryPredictor | None:
         return None if self._scored_by is None else self._of(None, self._scored_by)
 
-    def plan(self, plan: StepPlan) -> list[MemoryOptions]:
-        """Return the options of every micro-batch of a step.
+    def plan(self, plan: StepPlan) -> list[MemoryOptions | None]:
+        """Return the options of every micro-batch of a step; None where only all ranks together hold its row.
 
         Raises TrainError when a micro-batch fits with none of them.
         """
         if self._measured is not None:
             self.limit = self._measured()
-        found = []
+        found: list[MemoryOptions | None] = []
         for at, micro in enumerate(plan.batches):
-            load = load_of(plan, micro, self._kernels, self._policy.compute_dtype, self._policy.head_dim)
+            load = self._load(plan, micro)
             chosen = self.choose(load, first=at == 0)
-            if chosen is None:
+            part = None if chosen is not None else self._part(plan, micro)
+            if chosen is None and (part is None or self.choose(part, first=False) is None):
                 raise TrainError(self._refusal(plan, micro, load, first=at == 0))
             found.append(chosen)
-        if any(t.offload_optimizer for t in found):
-            found = [replace(t, offload_optimizer=True) for t in found]
+        if any(t is not None and t.offload_optimizer for t in found):
+            found = [t and replace(t, offload_optimizer=True) for t in found]
         return found
+
+    def _load(self, plan: StepPlan, micro: MicroBatch) -> BatchShape:
+        policy = self._policy
+        return load_of(plan, micro, self._kernels, policy.compute_dtype, policy.head_dim, self._ranks)
+
+    def _part(self, plan: StepPlan, micro: MicroBatch) -> BatchShape | None:
+        """Return the shape of one rank's part of a micro-batch, None where it cannot be divided."""
+        if self._ranks == 1 or micro.rank == ALL or len(micro.rows) > 1 or self._undivided:
+            return None
+        load = self._load(plan, replace(micro, rank=ALL))
+        return replace(load, trained=min(load.trained, load.tokens))  # all may be in one part
 
     def choose(self, load: BatchShape, *, first: bool = True) -> MemoryOptions | None:
         """Return the first options of LADDER that fit the shape; None when none does."""
-        if self._surely(load):
+        if load.parts == 1 and self._surely(load):
             return PLAIN
         ladder = self._ladder[self._first :]
         return next((t for t in ladder if self._fits(load, t, first=first)), None)
@@ -234,8 +254,9 @@ class MemoryPlanner:
 
     def _refusal(self, plan: StepPlan, micro: MicroBatch, load: BatchShape, *, first: bool) -> str:
         row = max((plan.rows[i] for i in micro.rows), key=lambda r: len(r.ids))
+        what = "a micro-batch" if load.parts == 1 else f"one of {load.parts} parts"
         subject = (
-            f"rollout {row.rollout_id} segment {row.segment}: a micro-batch of {load.tokens:,} tokens"
+            f"rollout {row.rollout_id} segment {row.segment}: {what} of {load.tokens:,} tokens"
             f" ({load.rows} rows, the longest {len(row.ids):,}) needs"
         )
         helps = []
@@ -261,9 +282,21 @@ class MemoryPlanner:
             helps.append("policy.kind hf has options that need less")
         elif self._policy.lora is None:
             helps += self._with_adapters(load, first)
+        if self._ranks > 1:
+            helps.append(self._together(plan, micro, first))
         if load.rows > 1 or len(micro.rows) > 1:
             helps.append("a smaller train.token_budget cuts the micro-batch")
         return f"{subject} {'; '.join([needs, *helps])}: no update"
+
+    def _together(self, plan: StepPlan, micro: MicroBatch, first: bool) -> str:
+        """Return what all ranks together would need, or why they do not compute the row together."""
+        part = self._part(plan, micro)
+        if part is not None:
+            need = self._least(self._model, part, first=False)
+            return f"{_gib(need)} on each of {self._ranks} ranks that share the row"
+        if micro.rank == ALL:
+            return f"the row is shared by {self._ranks} ranks already"
+        return self._undivided or "ranks share a row that has a micro-batch of its own"
 
     def _with_adapters(self, load: BatchShape, first: bool) -> list[str]:
         """Return the need with adapters; empty where the model's layers have other names."""
@@ -284,14 +317,18 @@ def load_of(
     kernels: Kernels = "cpu",
     dtype: torch.dtype = torch.float32,
     head_dim: int = 128,
+    ranks: int = 1,
 ) -> BatchShape:
     """Return the shape of a micro-batch's forward on a device, in a dtype.
 
     The last token of a prefix stands before each row, and the last token of a row predicts nothing. A tree is
-    one flat row.
+    one flat row. ranks: who computes a micro-batch of ALL; the row's mask is then one rank's.
     """
     rows = [plan.rows[i] for i in micro.rows]
     trained = sum(int(row.mask.sum()) for row in rows)
+    if micro.rank == ALL:
+        width = len(rows[0].ids) - 1
+        return BatchShape(prefix=0, rows=1, width=width, trained=max(1, trained), parts=ranks)
     if micro.layout == "tree":
         pieces = tree_pieces(build_tree(rows))
         shape = AttentionShape.of(pieces) if by_pieces(pieces, kernels, dtype, head_dim) else None
@@ -320,12 +357,14 @@ def _resized(load: BatchShape, up: Callable[[int], int], rows: int) -> BatchShap
     if load.rows > 1:
         return BatchShape(prefix=up(load.prefix), rows=rows, width=up(load.width), trained=up(load.trained))
     tree = load.tree and AttentionShape(**{k: up(n) for k, n in asdict(load.tree).items()})
-    return BatchShape(prefix=0, rows=1, width=up(load.tokens), trained=up(load.trained), tree=tree)
+    width = up(load.prefix + load.width)
+    return BatchShape(prefix=0, rows=1, width=width, trained=up(load.trained), tree=tree, parts=load.parts)
 
 
 def _covers(more: BatchShape, less: BatchShape) -> bool:
     """Return whether `more` is at least as large in every respect, with the same kind of attention."""
-    if (more.rows == 1) != (less.rows == 1) or (more.tree is None) != (less.tree is None):
+    kinds = [(load.rows == 1, load.tree is None, load.parts) for load in (more, less)]
+    if kinds[0] != kinds[1]:
         return False
     return all(a >= b for a, b in zip(_sizes(more), _sizes(less), strict=True))
 
@@ -343,6 +382,12 @@ def _gib(size: int) -> str:
 def _config_of(policy: HfPolicy | Qwen3) -> Any:
     """Return a `PretrainedConfig`, or the built-in model's own config."""
     return policy.config if isinstance(policy, Qwen3) else policy.model.config
+
+
+def _undivided(policies: Sequence[HfPolicy | Qwen3]) -> str:
+    """Return why ranks cannot share a row, or empty."""
+    names = [type(p.model).__name__ for p in policies if isinstance(p, HfPolicy) and p.by_rows]
+    return f"ranks cannot share a row of {names[0]}, which has its own attention" if names else ""
 
 
 def _weights(policy: HfPolicy | Qwen3) -> int:

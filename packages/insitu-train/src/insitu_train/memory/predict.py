@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from insitu.errors import TrainError
+from insitu_train.attention.parts import Alone, PartAttend, RowSplit
 from insitu_train.attention.rows import EMULATED, emulated
 from insitu_train.attention.tree import TreeAttend
 from insitu_train.embedded.architecture import ModelConfig
@@ -34,7 +35,7 @@ from insitu_train.memory.meta_run import (
     only,
     whole,
 )
-from insitu_train.model.base import MemoryOptions
+from insitu_train.model.base import Attend, MemoryOptions
 from insitu_train.model.hf import HfPolicy, decoder_layers, empty_model
 from insitu_train.model.lora import add_lora
 from insitu_train.options import Lora
@@ -127,8 +128,8 @@ class MemoryPredictor:
     def _pass(self, load: BatchShape) -> None:
         policy = self._passing
         chosen = _numbers(load.trained)
-        if load.tree is not None:
-            attend = TreeAttend(load.tree.pieces(load.tokens))
+        if load.tree is not None or load.parts > 1:
+            attend = _attend(load)
             hidden = policy.flat(_numbers(load.tokens), _numbers(load.tokens), attend)[chosen]
         else:
             hidden = policy.hidden(_numbers(load.prefix), _numbers(load.rows, load.width))
@@ -159,7 +160,7 @@ class BuiltinMemory(MemoryPredictor):
         before = EMULATED.set(self._kernels)
         try:
             meter = MemoryMeter(
-                [*model.parameters(), *model.buffers(), *grads], self._kernels if load.tree else ""
+                [*model.parameters(), *model.buffers(), *grads], _by_name(load, self._kernels)
             )
             with _on_meta(), meter, torch.device("meta"):
                 self._pass(load)
@@ -275,8 +276,8 @@ class MemoryModel(MemoryPredictor):
         offloaded = policy.mode.offload.bytes
         before = EMULATED.set(self._kernels)
         try:
-            pieces = self._kernels if load.tree is not None else ""
-            meter = MemoryMeter([*model.parameters(), *model.buffers(), *grads], pieces)
+            named = _by_name(load, self._kernels)
+            meter = MemoryMeter([*model.parameters(), *model.buffers(), *grads], named)
             with only(decoder_layers(model), count, meter), _on_meta(), meter:
                 self._pass(load)
         finally:
@@ -307,6 +308,18 @@ def _gathered_bytes(model: nn.Module, layers: Sequence[nn.Module], dtype: torch.
 def _part(p: Tensor, shards: int) -> int:
     """Return the bytes of the largest shard of a parameter that is cut along its first dimension."""
     return p.nbytes if shards == 1 else -(-p.shape[0] // shards) * p[0].numel() * p.element_size()
+
+
+def _attend(load: BatchShape) -> Attend:
+    """Return the attention of a flat layout on meta tensors."""
+    if load.tree is not None:
+        return TreeAttend(load.tree.pieces(load.tokens))
+    return PartAttend(RowSplit(load.width, load.parts), Alone(load.parts))
+
+
+def _by_name(load: BatchShape, kernels: Kernels) -> str:
+    """Return the device whose attention kernels the pass calls by name, or empty."""
+    return kernels if load.tree is not None or load.parts > 1 else ""
 
 
 def _numbers(*shape: int) -> Tensor:

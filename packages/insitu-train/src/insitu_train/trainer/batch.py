@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from insitu.errors import TrainError
-from insitu.types import IntArray
+from insitu.types import BoolArray, IntArray
+from insitu_train.attention.parts import PartAttend, RowRanks, RowSplit
 from insitu_train.attention.tree import TreeAttend, by_pieces, tree_pieces
 from insitu_train.loss.fused_head import chosen
 from insitu_train.model.base import Attend, Policy
 from insitu_train.model.experts import replayed
 from insitu_train.model.hf import HfPolicy
-from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.packing import ALL, MicroBatch
 from insitu_train.plan.prefix_tree import Tree, build_tree
 from insitu_train.plan.step import PlanRow, StepPlan
 
@@ -35,13 +36,30 @@ class Padded:
 
 
 @dataclass(frozen=True, slots=True)
+class RowPart:
+    """One rank's tokens of a row that all ranks compute."""
+
+    ids: IntArray
+    """[U] of this rank, filling included."""
+    positions: IntArray
+    """[U] in the row; of filling the last one."""
+    at: IntArray
+    """[N] index in `ids` of each predicting token."""
+    target: IntArray
+    """[N] the trained id, which may be another rank's."""
+    own: IntArray
+    """[U] index in the row, beyond its end for filling."""
+    attend: PartAttend
+
+
+@dataclass(frozen=True, slots=True)
 class TensorBatch:
     """A micro-batch as tensors; per-token ones list masked tokens, row by row."""
 
     rows: tuple[PlanRow, ...]
     counts: list[int]
     """Masked tokens of each row."""
-    layout: Padded | Tree
+    layout: Padded | Tree | RowPart
     mu: Tensor
     """[N] the sampler's log-probabilities."""
     versions: Tensor
@@ -54,11 +72,20 @@ class TensorBatch:
     """[U, layers, k] int16 of each token of the pass, in its order; -1 = the router chooses."""
 
 
-def make_batch(plan: StepPlan, micro: MicroBatch, device: torch.device | None = None) -> TensorBatch:
-    """Build the tensors of one micro-batch; per-token ones are on `device`."""
+def make_batch(
+    plan: StepPlan, micro: MicroBatch, device: torch.device | None = None, ranks: RowRanks | None = None
+) -> TensorBatch:
+    """Build the tensors of one micro-batch; per-token ones are on `device`.
+
+    ranks: who computes the parts of a micro-batch of ALL; the plan's row has this rank's mask (`own_mask`).
+    """
     rows = tuple(plan.rows[i] for i in micro.rows)
     counts = [int(row.mask.sum()) for row in rows]
-    layout = build_tree(rows) if micro.layout == "tree" else _padded(rows, micro.prefix, sum(counts))
+    layout: Padded | Tree | RowPart
+    if micro.rank == ALL and ranks is not None:
+        layout = _part(rows[0], ranks)
+    else:
+        layout = build_tree(rows) if micro.layout == "tree" else _padded(rows, micro.prefix, sum(counts))
 
     def per_token(parts: list[np.ndarray[tuple[int], Any]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
@@ -75,7 +102,38 @@ def make_batch(plan: StepPlan, micro: MicroBatch, device: torch.device | None = 
     )
 
 
-def _experts(rows: Sequence[PlanRow], layout: Padded | Tree) -> Tensor | None:
+def split_of(row: PlanRow, world: int) -> RowSplit:
+    """Return how the tokens of a row that predict others are spread over ranks: all but its last."""
+    return RowSplit(len(row.ids) - 1, world)
+
+
+def own_mask(row: PlanRow, rank: int, world: int) -> BoolArray:
+    """Return the row's mask [T] without the tokens that other ranks predict."""
+    split = split_of(row, world)
+    mask, own = np.zeros_like(row.mask), split.positions(rank)
+    predicted = own[own < split.tokens] + 1
+    mask[predicted] = row.mask[predicted]
+    return mask
+
+
+def _part(row: PlanRow, ranks: RowRanks) -> RowPart:
+    split = split_of(row, ranks.world)
+    own = split.positions(ranks.rank)
+    ids = np.zeros(len(own), np.int32)
+    real = own < split.tokens
+    ids[real] = row.ids[own[real]]
+    trained = np.flatnonzero(row.mask)
+    return RowPart(
+        ids=ids,
+        positions=np.minimum(own, split.tokens - 1),
+        at=np.searchsorted(own, trained - 1).astype(np.int32),
+        target=row.ids[trained],
+        own=own,
+        attend=PartAttend(split, ranks),
+    )
+
+
+def _experts(rows: Sequence[PlanRow], layout: Padded | Tree | RowPart) -> Tensor | None:
     """Return the experts of the pass, None when no row has any."""
     known = [row.experts for row in rows if row.experts is not None]
     if not known:
@@ -88,6 +146,11 @@ def _experts(rows: Sequence[PlanRow], layout: Padded | Tree) -> Tensor | None:
         for at, row in enumerate(rows):
             if row.experts is not None:
                 found[layout.path(at)] = row.experts
+        return torch.from_numpy(found)
+    if isinstance(layout, RowPart):
+        found = np.full((len(layout.own), *each), -1, np.int16)
+        real = layout.own < len(rows[0].ids) - 1
+        found[real] = known[0][layout.own[real]]
         return torch.from_numpy(found)
     # as `fused_head.chosen` runs them: the last prefix token in each row, the last of the row not at all
     cut = max(0, len(layout.prefix) - 1)
@@ -143,13 +206,15 @@ def states(model: Policy, batch: TensorBatch, *, replay: bool = False) -> tuple[
     if isinstance(batch.layout, Padded):
         hidden, targets, _ = chosen(model, batch.layout.prefix, batch.layout.ids, batch.layout.mask)
         return hidden, targets
-    tree = batch.layout
-    hidden = model.flat(_index(tree.ids), _index(tree.positions), _tree_attend(tree, model))
-    return hidden[_index(tree.at).to(hidden.device)], _index(tree.target).to(hidden.device)
+    flat = batch.layout
+    hidden = model.flat(_index(flat.ids), _index(flat.positions), _attend(flat, model))
+    return hidden[_index(flat.at).to(hidden.device)], _index(flat.target).to(hidden.device)
 
 
-def _tree_attend(tree: Tree, model: Policy) -> Attend:
-    """Return the attention of a tree on the model's device."""
+def _attend(tree: Tree | RowPart, model: Policy) -> Attend:
+    """Return the attention of a flat layout on the model's device."""
+    if isinstance(tree, RowPart):
+        return tree.attend
     pieces = tree_pieces(tree)
     if by_pieces(pieces, model.device.type, model.compute_dtype, model.head_dim):
         return TreeAttend(pieces)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from insitu.errors import BadStepError, ConfigError, TrainError, boundary
-from insitu_train.plan.packing import MicroBatch
+from insitu_train.plan.packing import ALL, MicroBatch
 
 T = TypeVar("T")
 _BAD = "bad step: "
@@ -73,6 +73,10 @@ class Ranks:
         """Sum a tensor over ranks, in place."""
         return tensor
 
+    def most(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of each value over ranks."""
+        return list(values)
+
     def combine(self, parameters: Sequence[torch.nn.Parameter], measures: Any) -> None:
         """Sum gradients and the numbers among the fields of a dataclass over ranks, in place."""
 
@@ -90,13 +94,15 @@ class Together(Ranks):
         self.rank, self.world = int(group.rank()), int(group.size())
 
     def counts(self, batch: MicroBatch) -> bool:
-        return batch.rank % self.world == self.rank
+        return batch.rank == ALL or batch.rank % self.world == self.rank
 
     def attempt(self, work: Callable[[], T]) -> T:
         error = ""
         result: list[T] = []
         try:
             result.append(work())
+        except RankLostError:
+            raise  # the others are in another conversation, and end with this process
         except TrainError as raised:
             error = (_BAD if isinstance(raised, BadStepError) else "") + (str(raised) or "failed")
         words = error.encode(errors="replace")[:_ERROR_BYTES]
@@ -114,6 +120,10 @@ class Together(Ranks):
         with _all_there("sum over ranks"):
             self._group.allreduce([moved]).wait()
         return tensor if moved is tensor else tensor.copy_(moved)
+
+    def most(self, values: Sequence[int]) -> list[int]:
+        found = self._gather(torch.tensor(values, dtype=torch.int64))
+        return [int(n) for n in torch.stack(found).amax(0)]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return the first rank's tensor; the others give one of its shape and dtype."""
@@ -153,11 +163,24 @@ class Together(Ranks):
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, on the CPU."""
-        own = tensor.to(self._device)
-        found = [torch.empty_like(own) for _ in range(self.world)]
+        return [*self.every(tensor.to(self._device)).cpu()]
+
+    def every(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, of equal shapes, as [world, ...]."""
+        found = tensor.new_empty((self.world, *tensor.shape))
         with _all_there("gather from all ranks"):
-            self._group.allgather([found], [own]).wait()
-        return [other.cpu() for other in found]
+            self._group._allgather_base(found.view(-1), tensor.contiguous().view(-1)).wait()
+        return found
+
+    def scatter_sums(self, parts: Tensor) -> Tensor:
+        """Return the sum over ranks of `parts[own rank]` of [world, ...], which may be overwritten."""
+        if parts.device.type == "cpu":
+            # what gloo does for a scatter too, with a copy
+            return self.total(parts)[self.rank].clone()
+        found = torch.empty_like(parts[0])
+        with _all_there("scatter sums to all ranks"):
+            self._group._reduce_scatter_base(found.view(-1), parts.view(-1)).wait()
+        return found
 
 
 class Sharded(Together):
@@ -197,13 +220,15 @@ class Sharded(Together):
 
         Padding is another rank's smallest batch, which does not count.
         """
-        every = list(batches)
+        given = list(batches)
+        joint = [batch for batch in given if batch.rank == ALL]
+        every = [batch for batch in given if batch.rank != ALL]
         own = super().mine(every)
         most = max(Counter(batch.rank % self.world for batch in every).values(), default=0)
         if len(own) == most:
-            return own
+            return joint + own
         spare = min((batch for batch in every if not self.counts(batch)), key=lambda batch: batch.tokens)
-        return own + [spare] * (most - len(own))
+        return joint + own + [spare] * (most - len(own))
 
     def in_step(self, work: Callable[[], T]) -> T:
         return self.attempt(work)

@@ -51,6 +51,8 @@ class Mismatch:
 
         Raises BadStepError, naming the token, for a gap that rounding cannot explain.
         """
+        if not len(logp):
+            return None  # the trained tokens of this row are other ranks'
         current = batch.versions == self._version
         log_rho = torch.where(current, logp - batch.mu, 0.0)
         gap = log_rho.abs()

@@ -19,7 +19,7 @@ from insitu_train.trainer.batch import TensorBatch
 
 
 class ScoreRecorder:
-    """Scores of the rows that this rank computes, from the first pass of one step."""
+    """Scores of the rows, or parts of rows, that this rank computes, from the first pass of one step."""
 
     def __init__(self, plan: StepPlan, path: Path, rank: int) -> None:
         self._plan, self._path, self._rank = plan, path, rank
@@ -38,6 +38,8 @@ class ScoreRecorder:
         start = 0
         for index, row, count in zip(micro.rows, batch.rows, batch.counts, strict=True):
             part = slice(start, start := start + count)
+            if not count:
+                continue  # its trained tokens are other ranks'
             self._rows[index] = RowScores(
                 rollout_id=row.rollout_id, segment=row.segment, mask=row.mask,
                 gap=gap[part], entropy=entropy[part], flags=flags[part],

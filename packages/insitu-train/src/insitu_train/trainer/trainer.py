@@ -30,13 +30,14 @@ from insitu_train.memory.plan import MemoryPlanner
 from insitu_train.model.base import PLAIN, MemoryOptions, Policy
 from insitu_train.model.hf import HfPolicy
 from insitu_train.options import StepResult, TrainConfig
-from insitu_train.plan.packing import MicroBatch, pack
+from insitu_train.plan.packing import ALL, MicroBatch, pack
 from insitu_train.plan.step import StepPlan
 from insitu_train.trainer.batch import TensorBatch, make_batch, states
-from insitu_train.trainer.distributed import Ranks
+from insitu_train.trainer.distributed import RankLostError, Ranks, Together
 from insitu_train.trainer.mismatch import Mismatch, refused
 from insitu_train.trainer.optimizer import Optimiser
 from insitu_train.trainer.owners import held_whole
+from insitu_train.trainer.parts import agreed, described, divided
 from insitu_train.trainer.reference import Scorer
 from insitu_train.trainer.score_recorder import ScoreRecorder
 from insitu_train.trainer.utilization import utilization
@@ -105,11 +106,11 @@ class Trainer:
         plan = self._laid_out(plan)
         if not self._supervised:
             check_versions(plan, self.version, self.config.max_staleness)
-        self._fit_memory(plan)
+        whole, plan = plan, self._fit_memory(plan)
         self._recorder = None if scores is None else ScoreRecorder(plan, scores, self.ranks.rank)
         try:
             with self._deterministic(), self._undone_on_error():
-                result = self._epochs(plan)
+                result = self._epochs(plan, StepInputs(plan, self.config.loss, whole))
         except BadStepError as error:
             self._recorder = None
             return refused(error, self.config, self.steps, self.version)
@@ -117,7 +118,7 @@ class Trainer:
             self._recorder.write()
             self._recorder = None
         seconds, world = time.monotonic() - began, self.ranks.world
-        mfu = utilization(self.model, plan, epochs=self.config.epochs, ranks=world, seconds=seconds)
+        mfu = utilization(self.model, whole, epochs=self.config.epochs, ranks=world, seconds=seconds)
         return replace(result, seconds=seconds, mfu=mfu, ranks=world)
 
     @contextmanager
@@ -140,9 +141,9 @@ class Trainer:
         if self.config.share_gpu and self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _epochs(self, plan: StepPlan) -> StepResult:
+    def _epochs(self, plan: StepPlan, terms: StepInputs) -> StepResult:
         norm = lr = 0.0
-        terms, every = StepInputs(plan, self.config.loss), list[LossSums]()
+        every = list[LossSums]()
         self._excluded.clear()
         self._ran_out = ""
         for epoch in range(self.config.epochs):
@@ -158,9 +159,10 @@ class Trainer:
         self.steps += self.config.epochs
         self.version += 1
         result = result_of(every, self.config)
+        shared = described(plan.batches, self._chosen, self.ranks.world)
         return replace(
             result,
-            alarm="; ".join(filter(None, (result.alarm, self._ran_out))),
+            alarm="; ".join(filter(None, (result.alarm, self._ran_out, shared))),
             optimizer_steps=self.steps,
             version=self.version,
             grad_norm=norm,
@@ -173,10 +175,10 @@ class Trainer:
     def gradients(self, plan: StepPlan) -> float:
         """Leave the gradients of the step's loss in `.grad`, change nothing else; return the loss."""
         self.optimiser.zero()
-        plan = self._laid_out(plan)
-        self._fit_memory(plan)
+        whole = self._laid_out(plan)
+        plan = self._fit_memory(whole)
         with self._deterministic():
-            return self._summed(plan, StepInputs(plan, self.config.loss), 0, measure=False).loss
+            return self._summed(plan, StepInputs(plan, self.config.loss, whole), 0, measure=False).loss
 
     def logprobs(self, plan: StepPlan) -> list[Tensor]:
         """Return, per row of the plan, the trainer's log-probabilities of its trained tokens."""
@@ -198,7 +200,8 @@ class Trainer:
         return replace(plan, batches=pack(ids, [], 0, layout="rows", ranks=self.ranks.world))
 
     def _batch(self, plan: StepPlan, micro: MicroBatch) -> TensorBatch:
-        return self.ranks.in_step(lambda: make_batch(plan, micro, self.model.device))
+        ranks = self.ranks if isinstance(self.ranks, Together) else None
+        return self.ranks.in_step(lambda: make_batch(plan, micro, self.model.device, ranks))
 
     def _precompute_logprobs(
         self,
@@ -265,6 +268,10 @@ class Trainer:
                 if self.ranks.sharded:
                     raise  # the other ranks are inside a layer and cannot restart
                 line = str(error).partition("\n")[0]
+                if any(batch.rank == ALL for batch in plan.batches):
+                    raise RankLostError(
+                        f"out of memory on a rank that shares a row ({line}): lower policy.memory_gib"
+                    ) from error
             # after the except block, which frees the tensors of the traceback
             self.optimiser.zero()
             if self.model.device.type == "cuda":
@@ -274,7 +281,11 @@ class Trainer:
                     f"out of memory on {self.model.device} with {self._using}, the last memory options"
                     f" ({line}): lower train.token_budget: no update"
                 )
-            self._choose(plan, tuple(self.ranks.mine(plan.batches)), self.fit)
+            chosen = self._choose(plan, tuple(self.ranks.mine(plan.batches)), self.fit)
+            if None in chosen.values():
+                raise TrainError(
+                    f"out of memory on {self.model.device}: no rank holds a row alone: no update"
+                )
             self._ran_out = (
                 f"out of memory on {self.model.device}: a pass needed more than predicted and was repeated"
                 f" with other memory options ({line})"
@@ -296,13 +307,16 @@ class Trainer:
             if not counts:
                 self._dummy_step(batch, measure=mismatch is not None)
                 continue
-            ref = self._ref(terms, micro, batch)
+            # between two passes of a shared row an error must reach all ranks
+            shared, ours = micro.rank == ALL, partial(self._ref, terms, micro, batch)
+            ref = self.ranks.attempt(ours) if shared else ours()
             given = terms.of(micro, batch.mu, batch.advantage, ref)
             fused = self._objective(batch, self._weighted(batch, given, mismatch, self._excluded.get(micro)))
             scores = fused.scores
             fused.total.backward()  # type: ignore[no-untyped-call]
             if mismatch is not None:
-                excluded = self.ranks.in_step(partial(mismatch.count, batch, scores.logp, sums))
+                in_step = self.ranks.attempt if shared else self.ranks.in_step
+                excluded = in_step(partial(mismatch.count, batch, scores.logp, sums))
                 if excluded is not None:
                     self._excluded[micro] = excluded
             sums.loss += float(fused.total.detach())
@@ -358,15 +372,24 @@ class Trainer:
             reserved=reserved,
         )
 
-    def _fit_memory(self, plan: StepPlan) -> None:
-        if (fit := self.fit) is not None:
+    def _fit_memory(self, plan: StepPlan) -> StepPlan:
+        """Choose memory options; return the plan with the rows that all ranks must compute together."""
+        while (fit := self.fit) is not None:
             mine = tuple(self.ranks.mine(plan.batches))
-            self.ranks.attempt(lambda: self._choose(plan, mine, fit))
+            chosen = self.ranks.attempt(partial(self._choose, plan, mine, fit))
+            before, plan = plan, divided(plan, chosen, self.ranks)
+            if plan is before:
+                self._chosen |= agreed(self._chosen, self.ranks)
+                break
+        return plan
 
-    def _choose(self, plan: StepPlan, mine: tuple[MicroBatch, ...], fit: MemoryPlanner) -> None:
-        chosen = fit.plan(replace(plan, batches=mine))
-        self._chosen = dict(zip(mine, chosen, strict=True))
-        self.optimiser.park(any(t.offload_optimizer for t in chosen))
+    def _choose(
+        self, plan: StepPlan, mine: tuple[MicroBatch, ...], fit: MemoryPlanner
+    ) -> dict[MicroBatch, MemoryOptions | None]:
+        chosen = dict(zip(mine, fit.plan(replace(plan, batches=mine)), strict=True))
+        self._chosen = {micro: options for micro, options in chosen.items() if options is not None}
+        self.optimiser.park(any(t.offload_optimizer for t in self._chosen.values()))
+        return chosen
 
     def _use(self, micro: MicroBatch) -> None:
         if isinstance(self.model, HfPolicy) and micro in self._chosen:

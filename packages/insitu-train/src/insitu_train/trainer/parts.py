@@ -1,0 +1,67 @@
+"""Rows that only all ranks together hold: which rank computes which of their tokens, and with what.
+
+The planner of memory says which (memory/plan.py); all ranks then agree, compute those rows first, and use the
+same memory options, since a layer that is computed again gathers keys and values again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from insitu_train.memory.plan import LADDER
+from insitu_train.model.base import MemoryOptions
+from insitu_train.plan.packing import ALL, MicroBatch
+from insitu_train.plan.step import StepPlan
+from insitu_train.trainer.batch import own_mask
+from insitu_train.trainer.distributed import Ranks
+
+
+def divided(plan: StepPlan, chosen: Mapping[MicroBatch, MemoryOptions | None], ranks: Ranks) -> StepPlan:
+    """Return the plan with those micro-batches for all ranks for which some rank has chosen None.
+
+    They come first, and their rows keep the trained tokens that this rank predicts. The same plan when there
+    are none.
+    """
+    lacking = ranks.most([int(batch in chosen and chosen[batch] is None) for batch in plan.batches])
+    if not any(lacking):
+        return plan
+    return _shared(plan, [batch for batch, lacks in zip(plan.batches, lacking, strict=True) if lacks], ranks)
+
+
+def _shared(plan: StepPlan, batches: Collection[MicroBatch], ranks: Ranks) -> StepPlan:
+    rows, shared = list(plan.rows), []
+    for batch in batches:
+        (at,) = batch.rows
+        rows[at] = replace(rows[at], mask=own_mask(rows[at], ranks.rank, ranks.world))
+        shared.append(replace(batch, rank=ALL, prefix=0, tokens=len(rows[at].ids) - 1, layout="prefix"))
+    before = [batch for batch in plan.batches if batch.rank == ALL]
+    alone = [batch for batch in plan.batches if batch.rank != ALL and batch not in batches]
+    return replace(plan, rows=tuple(rows), batches=(*before, *shared, *alone))
+
+
+def agreed(chosen: Mapping[MicroBatch, MemoryOptions], ranks: Ranks) -> dict[MicroBatch, MemoryOptions]:
+    """Return the options of the micro-batches of all ranks: the most economical that one has chosen."""
+    shared = [batch for batch in chosen if batch.rank == ALL]
+    # where moments are is each rank's own matter
+    ladder = [replace(options, offload_optimizer=False) for options in LADDER]
+    steps = [ladder.index(replace(chosen[batch], offload_optimizer=False)) for batch in shared]
+    return {
+        batch: replace(LADDER[step], offload_optimizer=chosen[batch].offload_optimizer)
+        for batch, step in zip(shared, ranks.most(steps) if shared else [], strict=True)
+    }
+
+
+def described(batches: Sequence[MicroBatch], chosen: Mapping[MicroBatch, MemoryOptions], world: int) -> str:
+    """Return a note on the rows that all ranks computed; empty without any."""
+    shared = [batch for batch in batches if batch.rank == ALL]
+    if not shared:
+        return ""
+    longest = max(shared, key=lambda batch: batch.tokens)
+    rows = (
+        "a row that no rank holds was" if len(shared) == 1 else f"{len(shared)} rows that no rank holds were"
+    )
+    return (
+        f"{rows} computed by {world} ranks together ({longest.tokens + 1:,} tokens, memory options:"
+        f" {chosen[longest]})"
+    )

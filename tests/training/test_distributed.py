@@ -37,6 +37,8 @@ T = TypeVar("T")
 Named = dict[str, torch.Tensor]
 CONFIG = TrainConfig(loss=LossConfig(loss="ppo_clip"), optim=OptimConfig(lr=1e-3))
 _stores = itertools.count()
+LEFT_OUT = ("seconds", "mfu", "ranks")
+"""Numbers of a step that are of the machine."""
 
 
 def on_ranks(world: int, folder: Path, work: Callable[[Together], T]) -> list[T]:
@@ -186,7 +188,7 @@ def test_every_number_of_a_step_is_that_of_one_rank(tmp_path: Path) -> None:
         # not the sampler's weights, so that ratios, clipping and divergence are something
         trainer = Trainer(small_model(1), config, reference=Reference(small_model(2)), ranks=ranks)
         found = dataclasses.asdict(trainer.step(plan))
-        return {n: v for n, v in found.items() if isinstance(v, int | float) and n not in ("seconds", "mfu")}
+        return {n: v for n, v in found.items() if isinstance(v, int | float) and n not in LEFT_OUT}
 
     alone = step(None, plan)
     for name in ("clip_fraction", "clip_low_fraction", "corrected_fraction", "max_logprob_gap", "ref_kl"):

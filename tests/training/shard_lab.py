@@ -86,7 +86,7 @@ def two_steps(trainer: Trainer, plan: StepPlan, save: Path | None = None) -> Fou
             if trainer.ranks.rank == 0:
                 checkpoint.save(trainer, save)
     second = trainer.step(plan)
-    results = [replace(r, seconds=0.0) for r in (first, second)]
+    results = [replace(r, seconds=0.0, ranks=0) for r in (first, second)]
     return {"weights": weights(trainer.model), "results": [asdict(r) for r in results]}
 
 

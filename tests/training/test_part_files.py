@@ -6,10 +6,19 @@ import json
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from insitu.engines.safetensors_file import (
+    StoredTensor,
+    read_folder,
+    sums_of,
+    write_manifest,
+    write_tensors,
+)
 from insitu.errors import TrainError
 from insitu_train.part_files import PartNote, leave_note, part_name, parts_in, take_notes, write_index
+from insitu_train.weights.delta import apply_delta, write_delta
 
 MODEL = "model.safetensors"
 
@@ -67,3 +76,21 @@ def test_who_did_not_write_is_named(tmp_path: Path) -> None:
     leave_note(tmp_path, 1, PartNote(error="no space left"))
     with pytest.raises(TrainError, match="^rank 1: no space left$"):
         take_notes(tmp_path, 2)
+
+
+def test_a_delta_from_a_version_of_several_files_makes_one_file_without_an_index(tmp_path: Path) -> None:
+    for version in (1, 2):
+        folder = tmp_path / f"v{version}"
+        folder.mkdir()
+        held = {name: np.full(8, version, np.uint8) for name in ("a", "b")}
+        tensors = {n: StoredTensor(dtype="U8", shape=(8,), data=data) for n, data in held.items()}
+        files = {n: part_name(MODEL, part, 2) for part, n in enumerate(tensors)}
+        for name, file in files.items():
+            write_tensors(folder / file, {name: tensors[name]})
+        write_index(folder / MODEL, [PartNote(tensors={file: {name: 8} for name, file in files.items()})])
+        write_manifest(folder, version, sums_of(tensors))
+    write_delta(tmp_path / "delta", tmp_path / "v1", tmp_path / "v2")
+    apply_delta(tmp_path / "delta", tmp_path / "v1", tmp_path / "there")
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == [MODEL, "weights.json"]
+    found = read_folder(tmp_path / "there")
+    assert {name: tensor.data.tolist() for name, tensor in found.items()} == {"a": [2] * 8, "b": [2] * 8}

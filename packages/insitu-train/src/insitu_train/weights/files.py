@@ -22,7 +22,6 @@ from typing import Protocol
 from insitu.config import Config
 from insitu.engines.base import PauseMode, Receipt
 from insitu.engines.replicas import EngineSet
-from insitu.engines.safetensors_file import MANIFEST
 from insitu.errors import EngineError, EngineUnavailable
 from insitu.storage.files import replaced_folder
 from insitu_train.weights.delta import apply_delta
@@ -192,7 +191,7 @@ class DeltaPublisher(DiskPublisher):
     async def _bring(self, folder: Path, version: int) -> ExportResult:
         wanted = self._wanted(self._spool / folder.name, version)
         base = self._base
-        if base is not None and folder not in base and all((kept / MANIFEST).exists() for kept in base):
+        if base is not None and folder not in base and all(any(kept.glob("*.safetensors")) for kept in base):
             file = self._options.folder / f"{folder.name}.delta"
             sent = await self._learner.export(replace(wanted, base=base[0], delta=file))
             await asyncio.to_thread(apply_delta, file, base[1], folder)

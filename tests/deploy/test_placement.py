@@ -39,9 +39,9 @@ def test_the_table_has_a_line_for_each_host() -> None:
     config = load_config(None, [RANKS, "harness.workers=16", "fleet.kind=ray", "sandbox.backend=docker"])
     assert placement(config, 3, 0)[:4] == [
         "host  controller  ranks of the trainer  engine     agents and sandboxes  GPUs",
-        "1     yes         0 to 1 (learner)      in rank 0  16 at a time, docker  0",
-        "2     -           2 to 3                -          16 at a time, docker  0",
-        "3     -           4 to 5                -          16 at a time, docker  0",
+        "1     yes         2 and the learner     in rank 0  16 at a time, docker  0",
+        "2     -           2                     -          16 at a time, docker  0",
+        "3     -           2                     -          16 at a time, docker  0",
     ]
 
 

@@ -144,3 +144,21 @@ def test_the_run_goes_on_with_one_node(slurm: Two, folder: Path) -> None:
     job = slurm.called("sbatch", "--parsable", "--nodes=1", "job.sbatch", cwd=folder).strip()
     assert ended(slurm, job) == ("COMPLETED", "0:0"), (folder / f"insitu-{job}.log").read_text()
     assert json.loads((run / "summary.json").read_text())["rl_steps"] == 3
+
+
+def test_a_node_that_is_cut_off_does_not_end_the_run(slurm: Two, folder: Path) -> None:
+    """Last of those with this Slurm, which takes a while to believe in the node again."""
+    config = folder / "insitu.toml"
+    config.write_text(config.read_text().replace("step_timeout_s = 120", "step_timeout_s = 60"))
+    run = folder / "runs" / "main"
+    job = slurm.called("sbatch", "--parsable", "job.sbatch", cwd=folder).strip()
+    until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text(), "no step", 300.0)
+    slurm.two.cable(up=False)
+    until((run / "summary.json").exists, "the run does not end", 300.0)
+    slurm.two.cable(up=True)
+    said = (folder / f"insitu-{job}.log").read_text()
+    assert "host two is lost: nothing was heard for 15 s" in said, said
+    assert "train.ranks: 1 ranks, 1 here" in said, said
+    assert json.loads((run / "summary.json").read_text())["rl_steps"] == 3
+    assert ended(slurm, job) == ("COMPLETED", "0:0")
+    until(lambda: not slurm.two.processes(b"\0ranks\0"), "processes of the job are left")

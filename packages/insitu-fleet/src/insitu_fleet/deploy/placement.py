@@ -53,19 +53,13 @@ def placement(config: Config, nodes: int, gpus: int) -> list[str]:
     ranks = spread(config, nodes, gpus)
     engine, elsewhere = _engine(config)
     rows = [("host", "controller", "ranks of the trainer", "engine", "agents and sandboxes", "GPUs")]
-    rows.append(
-        ("1", "yes", f"{_numbers(0, ranks.here)} (learner)", engine, _agents(config, 0, nodes), str(gpus))
-    )
-    for host in range(1, nodes):
-        mine = _numbers(ranks.here + (host - 1) * ranks.each, ranks.each)
-        rows.append((str(host + 1), "-", mine, "-", _agents(config, host, nodes), str(gpus)))
+    for host in range(nodes):
+        first = ("yes", f"{ranks.here} and the learner", engine)
+        parts = ("-", str(ranks.each or "-"), "-") if host else first
+        rows.append((str(host + 1), *parts, _agents(config, host, nodes), str(gpus)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
     return [*(line.rstrip() for line in lines), *elsewhere, *_checked(ranks)]
-
-
-def _numbers(first: int, count: int) -> str:
-    return f"{first} to {first + count - 1}" if count > 1 else str(first) if count else "-"
 
 
 def _engine(config: Config) -> tuple[str, list[str]]:

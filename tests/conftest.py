@@ -59,6 +59,7 @@ KNOWN_SKIPS = (
     r"playwright is not installed: .*",
     r"axe-core is not installed: .*",
     r"no Node 20 here: .*",
+    r"no Python 3\.\d+ or newer here",
     # Too long for every change: `make test-full` and continuous integration run them.
     r"runs in make test-full",
     # Their packages are in an environment of its own.

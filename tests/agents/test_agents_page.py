@@ -21,7 +21,7 @@ EXAMPLES = sorted([*(ROOT / "examples/agents").glob("*.toml"), ROOT / "examples/
 
 @pytest.mark.parametrize("text", TABLES, ids=range(len(TABLES)))
 def test_a_table_of_the_page_is_an_agent(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("bin/crush", "bin/goose", "examples/own/agent.py", "openhands_agent.py"):
+    for name in ("bin/crush", "bin/goose", "examples/own/agent.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
@@ -35,8 +35,7 @@ def test_the_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     seen = {}
     monkeypatch.setattr("insitu.api.rollout", lambda **tables: seen.update(tables))
-    openhands, code, contract = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    compile(openhands, "agents.md", "exec")  # it needs a package that is not here
+    code, contract = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "agents.md", "exec"), {})
     config = insitu.load_config(tables=seen)
     assert config.harness.agent.startswith("object:")

@@ -88,6 +88,10 @@ def test_a_failed_install_leaves_nothing_and_says_why(bare: Path, tmp_path: Path
         SetupError, match=r"install @a/shell@3 \(is there a network\?\): code ENOTFOUND network down"
     ):
         install.install(SHELL)
+    # pip names every version that needs a newer Python.
+    program(bare / "npm", "printf 'ERROR: %04000d\\n' 7 >&2; exit 1")
+    with pytest.raises(SetupError, match=r"a network\?\): ERROR: 0{193}$"):
+        install.install(SHELL)
     assert list((tmp_path / "cache").iterdir()) == []
 
 

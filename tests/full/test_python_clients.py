@@ -1,10 +1,12 @@
-"""LangGraph, pydantic-ai and the OpenAI Agents SDK, unmodified: every token of their loops is trained."""
+"""SDKs as agents (LangGraph, pydantic-ai, OpenAI, OpenHands), unmodified: every token is trained."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +19,8 @@ from insitu.agents.recipe import parse_agent
 from insitu.chat.model_files import read_folder
 from insitu.chat.template import template_renderer
 from insitu.registry import SATELLITES
+from insitu.sandbox import rootfs
 from insitu.sandbox.local import LocalBackend
-from insitu.sandbox.rootfs import python_inside
 from insitu.types import Message
 from insitu_lab.conformance.run import conform
 
@@ -35,11 +37,36 @@ LOOK = Message(
 )
 HAND_OVER = Message(role="assistant", tool_calls=(call("transfer_to_writer", "{}"),))
 LIMIT_S = 120.0
+NEWER = {"openhands": (3, 12)}
+"""The Python that an example needs in a sandbox."""
+
+
+def sandbox_python() -> str:
+    """Return the Python that pip installs for."""
+    inside = rootfs.python_inside()
+    return inside if Path(inside).exists() else sys.executable
+
+
+def lend_python(least: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lend sandboxes a Python that is new enough, as insitu does its own where the system has none."""
+    if rootfs.python_version(Path(sandbox_python())) >= least:
+        return
+    names = (sys.executable, *(shutil.which(f"python3.{minor}") for minor in range(least[1], 20)))
+    found = [Path(name) for name in names if name]
+    for program in (*found, *sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3"))):
+        if rootfs.python_version(program) >= least:
+            command = [program, "-I", "-S", "-c", "import sys; print(sys.base_prefix, end='')"]
+            prefix = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            monkeypatch.setattr(rootfs, "SYSTEM_PYTHON", Path(prefix, "no-system-python"))
+            monkeypatch.setattr(sys, "base_prefix", prefix)
+            return
+    pytest.skip("no Python {}.{} or newer here".format(*least))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 async def test_an_example_conforms_token_by_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    lend_python(NEWER.get(name, rootfs.OLDEST_PYTHON), monkeypatch)
     finding = await conform(parse_agent(f"examples/agents/{name}.toml"), LocalBackend("auto"))
     assert finding.failures == ()
     assert finding.calls >= (1 if name == "aider" else 5)  # aider has no tools
@@ -54,16 +81,9 @@ async def test_a_named_agent_conforms_token_by_token(name: str) -> None:
     assert finding.calls >= (1 if name == "aider" else 4)
 
 
-@pytest.fixture(scope="session")
-def python() -> str:
-    """The Python that pip installed for."""
-    inside = python_inside()
-    return inside if Path(inside).exists() else sys.executable
-
-
 @pytest.mark.parametrize("client", ["chat", "handoff"])
 async def test_the_agents_sdk_finishes_its_loop_and_all_of_it_is_trained(
-    python: str, tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The final answer after a handoff comes from another agent, without tools."""
     monkeypatch.chdir(ROOT)
@@ -73,7 +93,7 @@ async def test_the_agents_sdk_finishes_its_loop_and_all_of_it_is_trained(
     async with Rig(renderer, [LOOK, last, said("Done.")]) as rig:
         given = {"ADDRESS": rig.base, "KEY": rig.session.secret, "CLIENT": client}
         process = await asyncio.create_subprocess_exec(
-            python,
+            sandbox_python(),
             Path(__file__).with_name("python_clients.py"),
             env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{folder}/site", **given},
             cwd=tmp_path,

@@ -221,6 +221,6 @@ def _run(tool: str, packages: Sequence[str], command: list[str], cwd: Path, path
     except subprocess.TimeoutExpired as error:
         raise SetupError(f"{tool} did not install {names} within {INSTALL_S:.0f} s") from error
     if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.startswith(("npm error", "ERROR:"))]
+        lines = [line[:200] for line in done.stderr.splitlines() if line.startswith(("npm error", "ERROR:"))]
         reason = " ".join((lines or done.stderr.splitlines() or ["no output"])[:2]).replace("npm error ", "")
         raise SetupError(f"{tool} could not install {names} (is there a network?): {reason}")

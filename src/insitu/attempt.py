@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from insitu import failpoint
 from insitu.agents.base import AgentResult, Clock, Harness, ModelAccess, Worker, loop_time
 from insitu.agents.pool import WorkerPool
-from insitu.attempt_end import infra_failure, session_limits, status_of, ungraded
+from insitu.attempt_end import infra_failure, status_of, ungraded
 from insitu.capture.ledger import reassign
 from insitu.errors import CaptureError, ConfigError, GradeError, InsituError, user_code
 from insitu.gateway.host_tools import HostCall, HostTool, ToolBox
@@ -123,6 +123,8 @@ class _AttemptState:
     """Parts of the reward: by the steps of the task, and of its environment."""
     verdict: Verdict | None = None
     """Of a task that is graded while its sandbox is there: in it, or step by step."""
+    begun: Task | None = None
+    """The task with the steps that were graded, if it has steps."""
 
     @contextmanager
     def grading(self) -> Iterator[None]:
@@ -252,10 +254,11 @@ class AttemptExecutor:
             return _unscorable_rollout(spec, state, why)
         if not isinstance(self._judge, PreparableJudge):
             return await _graded_rollout(spec, state, result, verdict, stats, spec.task.files)
-        base = await self._judge.base(spec.task)
+        task = state.begun or spec.task
+        base = await self._judge.base(task)
         rollout = await _graded_rollout(spec, state, result, verdict, stats, base)
         rollout = replace(rollout, reward_components=state.earned)
-        rollout = await self._judge.score(spec.task, rollout)
+        rollout = await self._judge.score(task, rollout)
         state.graded = time.monotonic() - graded
         return replace(rollout, timings=_timings(state, stats.engine_s))
 
@@ -274,7 +277,7 @@ class AttemptExecutor:
         session = self._gateway.open_session(
             spec.rollout_id,
             seed=spec.seed,
-            limits=session_limits(spec.task),
+            limits=spec.task.limits,
             temperature=spec.temperature,
             max_call_tokens=spec.task.limits.max_call_tokens,
             listener=worker.gateway_socket,
@@ -321,8 +324,9 @@ class AttemptExecutor:
                 state.verdict = await judge.live(task, sandbox)
 
         async def graded(number: int, tree: Tree) -> bool:
-            with state.grading():
+            with state.grading(), session.grading():
                 more = grades.add(await judge.step(task, number, tree))
+            state.begun = replace(task, steps=task.steps[: number + 1])
             state.verdict = grades.verdict
             state.earned = dict(grades.parts)
             session.left = False  # it may have said so of its step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from insitu.agents.base import AgentResult
 from insitu.gateway.session import SessionStats
-from insitu.types import Limits, Outcome, Status, Task, Verdict
+from insitu.types import Limits, Outcome, Status, Verdict
 
 WAITED_SHARE = 0.1
 """Share of the wall limit spent waiting for rate limits above which a timeout is not graded."""
@@ -39,9 +39,3 @@ def status_of(result: AgentResult, stats: SessionStats) -> Status:
     if result.exit == "timeout" or stats.budget_stop or stats.truncated:
         return Status.TRUNCATED
     return Status.OK if result.exit == "finished" else Status.AGENT_FAILED
-
-
-def session_limits(task: Task) -> Limits:
-    """Return the limits of an attempt's session, whose clock does not stop while steps are graded."""
-    limits = task.limits
-    return limits.changed(wall_s=limits.wall_s + 2 * task.grading.timeout_s) if task.steps else limits

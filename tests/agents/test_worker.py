@@ -224,6 +224,23 @@ async def test_the_next_step_begins_where_the_agent_failed_and_its_verdict_decid
     assert (result.exit, result.tree["asked"].content) == ("failed", b"one.\ntwo.\n")
 
 
+async def test_only_a_steps_own_files_are_laid_over_what_is_there(
+    backend: LocalBackend, tmp_path: Path, task: Task
+) -> None:
+    async def graded(number: int, tree: Tree) -> bool:
+        return True
+
+    a, b = {"a": FileEntry(content=b"old")}, {"b": FileEntry(content=b"new")}
+    both = stepped(task, "one", "two")
+    first, second = both.steps
+    first = dataclasses.replace(first, task=dataclasses.replace(first.task, files=a), files=a)
+    second = dataclasses.replace(second, task=dataclasses.replace(second.task, files=a | b), files=b)
+    harness = shell(backend, "printf mine >> a; cat >/dev/null")
+    async with harness.worker(tmp_path / "g") as worker:
+        result = await worker.run(dataclasses.replace(both, steps=(first, second)), ACCESS, graded=graded)
+    assert {path: result.tree[path].content for path in "ab"} == {"a": b"oldminemine", "b": b"new"}
+
+
 async def test_no_step_has_more_time_than_the_task(backend: LocalBackend, tmp_path: Path, task: Task) -> None:
     async def graded(number: int, tree: Tree) -> bool:
         return True

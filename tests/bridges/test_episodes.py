@@ -39,6 +39,12 @@ async def played(episodes: Episodes, task: Task, *work: str) -> tuple[list[str],
         await episode.close()
 
 
+def test_a_task_of_several_steps_is_no_episode() -> None:
+    settings = ["tasks.source=harbor", f"tasks.path={ROOT}/examples/steps", "sandbox.backend=docker"]
+    with pytest.raises(ConfigError, match="task stock has several steps, and an episode is one"):
+        Episodes(load_config(None, settings))
+
+
 @pytest.mark.slow
 def test_an_episode_is_graded_after_its_sandbox_has_ended(episodes: Episodes) -> None:
     task = episodes.tasks.at("eval", 0)

@@ -12,7 +12,7 @@ import pytest
 from row_lab import rollout
 
 from insitu.errors import RecordError
-from insitu.types import Group, Rollout, Status
+from insitu.types import STEP, Group, Rollout, Status, Turn
 from insitu_bridges import trl
 from insitu_bridges.rows import Conversion, rows_of
 from insitu_bridges.targets import TARGETS, check_payload
@@ -33,6 +33,15 @@ def with_prompt(one: Rollout, first_id: int) -> Rollout:
     ids = row.ids.copy()
     ids[0] = first_id
     return replace(one, trajectory=replace(one.trajectory, segments=(replace(row, ids=ids),)))
+
+
+def stepped(one: Rollout) -> Rollout:
+    nothing = np.zeros(1, np.int32)
+    turn = Turn(
+        index=0, parent=-1, context_ids=nothing, ids=nothing, logprobs=None, finish="stop", version_runs=(),
+        hints=(("label", f"{STEP}2"),),
+    )  # fmt: skip
+    return replace(one, trajectory=replace(one.trajectory, turns=(turn,)))
 
 
 def test_the_best_stands_against_the_worst_and_then_the_next_two() -> None:
@@ -56,6 +65,13 @@ def test_what_was_not_graded_is_in_no_pair() -> None:
     found = made(rollout("a", 1.0), rollout("b", None), failed, rollout("d", 0.0))
     assert names(found) == [("a", "d")]
     assert found.account.excluded == {"infra": 3, "target_unscored": 3}
+
+
+def test_no_row_stands_for_several_steps() -> None:
+    two = stepped(rollout("a", 1.0)), stepped(rollout("b", 0.0))
+    found = made(*two, rollout("c", 0.75), rollout("d", 0.25))
+    assert names(found) == [("c", "d")]
+    assert found.refused == {("a", 0): "target_steps", ("b", 0): "target_steps"}
 
 
 def test_a_pair_has_one_prompt() -> None:

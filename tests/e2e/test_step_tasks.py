@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +18,8 @@ from insitu.config import Config, load_config
 from insitu.errors import ConfigError
 from insitu.gateway.token_backend import TokenBackend
 from insitu.grading.grader import GradeConfig, Grader
+from insitu.grading.judge import TaskJudge
+from insitu.grading.reward import main_line
 from insitu.runtime.agents import limits_of
 from insitu.runtime.run import open_runtime
 from insitu.runtime.sandboxes import check_tasks
@@ -24,7 +27,7 @@ from insitu.sandbox.local import LocalBackend
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import format_of
-from insitu.types import Message, Outcome, Rollout, Status, Task, task_hash
+from insitu.types import Message, Outcome, Rollout, Status, Task, Tree, Verdict, task_hash
 from insitu_tasksets.validate import check_item
 from insitu_train.demo.demonstrator import call
 from insitu_train.demo.make_warm_start import write_renderer
@@ -53,7 +56,9 @@ def example(folder: Path, **files: str) -> Item:
     """The example with other files, without its image."""
     shutil.copytree(EXAMPLE, folder / "tasks")
     for name, text in files.items():
-        (folder / "tasks/stock" / name).write_text(text)
+        path = folder / "tasks/stock" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     options = LoadOptions(limits=limits_of(configured("script")))
     (item,) = RowSource("harbor", format_of("harbor"), folder / "tasks", options).every()
     return in_image(item)
@@ -118,12 +123,15 @@ async def test_each_step_is_graded_and_all_are_one_rollout(tmp_path: Path) -> No
         "the home of the first step is that of the second"
     )
     assert "anchors,2" in rollout.changed["stock.csv"].content.decode()
+    assert {*rollout.changed} == {"names.txt", "stock.csv", "total.txt"}, "setup.sh is the task's"
     assert len(rollout.turns) == 5
     assert [turn.excluded for turn in rollout.turns] == [""] * 5
     ledger = rollout.trajectory.ledger
     assert ledger.balanced
     assert ledger.trained == ledger.captured > 0
     assert len(rollout.trajectory.segments) == 2, "each step begins a conversation of its own"
+    assert [turn.step for turn in rollout.turns] == [1, 1, 2, 2, 2]
+    assert [turn.index for turn in main_line(rollout.turns)] == [0, 1, 2, 3, 4]
     assert rollout.timings.grade_s > 0
 
 
@@ -132,10 +140,13 @@ async def test_a_step_below_its_least_reward_ends_the_rollout(tmp_path: Path) ->
     rollout = await attempt(tmp_path, example(tmp_path), ["echo 48 > total.txt", None])
     verdict = rollout.verdict
     assert verdict is not None, rollout.error
-    assert (rollout.status, rollout.reward, rollout.reward_components) == (Status.OK, 0.0, {"total": 0.0})
-    assert verdict.reason.startswith("total 0; total is below its min_reward 1; total: the tests gave 0")
+    assert (rollout.status, rollout.reward, rollout.reward_components) == (
+        Status.OK, 0.0, {"total": 0.0, "delivery": 0.0},
+    )  # fmt: skip
+    why = "total 0, delivery 0; total is below its min_reward 1; total: the tests gave 0"
+    assert verdict.reason.startswith(why)
     assert len(rollout.turns) == 2
-    assert {*rollout.changed} == {"total.txt"}, "the second step was not begun"
+    assert ({*rollout.changed}, rollout.deleted) == ({"total.txt"}, ()), "the second step was not begun"
 
 
 @pytest.mark.slow
@@ -150,6 +161,42 @@ async def test_an_agent_gains_nothing_by_breaking_the_next_step(tmp_path: Path) 
     assert rollout.error.startswith(
         "the command of step delivery ended with 1: setup.sh: line 2: stock.csv: "
     )
+
+
+@pytest.mark.slow
+async def test_what_earlier_steps_laid_is_no_change_of_the_agents(tmp_path: Path) -> None:
+    """More files than a change may add, one that is protected, and one that is no text."""
+    needed = "test -f pyproject.toml && test -f data.bin && test -f src/f219.py"
+    test = (EXAMPLE / "stock/steps/delivery/tests/test.sh").read_text()
+    laid = {f"src/f{number}.py": "x = 1\n" for number in range(220)}
+    laid |= {"pyproject.toml": "[project]\nname = 'x'\n", "data.bin": "\0\1\2\3"}
+    item = example(
+        tmp_path,
+        **{f"steps/total/workdir/{path}": text for path, text in laid.items()},
+        **{"steps/delivery/tests/test.sh": f"{test}\n{needed} || echo 0 > /logs/verifier/reward.txt\n"},
+    )
+    rollout = await attempt(tmp_path, item, [TOTAL, None, f"{TOTAL}; {NAMES}", None])
+    assert rollout.verdict is not None, rollout.error
+    assert (rollout.reward, rollout.verdict.outcome) == (1.0, Outcome.RESOLVED), rollout.verdict
+    assert {*rollout.changed} == {"names.txt", "stock.csv", "total.txt"}
+
+
+@pytest.mark.full
+async def test_a_busy_grader_takes_no_time_from_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = TaskJudge.step
+
+    async def late(self: TaskJudge, task: Task, number: int, tree: Tree) -> Verdict:
+        await asyncio.sleep(0.0 if number else 12.0)
+        return await plain(self, task, number, tree)
+
+    monkeypatch.setattr(TaskJudge, "step", late)
+    toml = (EXAMPLE / "stock/task.toml").read_text().replace("timeout_sec = 120.0", "timeout_sec = 3.0")
+    item = example(tmp_path, **{"task.toml": toml.replace("timeout_sec = 20.0", "timeout_sec = 1.0")})
+    rollout = await attempt(tmp_path, item, [TOTAL, None, f"{TOTAL}; {NAMES}", None])
+    assert rollout.verdict is not None, rollout.error
+    assert (rollout.status, rollout.reward) == (Status.OK, 1.0), rollout.verdict
 
 
 @pytest.mark.slow
@@ -183,11 +230,22 @@ async def test_each_step_is_validated_with_its_solution(tmp_path: Path) -> None:
     item = example(tmp_path)
     found = await check_item(grader, backend, item, 2)
     assert (found.status, found.reason) == ("passed", "")
-    wrong = example(tmp_path / "wrong", **{"steps/delivery/solution/solve.sh": "echo 91 > total.txt\n"})
+    test = (EXAMPLE / "stock/steps/delivery/tests/test.sh").read_text()
+    wrong = example(
+        tmp_path / "wrong",
+        **{
+            "steps/delivery/solution/solve.sh": "echo 91 > total.txt\n",
+            "steps/delivery/tests/test.sh": f"{test}\necho no names\n",
+        },
+    )
     found = await check_item(grader, backend, wrong, 1)
-    assert (found.status, found.reason[:60]) == (
-        "failed", "step delivery: the gold fails (unresolved): the tests gave 0."[:60],
-    )  # fmt: skip
+    assert (found.status, found.reason) == (
+        "failed",
+        "step delivery: the gold fails (unresolved): the tests gave 0.5; the output ends: no names",
+    )
+    cut = example(tmp_path / "cut", **{"steps/delivery/workdir/setup.sh": "echo no disk >&2; exit 3\n"})
+    found = await check_item(grader, backend, cut, 1)
+    assert (found.status, found.reason) == ("failed", "the command of step delivery ended with 3: no disk")
     idle = example(tmp_path / "idle", **{"steps/total/tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n"})
     found = await check_item(grader, backend, idle, 1)
     assert (found.status, found.reason) == ("failed", "step total: it passes before its solution")
@@ -200,6 +258,11 @@ async def test_each_step_is_validated_with_its_solution(tmp_path: Path) -> None:
 async def test_who_is_asked_once_gets_no_such_task(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="task stock has several steps, and single_turn is asked once"):
         check_tasks(configured("single_turn"), [example(tmp_path).task])
+
+
+async def test_rows_of_the_last_step_alone_are_not_trained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="task stock has several steps, and train.rows = final trains"):
+        check_tasks(configured("script", "train.rows=final"), [example(tmp_path).task])
 
 
 ALL = [f"echo kept > ~/notes; {TOTAL}", None, f"cat ~/notes; {TOTAL}; {NAMES}", None]

@@ -93,4 +93,7 @@ async def test_a_connection_asks_whether_the_other_side_is_there(monkeypatch: py
             one.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
+        unanswered_ms = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     assert 30 <= idle_s + tries * every_s <= 120
+    # what was sent and is not acknowledged keeps those questions from being asked
+    assert unanswered_ms == 90_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from insitu.attempt import NOTHING_SAMPLED
 from insitu.cli import main
 from insitu.config import load_config
-from insitu.evaluate.regrade import find_tasks
+from insitu.evaluate.regrade import describe_difference, find_tasks
 from insitu.grading.diff import compare
 from insitu.grading.runners.base import RunReport
 from insitu.grading.verdict import make_verdict
@@ -106,6 +107,14 @@ def test_what_a_committed_step_was_trained_on_stays(run: Path, capsys: pytest.Ca
         store.commit_step(1, {}, "checkpoints/1", "hash", account, trained=ids)
     assert main(["grade", str(run), "--write", "--json"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-2])["compared"]["updated"] == 0
+
+
+def test_a_grade_that_the_host_could_not_give_is_named_first() -> None:
+    (task,) = ToySource(Limits(), seed=1).tasks("train", 0, 1)
+    stored = rollout(0, task, {**task.files, "a.py": text("")}, Outcome.UNRESOLVED)
+    assert stored.verdict is not None
+    lost = replace(stored.verdict, outcome=Outcome.INFRA, reason="its files are gone", diff_hash="")
+    assert describe_difference(stored, replace(stored, verdict=lost)) == "its files are gone"
 
 
 def test_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

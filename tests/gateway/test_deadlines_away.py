@@ -120,3 +120,16 @@ async def test_no_session_waits_for_ever(renderer: TemplateRenderer, monkeypatch
         stats = rig.session.stats
         assert (stats.budget_stop, stats.away_s) == ("", 0.2)
         assert stats.infra_error == "the engine was down for longer than a session waits"
+
+
+async def test_the_wall_stands_still_while_a_step_is_graded(renderer: TemplateRenderer) -> None:
+    async with Rig(renderer, [ANSWER], limits=Limits(wall_s=0.6), before=Away(0.0, then_s=0.8)) as rig:
+        session, began = rig.session, rig.session.clock()
+        with session.grading():
+            beside = asyncio.create_task(rig.post({"messages": ASK}))  # of a process that the step left
+            assert (await beside)[0] == 200
+            assert session.clock() - began < 0.5
+        rig.engine.before = Away(0.0)
+        assert (await rig.post({"messages": MORE}))[0] == 200
+        assert (session.stats.budget_stop, session.stats.infra_error, session.step) == ("", "", 2)
+        assert session.stats.graded_s >= 0.8

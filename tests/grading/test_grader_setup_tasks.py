@@ -12,7 +12,18 @@ from insitu.grading.grader import GradeConfig, Grader
 from insitu.sandbox.base import Sandbox, SandboxSpec
 from insitu.sandbox.base_tree import BaseTrees
 from insitu.sandbox.local import LocalBackend
-from insitu.types import Check, FileEntry, GradingPlan, HiddenTests, Oracle, Outcome, Setup, Task, task_hash
+from insitu.types import (
+    Check,
+    FileEntry,
+    GradingPlan,
+    HiddenTests,
+    Oracle,
+    Outcome,
+    Setup,
+    Task,
+    TaskStep,
+    task_hash,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -150,6 +161,18 @@ async def test_a_sandbox_is_booted_before_it_is_needed(watched: Watched) -> None
     for _ in range(4):
         await grader.prepare(task)
     assert watched.made == 4
+    await grader.close()
+
+
+async def test_of_a_task_of_steps_the_sandbox_of_the_first_is_booted(watched: Watched) -> None:
+    grader = Grader(watched, GradeConfig(remember=0, parallel=2))
+    task, oracle = make()
+    first = replace(task, id="t/one")
+    await grader.prepare(replace(task, steps=(TaskStep(name="one", task=first),)))
+    base = (await grader.bases.of(first)).files
+    own = replace(oracle, task_id=first.id)
+    await grader.grade(first, own, {**base, "new.py": text("")})
+    assert watched.made == 2
     await grader.close()
 
 

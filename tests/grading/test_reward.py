@@ -19,6 +19,7 @@ from insitu.grading.reward import RewardFunction, main_line, reward_function
 from insitu.tasks.base import TaskSource
 from insitu.tasks.user_functions import UserFunction
 from insitu.types import (
+    STEP,
     FileEntry,
     FinishedRollout,
     Ledger,
@@ -36,7 +37,7 @@ TASK = Task(id="t", prompt="Fix it.", files={"m.py": FileEntry(content=b"x = 1\n
 SOLVED = Verdict(outcome=Outcome.RESOLVED, reward=1.0, trust="strong")
 
 
-def turn(index: int, parent: int, excluded: str = "") -> Turn:
+def turn(index: int, parent: int, excluded: str = "", step: int = 1) -> Turn:
     ids = np.array([index], dtype=np.int32)
     return Turn(
         index=index,
@@ -47,6 +48,7 @@ def turn(index: int, parent: int, excluded: str = "") -> Turn:
         finish="stop",
         version_runs=(),
         excluded=excluded,
+        hints=(("label", f"{STEP}{step}"),) if step > 1 else (),
     )
 
 
@@ -217,6 +219,11 @@ def test_the_main_line_ends_at_the_last_turn_that_counts() -> None:
     assert [one.index for one in main_line(turns)] == [0, 2]
     assert main_line(()) == []
     assert [one.index for one in main_line(turns[3:])] == [3]
+
+
+def test_the_main_line_of_several_steps_is_theirs_in_turn() -> None:
+    turns = (turn(0, -1), turn(1, 0), turn(2, -1, step=2), turn(3, -1, "auxiliary", 2), turn(4, 2, step=3))
+    assert [one.index for one in main_line(turns)] == [0, 1, 2, 4]
 
 
 def test_the_configured_function_is_found_by_name_path_or_object() -> None:

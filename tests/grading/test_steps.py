@@ -46,13 +46,13 @@ def test_the_mean_of_all_steps_is_the_reward() -> None:
     assert graded(task(None, None), ONE, ONE)[0].verdict.outcome is Outcome.RESOLVED
 
 
-@pytest.mark.parametrize(("how", "reward"), [("mean", 0.75), ("final", 0.5)])
-def test_a_step_below_its_least_reward_is_the_last_that_counts(
+@pytest.mark.parametrize(("how", "reward"), [("mean", 0.5), ("final", 0.5)])
+def test_after_a_step_below_its_least_reward_no_other_earns_anything(
     how: Literal["mean", "final"], reward: float
 ) -> None:
     grades, more = graded(task(None, 0.75, None, how=how), ONE, HALF)
     assert more == [True, False]
-    assert (grades.verdict.reward, grades.parts) == (reward, {"s1": 1.0, "s2": 0.5})
+    assert (grades.verdict.reward, grades.parts) == (reward, {"s1": 1.0, "s2": 0.5, "s3": 0.0})
     assert "s2 is below its min_reward 0.75" in grades.verdict.reason
 
 
@@ -73,3 +73,18 @@ def test_the_host_is_to_blame_for_the_whole() -> None:
 def test_the_last_step_decides_a_task_that_says_so() -> None:
     verdict = graded(task(None, None, how="final"), HALF, ONE)[0].verdict
     assert (verdict.reward, verdict.outcome, verdict.passed) == (1.0, Outcome.RESOLVED, 1)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.REFUSED, Outcome.TAMPERED])
+def test_a_step_that_was_refused_decides_the_outcome_wherever_it_stands(outcome: Outcome) -> None:
+    bad = replace(HALF, outcome=outcome, reward=0.0)
+    for verdicts in ((HALF, bad), (bad, HALF), (ONE, bad), (bad, ONE)):
+        assert graded(task(None, None), *verdicts)[0].verdict.outcome is outcome
+    last = graded(task(None, None, how="final"), bad, ONE)[0].verdict
+    assert (last.outcome, last.reward) == (outcome, 1.0)
+
+
+def test_parts_have_the_same_names_in_every_rollout_of_a_group() -> None:
+    early = graded(task(1.0, None), HALF)[0]
+    through = graded(task(1.0, None), ONE, HALF)[0]
+    assert {*early.parts} == {*through.parts} == {"s1", "s2"}

@@ -14,7 +14,7 @@ from insitu.grading.runners.find import runner_for
 from insitu.storage.image_builds import build_context, context_digest, register_build
 from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import format_of
-from insitu.types import task_hash
+from insitu.types import Limits, task_hash
 from insitu_tasksets.container_plan import Health, McpServer, read_plan
 from insitu_tasksets.live import everywhere
 
@@ -393,7 +393,7 @@ def test_a_harbor_folder_of_several_steps(tmp_path: Path) -> None:
     plans = [one.grading.timeout_s for one in (count.task, say.task, task)]
     assert plans == [44.0, 8.0, 52.0]
     assert (task.grading.steps, {count.task.setup, say.task.setup}) == ("mean", {task.setup})
-    assert {*say.task.files} == {"setup.sh"}
+    assert ({*count.files}, {*say.files}, {*say.task.files}) == (set(), {"setup.sh"}, {"setup.sh"})
     first, second = oracle.steps
     assert first.tests.files["tests/test.sh"].content == b"echo own\n"
     assert second.tests.files["tests/test.sh"].content == b"echo shared\n"
@@ -412,10 +412,46 @@ def test_a_harbor_folder_of_several_steps(tmp_path: Path) -> None:
     assert len(hashes) == 5
 
 
+def test_the_base_of_a_step_has_the_files_of_those_before_it(tmp_path: Path) -> None:
+    laid = {"steps/count/workdir/a": "1\n", "steps/count/workdir/b": "1\n", "steps/say/workdir/b": "2\n"}
+    several(tmp_path, **laid)
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    count, say = item.task.steps
+    assert {path: entry.content for path, entry in say.task.files.items() if path != "setup.sh"} == {
+        "a": b"1\n", "b": b"2\n",
+    }  # fmt: skip
+    assert ({*count.files}, {*say.files}) == ({"a", "b"}, {"b", "setup.sh"})
+    assert item.task.files == count.task.files == count.files
+    (tmp_path / "words/steps/say/workdir/a").write_text("1\n")
+    (again,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    assert again.task.steps[1].task == say.task
+    assert again.task.content_hash != item.task.content_hash, "a is laid again in the second step"
+
+
+def test_the_wall_time_of_the_run_holds_for_all_steps_that_have_none(tmp_path: Path) -> None:
+    toml = STEPS.replace("timeout_sec = 33.0\n", "").replace("timeout_sec = 7\n", "")
+    several(tmp_path, **{"task.toml": toml})
+    options = LoadOptions(limits=Limits(wall_s=50.0))
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path, options).every()
+    assert [one.limits.wall_s for one in (item.task, *(s.task for s in item.task.steps))] == [50.0] * 3
+
+
+def test_artifacts_of_one_step_may_lie_in_those_of_another(tmp_path: Path) -> None:
+    mode = STEPS.replace("[verifier]\n", "[verifier]\nenvironment_mode = 'separate'\n")
+    toml = mode.replace('name = "count"', 'name = "count"\nartifacts = ["/out"]')
+    toml = toml.replace('name = "say"', 'name = "say"\nartifacts = ["/out/deep"]')
+    several(tmp_path, **{"task.toml": toml})
+    (item,) = RowSource("harbor", format_of("harbor"), tmp_path).every()
+    assert {*item.task.setup.roots} == {"/out", "/logs/artifacts"}
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({"steps/say/instruction.md": None}, "steps/say/instruction.md is missing"),
+        ({"task.toml": STEPS.replace("reward = 0.5", "reward = 1.5")}, "min_reward is 1.5, and no reward"),
+        ({"task.toml": STEPS.replace('"say"', '"environment"')}, "steps: environment is the name of another"),
+        ({"steps/count/workdir/a": "", "steps/say/workdir/a/b": ""}, "a/b lies under a file"),
         ({"tests/test.sh": None}, "steps/say/tests/test.sh is missing: nothing can be graded"),
         ({"task.toml": STEPS.replace('"say"', '"count"')}, "steps: count is there twice"),
         (

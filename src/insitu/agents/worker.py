@@ -195,7 +195,7 @@ class SandboxWorker(ABC):
         """
         left_s = task.limits.wall_s
         sandbox = await self._ready(task.steps[0].task, access)
-        if trouble := await _command(sandbox, task.steps[0]):
+        if trouble := await run_command(sandbox, task.steps[0]):
             raise HarnessError(trouble)
         runs: list[_Run] = []
         for number, step in enumerate(task.steps):
@@ -222,8 +222,8 @@ class SandboxWorker(ABC):
         """
         self._further = True
         try:
-            await self._prepare(sandbox, step.task, access, used=True)
-            return await _command(sandbox, step)
+            await self._prepare(sandbox, replace(step.task, files=step.files), access, used=True)
+            return await run_command(sandbox, step)
         except (HarnessError, SandboxError) as error:
             lost = error if isinstance(error, SandboxError) else SandboxError(str(error))
             return await attribute_loss(lost, self._template.backend, self._template.spec, sandbox)
@@ -315,7 +315,7 @@ async def write_task_files(sandbox: Sandbox, task: Task, *, over: bool = False) 
         await sandbox.lay(task.files)
 
 
-async def _command(sandbox: Sandbox, step: TaskStep) -> str:
+async def run_command(sandbox: Sandbox, step: TaskStep) -> str:
     """Run the command of a step; return why it failed, empty if it did not. Raises SandboxError."""
     if not step.command:
         return ""

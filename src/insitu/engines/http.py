@@ -231,6 +231,8 @@ def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # while sent data is not acknowledged, nothing is kept alive
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 90_000)
     return made
 
 

@@ -213,6 +213,8 @@ async def _grade_again(
 def describe_difference(stored: Rollout, now: Rollout) -> str:
     """Return how a new verdict or reward differs from the stored one; empty if it does not."""
     old, new = stored.verdict, now.verdict
+    if new is not None and new.outcome is Outcome.INFRA:
+        return new.reason
     if old is None or new is None or new.diff_hash != old.diff_hash:
         return "the stored files are not those that were graded"
     if new.outcome is not old.outcome:

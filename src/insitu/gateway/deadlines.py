@@ -27,13 +27,13 @@ class SessionClock:
     @property
     def ends(self) -> float:
         """Loop time at which the wall time is over, by present knowledge."""
-        if self._away:
+        if self._away or self._stats.graded_since is not None:
             return self._ends + AWAY_MOST_S
         return self._ends + self._stats.away(self._now())
 
     @property
     def _ends(self) -> float:
-        return self._wall_ends + stalled_s()
+        return self._wall_ends + stalled_s() + self._stats.graded(self._now())
 
     @property
     def paused(self) -> bool:
@@ -47,15 +47,16 @@ class SessionClock:
         self._away += 1
         if self._away == 1:
             self._stats.away_since = self._now()
-            self._follow()
+            self.follow()
 
     def on_resume(self) -> None:
         self._away -= 1
         if not self._away:
             self._stats.away_s, self._stats.away_since = self._stats.away(self._now()), None
-            self._follow()
+            self.follow()
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Let the calls follow a change of `ends`."""
         for call in self.calls:
             call.follow()
 

@@ -11,7 +11,8 @@ import hashlib
 import hmac
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -63,6 +64,10 @@ class SessionStats(Spent):
     wall time is extended by them."""
     away_since: float | None = None
     """Loop time since which a call waits; None while none does."""
+    graded_s: float = 0.0
+    """Seconds in which steps of the task were graded; the wall time is extended by them too."""
+    graded_since: float | None = None
+    """Loop time since which a step is graded; None while none is."""
     engine_failures: int = 0
     """Calls that failed at the engine."""
     budget_stop: str = ""
@@ -103,6 +108,10 @@ class SessionStats(Spent):
         """Return `away_s` at the loop time `now`, bounded by `AWAY_MOST_S`."""
         going_on = 0.0 if self.away_since is None else now - self.away_since
         return min(AWAY_MOST_S, self.away_s + going_on)
+
+    def graded(self, now: float) -> float:
+        """Return `graded_s` at the loop time `now`."""
+        return self.graded_s + (0.0 if self.graded_since is None else now - self.graded_since)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +155,8 @@ class Session(ABC):
         """Set by the operator before it is sealed; None = not graded."""
         self.left = False
         """The agent reported that it is done."""
+        self.step = 1
+        """Step of its task, counted from 1."""
         self.failure: BaseException | None = None
         """What `seal` will raise: a broken invariant or a defect. Engine failures: `stats.infra_error`."""
         self.stats = SessionStats()
@@ -203,10 +214,26 @@ class Session(ABC):
         return self.tools.calls
 
     def clock(self) -> float:
-        """Return the loop time without waits for the engine, and without stalls since the session opened."""
+        """Return the loop time without waits for the engine, grades of steps, and stalls since it opened."""
         stalled = stalled_s() - self._stalled
         now = asyncio.get_running_loop().time()
-        return now - self.stats.away(now) - stalled
+        return now - self.stats.away(now) - self.stats.graded(now) - stalled
+
+    @contextmanager
+    def grading(self) -> Iterator[None]:
+        """Stop the clock while a step of the task is graded; calls after it are of the next step."""
+        now, stats = asyncio.get_running_loop().time, self.stats
+        stats.graded_since = now()
+        self._on_clock()
+        try:
+            yield
+        finally:
+            stats.graded_s, stats.graded_since = stats.graded(now()), None
+            self.step += 1
+            self._on_clock()
+
+    def _on_clock(self) -> None:  # noqa: B027 - calls of a provider have no wall time
+        """Let running calls follow the clock, which has stopped or goes on."""
 
     def owns(self, secret: str, listener: Path | None, scope: str = "agent") -> bool:
         """Return whether `secret` is this session's for `scope`, from a listener that may use it.

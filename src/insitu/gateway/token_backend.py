@@ -141,6 +141,9 @@ class TokenSession(Session):
     def idle_overtime_s(self) -> float:
         return -1.0 if self._busy() else asyncio.get_running_loop().time() - self.wall.ends
 
+    def _on_clock(self) -> None:
+        self.wall.follow()
+
     # ----------------------------------------------------------------------- requests
 
     async def answer(self, http: web.BaseRequest, route: Route, dialect: Dialect) -> web.StreamResponse:

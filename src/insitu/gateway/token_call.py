@@ -46,6 +46,7 @@ from insitu.gateway.tool_hooks import BLOCKED
 from insitu.types import (
     MALFORMED,
     PARTS_LEFT_OUT,
+    STEP,
     UNKNOWN_TOOL,
     Generation,
     IntArray,
@@ -419,5 +420,6 @@ class TokenCall:
             UNKNOWN_TOOL: unknown,
             PARTS_LEFT_OUT: any(name == DROPPED_PART for name, _ in plan.hints),
             BLOCKED: any(blocked),
+            f"{STEP}{self.session.step}": self.session.step > 1,
         }
         return [label for label, holds in found.items() if holds]

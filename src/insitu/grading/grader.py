@@ -31,7 +31,7 @@ from insitu.grading.pressure import pressure_s
 from insitu.grading.protected_files import policy_of
 from insitu.grading.runners.base import CpuMeter, GradingRunner, RunLimits, RunReport
 from insitu.grading.runners.find import opened_runners, runner_for, runner_named
-from insitu.grading.verdict import NOTHING_CHANGED, make_verdict
+from insitu.grading.verdict import NOTHING_CHANGED, gold_fails, make_verdict
 from insitu.sandbox.base import GRADING, Sandbox, SandboxBackend, SandboxSpec, control_sandbox
 from insitu.sandbox.base_tree import BaseTrees, is_plain, set_up
 from insitu.sandbox.host_faults import fate_of, host_fault
@@ -176,6 +176,7 @@ class Grader:
 
     async def prepare(self, task: Task) -> None:
         """Find the base and boot a spare sandbox, while the agent works. Raises SandboxError."""
+        task = task.steps[0].task if task.steps else task
         runner = runner_named(task.grading.runner)
         if runner is None or is_plain(task.setup) or task.grading.where == "live":
             return
@@ -216,9 +217,9 @@ class Grader:
                 solved = await self._judge(runner.as_it_is(), task, oracle, fixed)
             _raise_infra(task, solved)
             if solved.outcome is not Outcome.RESOLVED:
-                tail = next((" ".join(one.tail.split())[-160:] for one in solved.failing if one.tail), "")
-                ends = f"; the output ends: {tail}" if tail else ""
-                raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}{ends}")
+                raise TaskError(
+                    f"task {task.id}: {gold_fails(solved.outcome, solved.reason, solved.failing)}"
+                )
             if solved.trust is not None and number == 0:
                 log.warning("task=%s trust=%s: %s", task.id, solved.trust, solved.controls)
 

@@ -127,8 +127,9 @@ class TaskJudge:
         )
 
     async def base(self, task: Task) -> Tree:
-        """Return the task's initial files; raise SandboxError."""
-        return (await self._grader.bases.of(task)).files
+        """Return the task's files, those of all its steps; raise SandboxError."""
+        last = task.steps[-1].task if task.steps else task
+        return (await self._grader.bases.of(last)).files
 
     @asynccontextmanager
     async def environment(self, task: Task) -> AsyncIterator[ToolEnvironment | None]:

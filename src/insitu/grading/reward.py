@@ -108,14 +108,19 @@ def reward_function(config: Config, transcript: Transcript) -> RewardFunction | 
 
 
 def main_line(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns from the root to the last one that counts, in order."""
+    """Return the turns from the root to the last one that counts, in order; of steps one after another."""
     by_index = {turn.index: turn for turn in turns}
-    last = next((turn for turn in reversed(turns) if not turn.excluded), turns[-1] if turns else None)
     line: list[Turn] = []
-    while last is not None:
-        line.append(last)
-        last = by_index.get(last.parent)
-    return line[::-1]
+    for step in dict.fromkeys(turn.step for turn in turns):
+        own = [turn for turn in turns if turn.step == step]
+        at: Turn | None = next((turn for turn in reversed(own) if not turn.excluded), own[-1])
+        known = {turn.index for turn in line}
+        part: list[Turn] = []
+        while at is not None and at.index not in known:
+            part.append(at)
+            at = by_index.get(at.parent)
+        line += part[::-1]
+    return line
 
 
 def _parse(value: object) -> tuple[float | None, dict[str, float]]:

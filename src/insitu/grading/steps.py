@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from insitu.grading.reward import FINAL
 from insitu.grading.verdict import MAX_REASON_CHARS
 from insitu.types import Outcome, Task, Verdict
 
@@ -15,8 +16,7 @@ TRUSTS = ("weak", "standard", "strong")
 class StepGrades:
     """Made for one attempt.
 
-    A step that the agent's own doing keeps from starting counts as 0; those after a step below its
-    `min_reward` do not count.
+    A step that was not reached counts as 0.
     """
 
     def __init__(self, task: Task) -> None:
@@ -37,11 +37,10 @@ class StepGrades:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Rewards by the names of the steps that count."""
-        counted = len(self._found) if self._low else len(self._task.steps)
+        """Rewards by the names of all steps."""
         rewards = [verdict.reward or 0.0 for verdict in self._found]
-        rewards += [0.0] * (counted - len(rewards))
-        return {step.name: reward for step, reward in zip(self._task.steps, rewards, strict=False)}
+        rewards += [0.0] * (len(self._task.steps) - len(rewards))
+        return {step.name: reward for step, reward in zip(self._task.steps, rewards, strict=True)}
 
     @property
     def verdict(self) -> Verdict:
@@ -51,13 +50,14 @@ class StepGrades:
             reason = f"step {steps[len(self._found) - 1].name}: {last.reason}"[:MAX_REASON_CHARS]
             return replace(last, reason=reason, task_hash=self._task.content_hash)
         parts = list(self.parts.values())
-        reward = parts[-1] if self._task.grading.steps == "final" else math.fsum(parts) / len(parts)
-        through = len(self._found) == len(steps)
-        other = [found.outcome for found in self._found if found.outcome is not Outcome.RESOLVED]
+        if self._task.grading.steps == "final":
+            reward = last.reward if self._low else parts[-1]
+        else:
+            reward = math.fsum(parts) / len(parts)
         named = list(zip(steps, self._found, strict=False))
         return replace(
             last,
-            outcome=Outcome.RESOLVED if through and reward == 1.0 else [*other, Outcome.UNRESOLVED][0],
+            outcome=self._outcome(reward),
             reward=reward,
             trust=min((found.trust for found in self._found), key=TRUSTS.index),
             passed=sum(found.outcome is Outcome.RESOLVED for found in self._found),
@@ -72,6 +72,14 @@ class StepGrades:
                 for check in found.evidence or ()
             ),
         )
+
+    def _outcome(self, reward: float) -> Outcome:
+        """Return that of the first step that was not resolved; one that was refused comes first."""
+        other = [found.outcome for found in self._found if found.outcome is not Outcome.RESOLVED]
+        if grave := [outcome for outcome in other if outcome in FINAL]:
+            return grave[0]
+        through = len(self._found) == len(self._task.steps)
+        return Outcome.RESOLVED if through and reward == 1.0 else [*other, Outcome.UNRESOLVED][0]
 
     def _reason(self) -> str:
         said = [f"{name} {reward:g}" for name, reward in self.parts.items()]

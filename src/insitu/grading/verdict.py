@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from insitu._version import __version__
 from insitu.grading.diff import PROTECTED_FOLDERS, Diff
 from insitu.grading.runners.base import RunReport
-from insitu.types import Outcome, RewardKind, Trust, Verdict
+from insitu.types import FailingCheck, Outcome, RewardKind, Trust, Verdict
 
 GRADER = 12
 """Version; bump with every change that can change a verdict."""
@@ -67,6 +68,12 @@ def with_ending(verdict: Verdict, ending: str) -> Verdict:
     """Return a verdict whose reason also says how the rollout ended."""
     reason = f"{verdict.reason}; {ending}" if ending else verdict.reason
     return replace(verdict, reason=reason[:MAX_REASON_CHARS])
+
+
+def gold_fails(outcome: Outcome, reason: str, failing: Sequence[FailingCheck]) -> str:
+    """Return what is wrong with a solution that does not pass, with the end of the tests' output."""
+    tail = next((" ".join(one.tail.split())[-160:] for one in failing if one.tail), "")
+    return f"the gold fails ({outcome}): {reason}" + (f"; the output ends: {tail}" if tail else "")
 
 
 def _gathered(paths: tuple[str, ...]) -> tuple[str, ...]:

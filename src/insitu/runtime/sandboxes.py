@@ -149,6 +149,8 @@ def check_tasks(config: Config, tasks: Iterable[Task]) -> None:
             raise ConfigError(f"task {task.id} is graded in the agent's own sandbox, and {NO_AGENT} has none")
         if task.steps and config.harness.agent == NO_AGENT:
             raise ConfigError(f"task {task.id} has several steps, and {NO_AGENT} is asked once")
+        if task.steps and (rows := config.train.rows) != "all":
+            raise ConfigError(f"task {task.id} has several steps, and train.rows = {rows} trains the last")
         runner = runner_named(task.grading.runner)
         for kind, words in lacks.items():
             if lacking := _lacking(task.setup, words):

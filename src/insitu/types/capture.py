@@ -29,6 +29,8 @@ MALFORMED, UNKNOWN_TOOL = "malformed", "unknown_tool"
 """Labels of a turn whose reply has a call that did not parse, or one of a tool that was not offered."""
 PARTS_LEFT_OUT = "parts_left_out"
 """Label of a turn whose new messages have an image, sound or a file, in whose place the model read a line."""
+STEP = "step "
+"""Label of a turn in a further step of its task, before the number of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,13 @@ class Turn(Value):
 
     @property
     def labels(self) -> frozenset[str]:
-        """The gateway's own labels: `shim`, MALFORMED, UNKNOWN_TOOL, PARTS_LEFT_OUT, `insitu_blocked`."""
+        """The gateway's own labels: those above, `shim` and `insitu_blocked`."""
         return frozenset(value for name, value in self.hints if name == "label")
+
+    @property
+    def step(self) -> int:
+        """Step of its task, counted from 1."""
+        return max((int(one[len(STEP) :]) for one in self.labels if one.startswith(STEP)), default=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

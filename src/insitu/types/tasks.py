@@ -110,8 +110,10 @@ class TaskStep(Value):
 
     name: str
     task: Task
-    """Its prompt, files (laid over what the step before has left), grading and limits; the setup is that of
-    the whole task, whose limits bound all steps together."""
+    """Its prompt, grading and limits, and the files of the steps up to it: the base of its grade. The setup
+    is that of the whole task, whose limits bound all steps together."""
+    files: Tree = field(default_factory=dict, repr=False)
+    """Its own files, laid over what the step before has left."""
     command: str = ""
     """Shell command run in the work folder before its agent starts."""
     min_reward: float | None = None
@@ -257,7 +259,7 @@ def task_hash(
         (setup.container, f"container={setup.container}"),
         (grading.where != "clean", f"where={grading.where}"),
         (grading.steps != "mean", f"steps={grading.steps}"),
-        *((True, f"step={s.name!r} {s.command!r} {s.min_reward!r} {s.task.content_hash}") for s in steps),
+        *((True, _step_text(s)) for s in steps),
     )
     parts += [text.encode() for given, text in later if given]
     for path in sorted(files):
@@ -266,3 +268,8 @@ def task_hash(
         h.update(len(part).to_bytes(8, "big"))
         h.update(part)
     return h.hexdigest()
+
+
+def _step_text(step: TaskStep) -> str:
+    named = f"step={step.name!r} {step.command!r} {step.min_reward!r} {step.task.content_hash}"
+    return f"{named} {sorted(step.files)!r}" if step.files else named

@@ -19,10 +19,12 @@ from insitu.types import EXCLUSIONS, Group, Ledger, Rollout, Segment, Status
 from insitu_train.plan.step import PlanConfig, PlannedRollout, PlanRow, plan_rollouts, row_of
 
 T = TypeVar("T")
-Refusal = Literal["target_one_row", "target_length", "target_unscored", "target_pair", "target_not_best"]
+Refusal = Literal[
+    "target_one_row", "target_length", "target_unscored", "target_pair", "target_steps", "target_not_best"
+]
 """Why a row is not in a payload, beside the planner's reasons: the target takes one row per rollout; the row
-is longer than it takes; it has no place for reward None; it has no partner for a pair; another is the
-best of its group."""
+is longer than it takes; it has no place for reward None; it has no partner for a pair; its reward is of
+several steps; another is the best of its group."""
 REFUSALS: frozenset[str] = frozenset(get_args(Refusal))
 SCORED_REASONS = frozenset({"", "zero_advantage", "degenerate", "few_groups"})
 """Reasons of rollouts that have no gradient and yet count in the baseline of another trainer."""
@@ -60,6 +62,11 @@ class RolloutRows:
     def reward_only(self) -> bool:
         """Whether nothing of it may be trained by any trainer; its reward is still part of the baseline."""
         return self.reason in UNTRAINED_REASONS or not self.segments
+
+    @property
+    def stepped(self) -> bool:
+        """Whether it is of several steps of a task: no single row stands for its reward."""
+        return any(turn.step > 1 for turn in self.rollout.turns)
 
     @property
     def given(self) -> tuple[Segment, ...]:

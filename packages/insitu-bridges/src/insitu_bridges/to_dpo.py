@@ -19,6 +19,7 @@ def to_dpo(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
 
     A rollout stands in one pair at most, with its final row; other rows are refused (`target_one_row`), as
     are those of rollouts without a partner (`target_pair`), one with another reward after the same prompt.
+    The reward of several steps says nothing of one row: such rollouts are refused too (`target_steps`).
     """
     pairs = [(group, pair) for group in groups for pair in _pairs(group)]
     taken = [(item.rollout.id, segment.index) for _, pair in pairs for item, segment in pair]
@@ -29,7 +30,8 @@ def to_dpo(groups: Sequence[GroupRows]) -> Conversion[list[dict[str, Any]]]:
         one, name = item.rollout.id in paired, item.rollout.id
         if one or not item.reason:
             left = {(name, segment.index) for segment in item.segments} - in_payload
-            refused.update(dict.fromkeys(left, "target_one_row" if one else "target_pair"))
+            why: Refusal = "target_one_row" if one else "target_steps" if item.stepped else "target_pair"
+            refused.update(dict.fromkeys(left, why))
     payload = [_pair(group, *pair) for group, pair in pairs]
     return convert(payload, groups, taken, refused, lost=("weights", "versions"))
 
@@ -40,7 +42,7 @@ def _pairs(group: GroupRows) -> Iterator[tuple[_Side, _Side]]:
     Only rollouts whose final rows have the same ids before the first sampled token are compared.
     """
     by_prompt: dict[bytes, list[_Side]] = {}
-    for item in (item for item in group.scored if not item.reward_only):
+    for item in (item for item in group.scored if not (item.reward_only or item.stepped)):
         finals = [segment for segment in item.segments if segment.label == "final" and segment.mask.any()]
         for segment in finals[-1:]:
             prompt = segment.ids[: prompt_length(segment)].tobytes()

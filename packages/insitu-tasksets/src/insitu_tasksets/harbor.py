@@ -9,16 +9,18 @@ name is built from its Dockerfile (storage/image_builds.py). Tests and solution 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import posixpath
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from insitu.errors import RecordError, TaskError, boundary
+from insitu.grading.reward import EARNED
 from insitu.storage.image_builds import register_build
 from insitu.tasks.base import Item
 from insitu.tasks.dataset import LoadOptions
@@ -34,7 +36,7 @@ from insitu.tasks.shared import (
     yaml_mapping,
     yaml_value,
 )
-from insitu.types import FileEntry, GradingPlan, HiddenTests, Oracle, Setup, TaskStep, Tree
+from insitu.types import FileEntry, GradingPlan, HiddenTests, Limits, Oracle, Setup, Task, TaskStep, Tree
 from insitu_tasksets.compose import Compose, compose_file, read_compose
 from insitu_tasksets.container_plan import ContainerPlan
 from insitu_tasksets.harbor_file import (
@@ -44,6 +46,7 @@ from insitu_tasksets.harbor_file import (
     checked_resources,
     container_plan,
     least_reward,
+    outermost,
     resolved,
     step_file,
     verifier_environment,
@@ -106,6 +109,7 @@ class _FolderPart:
     """What separate tests need of the agent's sandbox."""
     solve: Tree
     files: Tree
+    """Of a step: its workdir/."""
 
     @classmethod
     def read(
@@ -178,6 +182,8 @@ def _ground(folder: Path, parsed: HarborFile, options: LoadOptions) -> Setup:
 def _several(folder: Path, parsed: HarborFile, asked: _FolderRow, options: LoadOptions) -> Item:
     """Return the item of a task of several steps. Raises TaskError."""
     names = [step.name for step in parsed.steps]
+    if EARNED in names:
+        raise TaskError(f"steps: {EARNED} is the name of another part of the reward")
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise TaskError(f"steps: {twice} is there twice")
     ground = _ground(folder, parsed, options)
@@ -186,17 +192,19 @@ def _several(folder: Path, parsed: HarborFile, asked: _FolderRow, options: LoadO
         for step in parsed.steps
     ]
     roots = [root for part in parts for root in part.roots]
-    setup = replace(ground, roots=tuple(dict.fromkeys((*asked.all_roots, *roots))))
-    items = [part.item(setup, options) for part in parts]
+    setup = replace(ground, roots=outermost([*asked.all_roots, *roots]))
+    files = list(itertools.accumulate((part.files for part in parts), _over))
+    items = [replace(part, files=laid).item(setup, options) for part, laid in zip(parts, files, strict=True)]
     tasks, oracles = [item.task for item in items], [item.oracle for item in items]
     steps = tuple(
         TaskStep(
             name=step.name,
             task=task,
-            command="bash setup.sh" if "setup.sh" in task.files else "",
+            files=part.files,
+            command="bash setup.sh" if "setup.sh" in part.files else "",
             min_reward=least_reward(step),
         )
-        for step, task in zip(parsed.steps, tasks, strict=True)
+        for step, task, part in zip(parsed.steps, tasks, parts, strict=True)
     )
     return make_item(
         id=folder.name,
@@ -208,7 +216,7 @@ def _several(folder: Path, parsed: HarborFile, asked: _FolderRow, options: LoadO
             timeout_s=sum(task.grading.timeout_s for task in tasks),
             steps=parsed.multi_step_reward_strategy,
         ),
-        limits=options.limits.changed(wall_s=sum(task.limits.wall_s for task in tasks)),
+        limits=_limits(parts, tasks, options),
         category="harbor",
         oracle=Oracle(
             task_id=folder.name,
@@ -219,6 +227,17 @@ def _several(folder: Path, parsed: HarborFile, asked: _FolderRow, options: LoadO
         ),
         steps=steps,
     )
+
+
+def _over(below: Tree, own: Tree) -> Tree:
+    return safe_tree({**below, **own})
+
+
+def _limits(parts: Sequence[_FolderPart], tasks: Sequence[Task], options: LoadOptions) -> Limits:
+    """Return the limits of all steps together; the wall time is theirs if task.toml has any."""
+    if not any(part.parsed.agent.timeout_sec for part in parts):
+        return options.limits
+    return options.limits.changed(wall_s=sum(task.limits.wall_s for task in tasks))
 
 
 def _hidden_tests(

@@ -8,7 +8,7 @@ import math
 import os
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -170,11 +170,15 @@ def _over(under: HarborPhase, phase: HarborPhase) -> HarborPhase:
 def least_reward(step: HarborStep) -> float | None:
     """Return the reward below which a step ends the task, if any. Raises TaskError."""
     least = step.min_reward
-    if not isinstance(least, dict):
-        return least
-    if other := least.keys() - {"reward"}:
-        raise TaskError(f"steps.{step.name}.min_reward: only `reward` is read, not {ascii(min(other))[:60]}")
-    return least.get("reward")
+    if isinstance(least, dict):
+        if other := least.keys() - {"reward"}:
+            raise TaskError(
+                f"steps.{step.name}.min_reward: only `reward` is read, not {ascii(min(other))[:60]}"
+            )
+        least = least.get("reward")
+    if least is not None and least > 1:
+        raise TaskError(f"steps.{step.name}.min_reward is {least:g}, and no reward is more than 1")
+    return least
 
 
 def checked_resources(own: HarborEnvironment, options: LoadOptions) -> int:
@@ -284,8 +288,12 @@ def carried(parsed: HarborFile, workdir: str) -> tuple[tuple[str, ...], tuple[st
         paths.append(path)
         head, name = posixpath.split(path)
         roots.append(head if "." in name else path)
-    outer = [root for root in dict.fromkeys(roots) if not any(root.startswith(f"{o}/") for o in roots)]
-    return tuple(paths), tuple(outer)
+    return tuple(paths), outermost(roots)
+
+
+def outermost(roots: Sequence[str]) -> tuple[str, ...]:
+    """Return the roots without those inside another one."""
+    return tuple(root for root in dict.fromkeys(roots) if not any(root.startswith(f"{o}/") for o in roots))
 
 
 def verifier_environment(folder: Path, parsed: HarborFile) -> HarborEnvironment | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from insitu.errors import GradeError, TaskError
 from insitu.grading.grader import Grader
+from insitu.grading.verdict import gold_fails
 from insitu.sandbox.base import Sandbox, SandboxBackend, SandboxSpec
 from insitu.sandbox.base_tree import set_up
 from insitu.types import Oracle, Outcome, Task, Verdict
@@ -62,7 +63,8 @@ async def validate_live(
                 await solve(sandbox, task, oracle)
             solved = await _graded(grader, task, oracle, sandbox)
             if solved.outcome is not Outcome.RESOLVED:
-                raise TaskError(f"task {task.id}: the gold fails ({solved.outcome}): {solved.reason}")
+                why = gold_fails(solved.outcome, solved.reason, solved.evidence or ())
+                raise TaskError(f"task {task.id}: {why}")
 
 
 async def _graded(grader: Grader, task: Task, oracle: Oracle, sandbox: Sandbox) -> Verdict:

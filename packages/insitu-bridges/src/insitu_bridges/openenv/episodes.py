@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from insitu.agents.artifacts import AGENT_MEMORY_BYTES, AGENT_PROCESSES, attribute_loss, collect_tree
 from insitu.agents.worker import write_task_files
 from insitu.config import Config
-from insitu.errors import InsituError, SandboxLost, SandboxStartError
+from insitu.errors import ConfigError, InsituError, SandboxLost, SandboxStartError
 from insitu.grading.judge import TaskJudge
 from insitu.runtime.run import make_judge
 from insitu.runtime.sandboxes import check_tasks, make_pool
@@ -159,7 +159,10 @@ class Episodes:
         """Check the configuration; raise ConfigError, SetupError, TaskError. Nothing is started."""
         self.config = config
         self.tasks = EpisodeTasks(config)
-        check_tasks(config, TaskSet(arm=config.set_arms[0], source=self.tasks.source).examples())
+        examples = TaskSet(arm=config.set_arms[0], source=self.tasks.source).examples()
+        check_tasks(config, examples)
+        if several := next((task.id for task in examples if task.steps), ""):
+            raise ConfigError(f"task {several} has several steps, and an episode is one")
         self._pool = make_pool(config)
         self._judge: TaskJudge
         self._lock = Lock()

@@ -31,6 +31,11 @@ def reward(env_reward: list[float | None], **_: Any) -> list[float | None]:
 
 def _choose(item: RolloutRows, several: Several) -> Segment | None:
     """Return the segment that stands for a rollout; None when it has none. Raises TrainError."""
+    if item.stepped:
+        raise TrainError(
+            f"rollout {item.rollout.id} is of several steps, and rollout_func takes one row per prompt:"
+            " use AsyncGRPOTrainer"
+        )
     if several == "refuse" and len(item.segments) > 1:
         raise TrainError(
             f"rollout {item.rollout.id} has {len(item.segments)} rows, and rollout_func takes one per prompt:"
@@ -47,7 +52,8 @@ def to_outputs(
     """Return one row per rollout as `rollout_func` must; other segments are refused (`target_one_row`).
 
     A rollout without a token to train, or without a reward, has a row too: nothing of it is trained, and its
-    reward is None, which TRL leaves out of the group's mean. Raises TrainError for several="refuse".
+    reward is None, which TRL leaves out of the group's mean. Raises TrainError for several="refuse", and for
+    rollouts of several steps.
     """
     alone = [Group(id=rollout.id, task_id=rollout.task_id, rollouts=(rollout,)) for rollout in rollouts]
     groups = [group for one in alone for group in rows_of([one], plan)]

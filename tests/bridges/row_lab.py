@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from insitu.types import Group, Ledger, Rollout, Segment, Status, Timings, Trajectory
+from insitu.types import STEP, Group, Ledger, Rollout, Segment, Status, Timings, Trajectory, Turn
 from insitu_train.plan.step import PlanConfig
 
 PLAN = PlanConfig()
@@ -44,6 +46,16 @@ def rollout(
         deleted=(),
         timings=Timings(),
     )
+
+
+def stepped(one: Rollout) -> Rollout:
+    """The rollout with a turn in a second step of its task."""
+    nothing = np.zeros(1, np.int32)
+    turn = Turn(
+        index=0, parent=-1, context_ids=nothing, ids=nothing, logprobs=None, finish="stop", version_runs=(),
+        hints=(("label", f"{STEP}2"),),
+    )  # fmt: skip
+    return replace(one, trajectory=replace(one.trajectory, turns=(turn,)))
 
 
 def groups() -> list[Group]:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from row_lab import rollout
+from row_lab import rollout, stepped
 
 from insitu.errors import RecordError
-from insitu.types import STEP, Group, Rollout, Status, Turn
+from insitu.types import Group, Rollout, Status
 from insitu_bridges import trl
 from insitu_bridges.rows import Conversion, rows_of
 from insitu_bridges.targets import TARGETS, check_payload
@@ -33,15 +33,6 @@ def with_prompt(one: Rollout, first_id: int) -> Rollout:
     ids = row.ids.copy()
     ids[0] = first_id
     return replace(one, trajectory=replace(one.trajectory, segments=(replace(row, ids=ids),)))
-
-
-def stepped(one: Rollout) -> Rollout:
-    nothing = np.zeros(1, np.int32)
-    turn = Turn(
-        index=0, parent=-1, context_ids=nothing, ids=nothing, logprobs=None, finish="stop", version_runs=(),
-        hints=(("label", f"{STEP}2"),),
-    )  # fmt: skip
-    return replace(one, trajectory=replace(one.trajectory, turns=(turn,)))
 
 
 def test_the_best_stands_against_the_worst_and_then_the_next_two() -> None:

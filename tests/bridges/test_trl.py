@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from row_lab import PLAN, groups, rollout, segment
+from row_lab import PLAN, groups, rollout, segment, stepped
 from trl_cpu import arguments
 
 from insitu.config import load_config
@@ -144,6 +144,8 @@ def test_rollout_func_chooses_or_refuses() -> None:
     assert len(longest["completion_ids"][0]) == 9
     with pytest.raises(TrainError, match="2 rows, and rollout_func takes one"):
         trl.to_outputs([two], PLAN, "refuse")
+    with pytest.raises(TrainError, match="is of several steps"):
+        trl.to_outputs([stepped(rollout("a", 1.0))], PLAN, "final")
 
 
 def _path(one: Rollout, segments: Any) -> Any:

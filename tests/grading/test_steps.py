@@ -46,7 +46,7 @@ def test_the_mean_of_all_steps_is_the_reward() -> None:
     assert graded(task(None, None), ONE, ONE)[0].verdict.outcome is Outcome.RESOLVED
 
 
-@pytest.mark.parametrize(("how", "reward"), [("mean", 0.5), ("final", 0.5)])
+@pytest.mark.parametrize(("how", "reward"), [("mean", 0.5), ("final", 0.0)])
 def test_after_a_step_below_its_least_reward_no_other_earns_anything(
     how: Literal["mean", "final"], reward: float
 ) -> None:
@@ -76,12 +76,12 @@ def test_the_last_step_decides_a_task_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.REFUSED, Outcome.TAMPERED])
-def test_a_step_that_was_refused_decides_the_outcome_wherever_it_stands(outcome: Outcome) -> None:
+def test_a_step_that_was_refused_decides_outcome_and_reward_wherever_it_stands(outcome: Outcome) -> None:
     bad = replace(HALF, outcome=outcome, reward=0.0)
     for verdicts in ((HALF, bad), (bad, HALF), (ONE, bad), (bad, ONE)):
-        assert graded(task(None, None), *verdicts)[0].verdict.outcome is outcome
-    last = graded(task(None, None, how="final"), bad, ONE)[0].verdict
-    assert (last.outcome, last.reward) == (outcome, 1.0)
+        for how in ("mean", "final"):
+            verdict = graded(task(None, None, how=how), *verdicts)[0].verdict
+            assert (verdict.outcome, verdict.reward) == (outcome, 0.0)
 
 
 def test_parts_have_the_same_names_in_every_rollout_of_a_group() -> None:

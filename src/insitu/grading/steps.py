@@ -50,14 +50,14 @@ class StepGrades:
             reason = f"step {steps[len(self._found) - 1].name}: {last.reason}"[:MAX_REASON_CHARS]
             return replace(last, reason=reason, task_hash=self._task.content_hash)
         parts = list(self.parts.values())
-        if self._task.grading.steps == "final":
-            reward = last.reward if self._low else parts[-1]
-        else:
-            reward = math.fsum(parts) / len(parts)
+        reward = parts[-1] if self._task.grading.steps == "final" else math.fsum(parts) / len(parts)
+        outcome = self._outcome(reward)
+        if outcome in FINAL:
+            reward = 0.0  # as in a task of one step
         named = list(zip(steps, self._found, strict=False))
         return replace(
             last,
-            outcome=self._outcome(reward),
+            outcome=outcome,
             reward=reward,
             trust=min((found.trust for found in self._found), key=TRUSTS.index),
             passed=sum(found.outcome is Outcome.RESOLVED for found in self._found),

@@ -129,7 +129,8 @@ async def test_each_step_is_graded_and_all_are_one_rollout(tmp_path: Path) -> No
     ledger = rollout.trajectory.ledger
     assert ledger.balanced
     assert ledger.trained == ledger.captured > 0
-    assert len(rollout.trajectory.segments) == 2, "each step begins a conversation of its own"
+    labels = [segment.label for segment in rollout.trajectory.segments]
+    assert labels == ["final", "final"], "each step has a conversation of its own"
     assert [turn.step for turn in rollout.turns] == [1, 1, 2, 2, 2]
     assert [turn.index for turn in main_line(rollout.turns)] == [0, 1, 2, 3, 4]
     assert rollout.timings.grade_s > 0

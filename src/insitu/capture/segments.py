@@ -11,8 +11,8 @@ forest alone:
   one of them and whose calls were only forbidden for the request (`tool_choice` none: a plan, a final
   answer), or that has no tools and ends in an answer of a tool or of the model (a final answer, a handoff),
   is the line too. Others: subagent.
-- on the main line: `final` is the last chain; `wipe` was left behind by a later prompt (compaction, rewind,
-  edit); `append` is another sample that nothing replaced.
+- on the main line: `final` is the last chain, of each step of the task; `wipe` was left behind by a later
+  prompt (compaction, rewind, edit); `append` is another sample that nothing replaced.
 A sub-agent that is the last thing a session did under the main line's own root key looks like compaction.
 """
 
@@ -37,6 +37,7 @@ from insitu.types import (
     Trajectory,
     Turn,
     VersionRuns,
+    step_of,
 )
 
 KINDS: tuple[SegmentKind, ...] = ("sampled", "demonstrated")
@@ -132,7 +133,7 @@ class _Labels:
     def __init__(self, nodes: Nodes, lines: _Lines, ends: list[SampledNode]) -> None:
         self._lines = lines
         main_ends = [end for end in ends if end.top in lines.main]
-        self._final = main_ends[-1].id if main_ends else -1
+        self._final = {*{step_of(end.labels): end.id for end in main_ends}.values()}
         self._prompts = [c.id for c in nodes.contexts() if c.top in lines.main]
         self._below = [0] * len(nodes.all)
         for node in reversed(nodes.all):
@@ -143,7 +144,7 @@ class _Labels:
     def of(self, end: SampledNode) -> str:
         if end.top not in self._lines.main:
             return "subagent"
-        if end.id == self._final:
+        if end.id in self._final:
             return "final"
         later = len(self._prompts) - bisect_right(self._prompts, end.id)
         # Later prompts that are not this chain's own continuation have replaced it.

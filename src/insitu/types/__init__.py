@@ -18,6 +18,7 @@ from insitu.types.capture import (
     SegmentKind,
     Trajectory,
     Turn,
+    step_of,
 )
 from insitu.types.generation import (
     MIN_TEMPERATURE,
@@ -124,5 +125,6 @@ __all__ = [
     "VersionRuns",
     "arm_of",
     "equal_rewards",
+    "step_of",
     "task_hash",
 ]

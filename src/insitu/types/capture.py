@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +31,11 @@ PARTS_LEFT_OUT = "parts_left_out"
 """Label of a turn whose new messages have an image, sound or a file, in whose place the model read a line."""
 STEP = "step "
 """Label of a turn in a further step of its task, before the number of the step."""
+
+
+def step_of(labels: Iterable[str]) -> int:
+    """Return the step of the task that a turn with these labels belongs to, counted from 1."""
+    return max((int(one[len(STEP) :]) for one in labels if one.startswith(STEP)), default=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +70,7 @@ class Turn(Value):
     @property
     def step(self) -> int:
         """Step of its task, counted from 1."""
-        return max((int(one[len(STEP) :]) for one in self.labels if one.startswith(STEP)), default=1)
+        return step_of(self.labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,6 +245,17 @@ def shared(ranks: Sharded, folder: Path, plan: StepPlan, lora: Lora | None = Non
     }
 
 
+def failing(ranks: Sharded, folder: Path, plan: StepPlan, good: StepPlan) -> Found:
+    """The error where a loss refuses a token of one rank, and the loss of a step after."""
+    config = CONFIG.changed(loss=LossConfig(loss="test_parts:refuses"))
+    trainer, found = Trainer(opened(folder / "model", ranks=ranks), config, ranks=ranks), ""
+    try:
+        trainer.step(plan)
+    except TrainError as error:
+        found = str(error)
+    return {"error": found, "loss": trainer.step(good).loss}
+
+
 def shared_memory(ranks: Sharded, folder: Path, plan: StepPlan) -> Found:
     """Predicted and measured bytes of a step of replicas that share its row, by memory options."""
     found: Found = {}
@@ -293,6 +304,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "adapted": adapted,
     "in_parts": in_parts,
     "spread": spread,
+    "failing": failing,
 }
 
 

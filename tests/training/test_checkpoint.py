@@ -280,6 +280,16 @@ def test_a_part_that_is_not_written_leaves_the_old_checkpoint(tmp_path: Path, fa
     assert again.steps == 0
 
 
+def test_what_a_killed_checkpoint_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    others = [".step-00004.new", ".step-00003.old"]
+    kept = [".notes.new", "step-00003", "step-old"]
+    for name in (*others, *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("half")
+    checkpoint.save(trainer(), tmp_path / "step-00006")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "step-00006"])
+
+
 def test_a_folder_that_cannot_be_made_is_the_checkpoints_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     writer = CheckpointWriter()

@@ -27,6 +27,7 @@ from insitu_train.attention.rows import Causal
 from insitu_train.attention.tree import TreeAttend
 from insitu_train.embedded.model import save_model
 from insitu_train.loss.fused_head import objective, scores
+from insitu_train.loss.losses import LossInputs
 from insitu_train.memory.plan import MemoryPlanner
 from insitu_train.memory.predict import GIB
 from insitu_train.model.base import Policy
@@ -294,6 +295,44 @@ def test_a_token_that_rounding_cannot_explain_is_named_on_all_ranks(tmp_path: Pa
     assert said[0].startswith(f"rollout train/0/0/1 segment 0 token {LONG - 1}: trainer and sampler differ")
 
 
+def refuses(logp: torch.Tensor, inputs: LossInputs, train: TrainConfig) -> torch.Tensor:
+    """A user's loss that refuses a token and no tokens at all."""
+    largest = inputs.advantage.abs().max()
+    if bool((inputs.mu < -40.0).any()):
+        raise ValueError("an impossible token")
+    return -(logp - inputs.mu).exp() * inputs.advantage / largest.clamp(min=1e-6)
+
+
+REFUSING = CONFIG.changed(loss=LossConfig(loss="test_parts:refuses"), max_logprob_gap=100.0)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_loss_that_fails_for_one_rank_is_the_error_of_all(tmp_path: Path, supervised: bool) -> None:
+    def failed(trainer: Trainer) -> str:
+        before = weights(trainer)
+        with pytest.raises(TrainError) as caught:
+            if supervised:  # does not compare with the sampler between the passes
+                trainer.gradients(wrong_by(50.0))
+            else:
+                trainer.step(wrong_by(50.0))
+        assert torch.equal(weights(trainer), before)
+        return str(caught.value)
+
+    said = on(2, tmp_path, builtin, failed, config=REFUSING)
+    assert said[0] == said[1]
+    assert said[0].startswith("loss test_parts:refuses raised ValueError('an impossible token')")
+
+
+def test_a_loss_is_not_asked_for_no_tokens(tmp_path: Path) -> None:
+    """All trained tokens of the long row are one rank's."""
+    plan, world = long_plan(2), 2
+    at, rows = the_long_row(plan), list(plan.rows)
+    rows[at] = dataclasses.replace(rows[at], mask=rows[at].mask & own_mask(rows[at], 0, world))
+    plan = dataclasses.replace(plan, rows=tuple(rows))
+    results = on(world, tmp_path, builtin, lambda trainer: trainer.step(plan), config=REFUSING)
+    assert all("2 ranks together" in result.alarm for result in results)
+
+
 # --------------------------------------------------------------------------- who shares, who does not
 
 
@@ -379,6 +418,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
     jobs: dict[str, tuple[str, Found]] = {
         "full": ("shared", {"plan": long_plan(2)}),
         "lora": ("shared", {"plan": long_plan(2), "lora": LORA}),
+        "failing": ("failing", {"plan": wrong_by(50.0), "good": long_plan(2)}),
         "memory": ("shared_memory", {"plan": test_memory.long_plan(801)}),
     }
     return folder, on_processes(2, folder, jobs)
@@ -397,6 +437,13 @@ def test_sharded_ranks_share_a_row_too(two: tuple[Path, list[Found]], name: str)
         assert float((found[name]["weights"] - weights(trainer)).abs().max()) < 2e-4
         assert found[name]["result"]["loss"] == pytest.approx(after.loss, rel=1e-3, abs=1e-5)
         assert "2 ranks together" in found[name]["result"]["alarm"]
+
+
+@pytest.mark.full
+def test_a_loss_that_fails_on_one_sharded_rank_is_the_error_of_all(two: tuple[Path, list[Found]]) -> None:
+    first, second = (found["failing"] for found in two[1])
+    assert first == second
+    assert first["error"].startswith("loss test_parts:refuses raised ValueError('an impossible token')")
 
 
 @pytest.mark.full

@@ -20,11 +20,13 @@ from transformers import (
 )
 
 from insitu.errors import TrainError
+from insitu_train.learner import ranks as joining
+from insitu_train.learner.rank_process import Place
 from insitu_train.memory.meta_run import BatchShape
 from insitu_train.memory.plan import LADDER, MemoryPlanner, load_of
 from insitu_train.memory.predict import GIB, MemoryModel, MemoryPrediction
 from insitu_train.model.base import PLAIN, MemoryOptions
-from insitu_train.options import Lora
+from insitu_train.options import Lora, TrainConfig
 from insitu_train.trainer.distributed import Ranks
 from insitu_train.trainer.trainer import Trainer
 
@@ -120,6 +122,24 @@ def test_ranks_share_the_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.
     alone, both = (MemoryPlanner.of(policy, 0.0, ranks=n) for n in (1, 2))
     assert both.limit == pytest.approx(alone.limit / 2, rel=0.01)
     assert both._host == 4 * GIB
+    spread = MemoryPlanner.of(policy, 0.0, ranks=16, here=2)
+    assert (spread.limit, spread._host, spread._ranks) == (both.limit, both._host, 16)
+
+
+def test_ranks_of_other_hosts_take_no_memory_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("insitu_train.memory.plan.available_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(joining, "join", lambda *given, **named: Two())
+    place = Place(rank=0, world=2, index=0, here=1, store="")
+    joined = joining._join(place, TrainConfig(), tmp_path / "store")
+    alone, first = (
+        Trainer(opened(a_folder("wide", tmp_path / str(n))), TrainConfig(), ranks=one).fit
+        for n, one in enumerate((None, joined))
+    )
+    assert alone is not None
+    assert first is not None
+    assert (first.limit, first._host) == (alone.limit, 8 * GIB)
 
 
 def test_a_sharded_rank_holds_its_part_and_what_it_gathers() -> None:

@@ -161,7 +161,7 @@ def _hosts(stack: ExitStack, hosts: Hosts, *, again: bool) -> Hosts:
 
 
 def _join(place: Place, config: TrainConfig, store: Path | Any) -> Ranks:
-    return join(
+    ranks = join(
         place.rank,
         place.world,
         store,
@@ -170,6 +170,8 @@ def _join(place: Place, config: TrainConfig, store: Path | Any) -> Ranks:
         shards=place.shards,
         address=place.address,
     )
+    ranks.here = place.here
+    return ranks
 
 
 def open_model(folder: Path, config: TrainConfig, ranks: Ranks, place: Place) -> Policy:

@@ -109,6 +109,9 @@ def token_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> TokenLoss
 
 def _policy_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Return the policy term of the configured loss and where its clip bounds the gradient, both [N]."""
+    if not len(logp):
+        # of a shared row all tokens may be other ranks'
+        return logp * 0.0, torch.zeros_like(logp, dtype=torch.bool)
     with user_code(TrainError, f"loss {config.loss}", passing=torch.OutOfMemoryError):
         result = _loss_function(config.loss)(logp, terms, config)
     loss, cut = result if isinstance(result, tuple) else (result, torch.zeros_like(logp, dtype=torch.bool))

@@ -107,13 +107,14 @@ class MemoryPlanner:
         copies: bool = False,
         references: Sequence[HfPolicy | Qwen3] = (),
         ranks: int = 1,
+        here: int = 0,
         reserved: int = 0,
     ) -> MemoryPlanner:
         """Return a planner for free memory, or `memory_gib` if not 0.
 
         Free memory includes what training holds already: on a GPU it is measured at each step, since an
-        engine may share it; on a CPU now, divided by `ranks` processes. copies: a step keeps a backup of
-        weights and moments. reserved: bytes of the host that a sampler in this process may still fill.
+        engine may share it; on a CPU now, divided by the ranks on this machine, `here`, 0 = all. copies: a
+        step keeps a backup of weights and moments. reserved: bytes that a sampler here may still fill.
         """
         kept = sum(3 * p.nbytes for _, p in policy.named_parameters() if p.requires_grad) if copies else 0
         kept //= 1 if isinstance(policy, Qwen3) else policy.shards
@@ -121,13 +122,13 @@ class MemoryPlanner:
         # The largest one's forward pass needs most.
         reference = max(references, key=_weights, default=None)
         on_gpu = policy.device.type == "cuda"
-        host = (available_memory() - reserved) // ranks
+        host = (available_memory() - reserved) // (here or ranks)
 
         def measured() -> int:
             room = (
                 _on_gpu(policy.device) - beside
                 if on_gpu
-                else (available_memory() - reserved + _weights(policy)) // ranks
+                else (available_memory() - reserved + _weights(policy)) // (here or ranks)
             )
             return int(room * (1.0 - KEPT_FREE)) - kept
 

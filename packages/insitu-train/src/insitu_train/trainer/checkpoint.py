@@ -139,10 +139,14 @@ class Snapshot:
 
 
 def prepare(folder: Path) -> None:
-    """Make the temporary folder of a checkpoint, and remove what a crash has left. Raises OSError."""
-    fresh, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", "old"))
-    for left in (fresh, old):
-        shutil.rmtree(left, ignore_errors=True)
+    """Make the temporary folder of a checkpoint, and remove what crashes have left. Raises OSError.
+
+    Of other steps too: a run writes one checkpoint at a time.
+    """
+    fresh = folder.with_name(f".{folder.name}.new")
+    for end in ("new", "old"):
+        for left in (folder.with_name(f".{folder.name}.{end}"), *folder.parent.glob(f".step-[0-9]*.{end}")):
+            shutil.rmtree(left, ignore_errors=True)
     (fresh / MOMENTS).parent.mkdir(parents=True)
 
 

@@ -50,6 +50,8 @@ class Ranks:
     """A single process, and the interface of several; each method is called by all ranks or by none."""
 
     rank, world = 0, 1
+    here = 0
+    """Ranks of this machine, which share its memory; 0 = all."""
     sharded = False
     """Each holds a part of every weight; passes and reading weights are collective."""
 

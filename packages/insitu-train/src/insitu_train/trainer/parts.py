@@ -6,15 +6,22 @@ same memory options, since a layer that is computed again gathers keys and value
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+from torch import Tensor
+
+from insitu.errors import TrainError
+from insitu_train.loss.fused_head import Objective
 from insitu_train.memory.plan import LADDER
 from insitu_train.model.base import MemoryOptions
 from insitu_train.plan.packing import ALL, MicroBatch
 from insitu_train.plan.step import StepPlan
 from insitu_train.trainer.batch import own_mask
 from insitu_train.trainer.distributed import Ranks
+
+T = TypeVar("T")
 
 
 def divided(plan: StepPlan, chosen: Mapping[MicroBatch, MemoryOptions | None], ranks: Ranks) -> StepPlan:
@@ -65,3 +72,29 @@ def described(batches: Sequence[MicroBatch], chosen: Mapping[MicroBatch, MemoryO
         f"{rows} computed by {world} ranks together ({longest.tokens + 1:,} tokens, memory options:"
         f" {chosen[longest]})"
     )
+
+
+class HeldError:
+    """The first error of a rank's loss, kept while other ranks compute the same layers and wait for it."""
+
+    def __init__(self) -> None:
+        self.error: TrainError | None = None
+
+    def instead(self, loss: Objective) -> Objective:
+        """Return the loss with zeros from its first error on."""
+
+        def held(logp: Tensor, part: slice) -> Tensor:
+            if self.error is None:
+                try:
+                    return loss(logp, part)
+                except TrainError as error:
+                    self.error = error
+            return logp * 0.0
+
+        return held
+
+    def before(self, work: Callable[[], T]) -> T:
+        """Return `work()`, or raise the error: to be called where the error reaches all ranks."""
+        if self.error is not None:
+            raise self.error
+        return work()

@@ -37,7 +37,7 @@ from insitu_train.trainer.distributed import RankLostError, Ranks, Together
 from insitu_train.trainer.mismatch import Mismatch, refused
 from insitu_train.trainer.optimizer import Optimiser
 from insitu_train.trainer.owners import held_whole
-from insitu_train.trainer.parts import agreed, described, divided
+from insitu_train.trainer.parts import HeldError, agreed, described, divided
 from insitu_train.trainer.reference import Scorer
 from insitu_train.trainer.score_recorder import ScoreRecorder
 from insitu_train.trainer.utilization import utilization
@@ -300,7 +300,7 @@ class Trainer:
         mismatch: Mismatch | None,
     ) -> LossSums:
         """Run forward and backward over some micro-batches. mismatch: compares with the sampler's record."""
-        sums = LossSums()
+        sums, held = LossSums(), HeldError()
         for micro in batches:
             batch, counts = self._batch(plan, micro), self.ranks.counts(micro)
             self._use(micro)
@@ -311,15 +311,19 @@ class Trainer:
             shared, ours = micro.rank == ALL, partial(self._ref, terms, micro, batch)
             ref = self.ranks.attempt(ours) if shared else ours()
             given = terms.of(micro, batch.mu, batch.advantage, ref)
-            fused = self._objective(batch, self._weighted(batch, given, mismatch, self._excluded.get(micro)))
+            joint = shared or self.ranks.sharded
+            weighted = self._weighted(batch, given, mismatch, self._excluded.get(micro))
+            fused = self._objective(batch, held.instead(weighted) if joint else weighted)
             scores = fused.scores
             fused.total.backward()  # type: ignore[no-untyped-call]
             if mismatch is not None:
                 in_step = self.ranks.attempt if shared else self.ranks.in_step
-                excluded = in_step(partial(mismatch.count, batch, scores.logp, sums))
+                excluded = in_step(partial(held.before, partial(mismatch.count, batch, scores.logp, sums)))
                 if excluded is not None:
                     self._excluded[micro] = excluded
             sums.loss += float(fused.total.detach())
+            if held.error is not None:
+                continue
             out = token_loss(scores.logp, given, self.config.loss)
             sums.add(out, batch.advantage)
             if out.kl is not None:
@@ -329,7 +333,7 @@ class Trainer:
             sums.entropy += float(scores.entropy.sum())
             if epoch == 0 and self.config.epochs > 1:
                 terms.remember(micro, scores.logp, ref)
-        return sums
+        return held.before(lambda: sums)
 
     def _dummy_step(self, batch: TensorBatch, *, measure: bool) -> None:
         """Run a zero-loss forward and backward, so that collectives of sharded ranks stay in step."""
@@ -369,6 +373,7 @@ class Trainer:
             copies=self.config.epochs > 1,
             references=[one for one in self._references if isinstance(one, HfPolicy | Qwen3)],
             ranks=self.ranks.world,
+            here=self.ranks.here,
             reserved=reserved,
         )
 

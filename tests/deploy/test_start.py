@@ -203,7 +203,7 @@ def test_a_slurm_job_starts_ranks_on_the_other_nodes(folder: Path, unused_port: 
     while len(calls := (out / "ranks.calls").read_text().splitlines()) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert calls == [f"ranks n1:29400 --ranks 2 --model /models/m {secret}"] * 3
+    assert calls == [f"ranks n1:29400 --ranks 2 --forever --model /models/m {secret}"] * 3
     texts = [(out / name).read_text() for name in files if (out / name).is_file()]
     assert not [text for text in texts if secret in text]
 

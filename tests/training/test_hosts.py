@@ -3,8 +3,10 @@ Both ends are threads of this process; ranks are not started."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,9 @@ from train_lab import small_model
 
 from insitu.config import load_config
 from insitu.errors import ConfigError, TrainError
+from insitu.storage import temp_dirs
+from insitu.storage.files import sha256_of
+from insitu_train.channel import installed
 from insitu_train.channel.host_link import SECRET, HostLink, greet
 from insitu_train.channel.installed import code_identity, torch_version, weights_digest
 from insitu_train.channel.rpc import encode
@@ -84,15 +89,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 class Agent:
     """`insitu ranks` in a thread."""
 
-    def __init__(self, port: int, ranks: int, model: Path | None = None) -> None:
+    def __init__(self, port: int, ranks: int, model: Path | None = None, *, forever: bool = False) -> None:
         self.lines: list[str] = []
         self.error = ""
-        self._thread = threading.Thread(target=self._run, args=(port, ranks, model), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(port, ranks, model, forever), daemon=True)
         self._thread.start()
 
-    def _run(self, port: int, ranks: int, model: Path | None) -> None:
+    def _run(self, port: int, ranks: int, model: Path | None, forever: bool) -> None:
         try:
-            attend(f"127.0.0.1:{port}", ranks, model, self.lines.append)
+            attend(f"127.0.0.1:{port}", ranks, model, self.lines.append, forever=forever)
         except (TrainError, ConfigError) as error:
             self.error = str(error)
 
@@ -157,6 +162,128 @@ def test_hosts_that_do_not_come_are_named_at_first_and_done_without_after_a_deat
         assert met.meet(again=True) == 0
     finally:
         met.close()
+
+
+@pytest.mark.parametrize("there", [(3, 2, 2), (1, 3, 2, 2, 2)])
+def test_hosts_that_fill_the_ranks_exactly_are_taken(
+    port: int, model: Path, started: list[Started], there: tuple[int, ...]
+) -> None:
+    """By size alone the host of 3 would keep the two of 2 out."""
+    met = Hosts(TrainConfig(ranks=f"1+4@127.0.0.1:{port}", step_timeout_s=20.0), model)
+    try:
+        agents = [Agent(port, ranks) for ranks in there]
+        until(lambda: len(met._waiting) == len(there))
+        assert met.meet(again=False) == 4
+        met.end()
+        assert [agent.ended() for agent in agents] == [""] * len(there)
+    finally:
+        met.close()
+
+
+def test_hosts_that_cannot_be_put_together_are_waited_for_and_named(
+    port: int, model: Path, started: list[Started]
+) -> None:
+    met = Hosts(TrainConfig(ranks=f"1+4@127.0.0.1:{port}", step_timeout_s=2.0), model)
+    try:
+        agents = [Agent(port, 3), Agent(port, 3)]
+        until(lambda: len(met._waiting) == 2)
+        began = time.monotonic()
+        with pytest.raises(TrainError, match=r"3 of 4 ranks .* within 1 s \(3 of .*\); too many: 3 of"):
+            met.meet(again=False)
+        assert time.monotonic() - began >= 1
+        met.end()
+        for agent in agents:
+            agent.ended()
+    finally:
+        met.close()
+
+
+def test_a_host_that_reads_its_weights_is_waited_for_after_a_death(
+    port: int, model: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of some hundred GB takes longer to read than a life waits for hosts that do not come."""
+    read = threading.Event()
+
+    def slow(folder: Path) -> str:
+        read.wait(20)
+        return weights_digest(folder)
+
+    monkeypatch.setattr(host_agent, "weights_digest", slow)
+    monkeypatch.setattr(hosts, "waits_s", lambda config, *, again: 0.0 if again else 20.0)
+    met = Hosts(TrainConfig(ranks=f"1+2@127.0.0.1:{port}"), model)
+    try:
+        agent = Agent(port, 2)
+        until(lambda: met._reading)
+        threading.Timer(0.3, read.set).start()
+        assert met.meet(again=True) == 2
+        met.end()
+        assert agent.ended() == ""
+    finally:
+        met.close()
+
+
+def test_weights_are_read_once_while_they_do_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process, and by the lives of a learner, which hand the digest on in a file."""
+    reads: list[str] = []
+    monkeypatch.setattr(installed, "sha256_of", lambda path: reads.append(path.name) or sha256_of(path))
+    folder, kept = tmp_path / "model", tmp_path / "digest"
+    save_model(small_model(0), folder)
+    first = weights_digest(folder, kept)
+    assert weights_digest(folder) == first
+    files = len(reads)
+    installed._digest_of.cache_clear()
+    assert weights_digest(folder, kept) == first
+    assert len(reads) == files
+    save_model(small_model(1), folder)
+    assert weights_digest(folder, kept) != first
+    kept.write_text("cut off")
+    assert weights_digest(folder, kept) == weights_digest(folder)
+
+
+def test_connections_that_are_reset_leave_nothing(met: Hosts, port: int, capfd: Any) -> None:
+    for _ in range(20):
+        stranger = socket.create_connection(("127.0.0.1", port))
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.close()
+    Agent(port, 2)
+    assert met.meet(again=False) == 2
+    until(lambda: len(met._links) == 1)
+    until(lambda: sum(thread.is_alive() for thread in met._threads) == 1)
+    assert len(met._threads) < 20
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_agent_of_a_job_outlasts_the_start_of_the_engine(
+    met: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_agent, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(host_agent, "_LONGEST_PAUSE_S", 0.05)
+    later = free_port()
+    assert "no learner at" in Agent(later, 2).ended()
+    agent = Agent(later, 2, forever=True)
+    until(lambda: agent.lines[1:])
+    assert agent.lines[1].endswith("; trying again")
+    other = Hosts(met._config.changed(ranks=f"1+2@127.0.0.1:{later}"), met._model)
+    try:
+        assert other.meet(again=False) == 2
+        other.end()
+        assert agent.ended() == ""
+    finally:
+        other.close()
+
+
+def test_the_folder_of_a_host_is_one_that_is_removed_after_a_kill(
+    met: Hosts, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(temp_dirs, "socket_parent", lambda: tmp_path)
+    agent = Agent(port, 2)
+    assert met.meet(again=False) == 2
+    assert [temp_dirs._NAME.fullmatch(one.name)[1] for one in tmp_path.iterdir()] == [str(os.getpid())]  # type: ignore[index]
+    met.end()
+    agent.ended()
+    until(lambda: not list(tmp_path.iterdir()))
 
 
 def test_a_host_too_many_waits_for_the_next_life(met: Hosts, port: int, started: list[Started]) -> None:
@@ -306,7 +433,7 @@ def test_a_host_that_is_lost_again_and_again_is_not_waited_for(
     config = TrainConfig(ranks=f"1+2@127.0.0.1:{port}", step_timeout_s=80.0)
     losses = LostHosts(tmp_path / "lost")
     for _ in range(2):
-        losses.note(socket.gethostname(), 2)
+        losses.note(f"{socket.gethostname()} 127.0.0.1", 2)
     met = Hosts(config, model, tmp_path / "lost")
     try:
         Agent(port, 2)

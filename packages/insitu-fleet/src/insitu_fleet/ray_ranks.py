@@ -99,7 +99,7 @@ def _machines() -> list[str]:
 
 
 def _start_hosts(options: argparse.Namespace, group: Any, address: str, secret: str) -> list[Any]:
-    words = [f"{address}:{options.port}", "--ranks", str(options.each)]
+    words = [f"{address}:{options.port}", "--ranks", str(options.each), "--forever"]
     words += ["--model", options.model] if options.model else []
     run = ray.remote(num_cpus=0, num_gpus=options.gpus, max_retries=-1)(ray_host.run_ranks)
     tasks = []

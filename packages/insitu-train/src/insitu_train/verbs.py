@@ -113,10 +113,15 @@ def ranks(
         Path | None,
         Arg(metavar="FOLDER", help="the start model here, if not at the path that it has at the learner"),
     ] = None,
+    forever: Annotated[bool, Arg(help="try for a learner until this is ended, not for ten minutes")] = False,
 ) -> int:
     from insitu_train.learner.host_agent import attend
 
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1")
-    attend(address, ranks, model, lambda line: print(f"insitu ranks: {line}", file=sys.stderr, flush=True))
+
+    def say(line: str) -> None:
+        print(f"insitu ranks: {line}", file=sys.stderr, flush=True)
+
+    attend(address, ranks, model, say, forever=forever)
     return 0

@@ -43,23 +43,16 @@ class HostLink:
     """One end of a connection; frames are read in one thread, sent from any."""
 
     def __init__(self, sock: socket.socket, quiet_s: float = _HELLO_S) -> None:
+        """Take a connection. Raises OSError where it has already ended."""
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.quiet_s = quiet_s
         """Silence that ends the link."""
+        self.here, self.there = str(sock.getsockname()[0]), str(sock.getpeername()[0])
+        """Addresses of this end and of the other."""
         self._sock, self._decoder, self._lock = sock, Decoder(), threading.Lock()
         self._limit = _HELLO_BYTES
         self._ready = self._frames()
-
-    @property
-    def here(self) -> str:
-        """Address of this end."""
-        return str(self._sock.getsockname()[0])
-
-    @property
-    def there(self) -> str:
-        """Address of the other end."""
-        return str(self._sock.getpeername()[0])
 
     def known(self) -> None:
         """Take frames of any size from now on: the other end has proved itself."""

@@ -32,12 +32,28 @@ def torch_version() -> str:
     return version("torch").partition("+")[0]
 
 
-def weights_digest(folder: Path) -> str:
-    """Return the hex SHA-256 over config.json and the weights of a model folder. Raises TrainError."""
+def weights_digest(folder: Path, kept: Path | None = None) -> str:
+    """Return the hex SHA-256 over config.json and the weights of a model folder. Raises TrainError.
+
+    The files are read once by a process while path, size and time of each stay. kept: file with what an
+    earlier process found, which counts as long.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise TrainError(f"{folder} has no model")
     names = [*files, *([config] if (config := folder / "config.json").exists() else [])]
     with boundary(TrainError, f"read {folder}"):
-        sums = [f"{path.name} {sha256_of(path)}" for path in names]
+        found = tuple((str(path.absolute()), (s := path.stat()).st_size, s.st_mtime_ns) for path in names)
+        if kept is None:
+            return _digest_of(found)
+        about, _, digest = kept.read_text().rpartition(" ") if kept.exists() else ("", "", "")
+        if about != repr(found):
+            digest = _digest_of(found)
+            kept.write_text(f"{found!r} {digest}")
+        return digest
+
+
+@functools.lru_cache(maxsize=8)
+def _digest_of(files: tuple[tuple[str, int, int], ...]) -> str:
+    sums = [f"{Path(path).name} {sha256_of(Path(path))}" for path, _, _ in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """`insitu ranks`: the agent of another host, which runs ranks for a learner and passes its commands on.
 
-It imports no torch. It ends with the run, when the learner refuses it, or after `GIVE_UP_S` without one;
+It imports no torch. It ends with the run, when the learner refuses it, or after `GIVE_UP_S` without one
+(never with --forever);
 when a learner dies, its ranks end and it waits for the next.
 """
 
@@ -10,7 +11,6 @@ import contextlib
 import os
 import queue
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import numpy as np
 from insitu.backoff import backoff_s
 from insitu.config.base import split_address
 from insitu.errors import ConfigError, TrainError, boundary
+from insitu.storage.temp_dirs import remove_stale_scratch, scratch_folder
 from insitu_train.channel.host_link import BEAT_S, HostLink, RefusedError, greet, secret_of
 from insitu_train.channel.installed import code_identity, torch_version, weights_digest
 from insitu_train.channel.rpc import Frame, encode
@@ -36,16 +37,18 @@ clock = time.time
 Say = Callable[[str], None]
 
 
-def attend(address: str, ranks: int, model: Path | None, say: Say) -> None:
+def attend(address: str, ranks: int, model: Path | None, say: Say, *, forever: bool = False) -> None:
     """Run ranks for the learner at HOST:PORT until its run ends.
 
-    model: folder of the start model here; None = the learner's path. Raises ConfigError, TrainError.
+    model: folder of the start model here; None = the learner's path. forever: try without a learner until
+    this process is ended. Raises ConfigError, TrainError.
     """
     secret, since, failures = secret_of(os.environ), time.monotonic(), 0
     try:
         host, port = split_address(address)
     except ValueError as error:
         raise ConfigError(f"{address} {error}") from error
+    remove_stale_scratch()
     say(f"{ranks} ranks for the learner at {address}")
     while True:
         try:
@@ -64,8 +67,8 @@ def attend(address: str, ranks: int, model: Path | None, say: Say) -> None:
         except TrainError as error:
             failures += 1
             if failures == 1:
-                say(f"{error}; trying again for {GIVE_UP_S:g} s")
-            if time.monotonic() - since > GIVE_UP_S:
+                say(f"{error}; trying again{'' if forever else f' for {GIVE_UP_S:g} s'}")
+            if not forever and time.monotonic() - since > GIVE_UP_S:
                 raise
             time.sleep(backoff_s(failures, 0.5, _LONGEST_PAUSE_S))
         else:
@@ -82,7 +85,8 @@ class _Agent:
         self._link, self._learner, self._ranks, self._say = link, learner, ranks, say
         self._model = Path()
         self._children: list[RankChild] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="insitu-scores-")
+        self._files = contextlib.ExitStack()
+        self._folder = self._files.enter_context(scratch_folder())
         self._inbox: queue.SimpleQueue[Frame | TrainError] = queue.SimpleQueue()
         self._stop = threading.Event()
         self.known = False
@@ -134,7 +138,7 @@ class _Agent:
         self._stop.set()
         self._link.close()
         end_all(self._children, kill=True)
-        self._folder.cleanup()
+        self._files.close()
 
     def _start(self, frame: Frame) -> None:
         first, world = int(frame.meta["first"]), int(frame.meta["world"])
@@ -158,7 +162,7 @@ class _Agent:
         """Write a command to the pipe of each rank here."""
         meta = frame.meta
         if meta.get("scores"):
-            meta = {**meta, "scores": str(Path(self._folder.name) / Path(meta["scores"]).name)}
+            meta = {**meta, "scores": str(self._folder / Path(meta["scores"]).name)}
         data = encode(meta, frame.arrays)
         for child in self._children:
             with boundary(TrainError, "write to a rank"):
@@ -196,7 +200,7 @@ class _Agent:
                     return
 
     def _send_scores(self) -> None:
-        for path in sorted(Path(self._folder.name).glob("*.bin")):
+        for path in sorted(self._folder.glob("*.bin")):
             with boundary(TrainError, "read scores"):
                 data = np.frombuffer(path.read_bytes(), np.uint8)
                 path.unlink()

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from insitu_train.trainer.distributed import RankLostError
 PACKAGES = ("insitu", "insitu_train")
 """What a host must have as the learner has it."""
 _MAX_SKEW_S = 30.0
+_AGAIN_S = 0.1
 _GRACE_S = 3.0
 """Time for the main thread to find a loss by itself."""
 _END_S = 4.0
@@ -48,6 +49,11 @@ class Host:
     name: str
     ranks: int
 
+    @property
+    def key(self) -> str:
+        """What losses are counted by: several machines may be named localhost."""
+        return f"{self.name} {self.link.there}"
+
     def __str__(self) -> str:
         return f"{self.ranks} of {self.name} ({self.link.there})"
 
@@ -57,12 +63,24 @@ def waits_s(config: TrainConfig, *, again: bool) -> float:
     return min(60.0, config.step_timeout_s / 4) if again else min(600.0, config.step_timeout_s / 2)
 
 
+def chosen(hosts: Iterable[Host], wanted: int) -> list[Host]:
+    """Return those that have together the most ranks, but not more than wanted; larger ones first."""
+    best: dict[int, list[Host]] = {0: []}
+    for host in sorted(hosts, key=lambda host: (-host.ranks, host.name)):
+        for ranks, those in tuple(best.items()):
+            if ranks + host.ranks <= wanted:
+                best.setdefault(ranks + host.ranks, [*those, host])
+    return best[max(best)]
+
+
 class Hosts:
     """The hosts that came to a learner."""
 
     def __init__(self, config: TrainConfig, model: Path, losses: Path | None = None) -> None:
-        """Listen. losses: file of the hosts that earlier lives of this learner lost.
+        """Listen.
 
+        losses: file of the hosts that earlier lives of this learner lost; beside it the first life leaves the
+        digest of the weights.
         Raises ConfigError without a secret, TrainError if the address is not this machine's.
         """
         self._losses = LostHosts(losses)
@@ -70,9 +88,11 @@ class Hosts:
         with boundary(TrainError, f"train.ranks: listen at {config.meeting}"):
             self._listener = socket.create_server(split_address(config.meeting))
         self._changed = threading.Condition()
-        self._digest_lock, self._digest = threading.Lock(), ""
+        self._digest_lock = threading.Lock()
+        self._kept = losses and losses.with_name("weights-digest")
         self._links: list[HostLink] = []
         self._threads: list[threading.Thread] = []
+        self._reading: list[HostLink] = []
         self._waiting: list[Host] = []
         self._world: list[Host] = []
         self._scores: Path | None = None
@@ -96,37 +116,46 @@ class Hosts:
     def meet(self, *, again: bool) -> int:
         """Wait for the configured ranks and return how many there are.
 
-        again: after a death; it goes on with those that came. Raises TrainError where some do not come.
+        again: after a death; it goes on with those that came, but waits as long as at first for one that is
+        known and reads its weights. Raises TrainError where some do not come.
         """
         wanted, limit = self._wanted, waits_s(self._config, again=again)
         awaited = wanted - self._losses.paused_ranks()
+
+        def enough() -> bool:
+            return _ranks(chosen(self._ready(), wanted)) >= awaited
+
         with self._changed:
-            self._changed.wait_for(lambda: sum(host.ranks for host in self._ready()) >= awaited, limit)
-            for host in sorted(self._ready(), key=lambda host: (-host.ranks, host.name)):
-                if sum(one.ranks for one in self._world) + host.ranks <= wanted:
-                    self._world.append(host)
+            if not self._changed.wait_for(enough, limit) and again:
+                longest = waits_s(self._config, again=False) - limit
+                self._changed.wait_for(lambda: enough() or not self._reading, longest)
+            ready = self._ready()
+            self._world.extend(chosen(ready, wanted))
             self._waiting = [host for host in self._waiting if host not in self._world]
-        found = sum(host.ranks for host in self._world)
+        found = _ranks(self._world)
         if found < wanted and not again:
+            more = ", ".join(str(host) for host in ready if host not in self._world)
+            those = f"{', '.join(map(str, self._world)) or 'no host'}){f'; too many: {more}' if more else ''}"
             raise TrainError(
                 f"train.ranks: {found} of {wanted} ranks of other hosts came within {limit:g} s"
-                f" ({', '.join(map(str, self._world)) or 'no host'}): start `insitu ranks"
-                f" {self._config.meeting}` there"
+                f" ({those}: start `insitu ranks {self._config.meeting}` there"
             )
         return found
 
     def waiting(self) -> str:
         """Return the hosts that came late and could take part in another life; empty if there are none."""
-        missing = self._wanted - sum(host.ranks for host in self._world)
         with self._changed:
-            return ", ".join(str(host) for host in self._ready() if host.ranks <= missing)
+            best = chosen([*self._world, *self._ready()], self._wanted)
+        if _ranks(best) <= _ranks(self._world):
+            return ""
+        return ", ".join(str(host) for host in best if host not in self._world)
 
     @property
     def _wanted(self) -> int:
         return self._config.world - self._config.ranks_here
 
     def _ready(self) -> list[Host]:
-        return [host for host in self._waiting if not self._losses.pause_s(host.name)]
+        return [host for host in self._waiting if not self._losses.pause_s(host.key)]
 
     def start(self, port: int, world: int, shards: int = 0) -> None:
         """Let the hosts start their ranks, which meet at this port of the learner's machine."""
@@ -185,14 +214,21 @@ class Hosts:
             raise RankLostError(self._lost)
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
+        while not self._stop.is_set():
+            try:
                 sock, _ = self._listener.accept()
+            except OSError:
+                self._stop.wait(_AGAIN_S)
+                continue
+            try:
                 link = HostLink(sock)
-                self._links.append(link)
-                thread = threading.Thread(target=self._serve, args=(link,), daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            except OSError:  # reset meanwhile
+                sock.close()
+                continue
+            self._links.append(link)
+            thread = threading.Thread(target=self._serve, args=(link,), daemon=True)
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+            thread.start()
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
@@ -214,9 +250,9 @@ class Hosts:
             _say(f"host {who}: refused: {error}")
             with suppress(TrainError):
                 link.send({"op": "refused", "line": str(error)})
-        except TrainError as error:
+        except (TrainError, OSError) as error:
             why = str(error)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             why = f"it does not speak this protocol ({error!r})"
         finally:
             self._links.remove(link)
@@ -239,20 +275,35 @@ class Hosts:
             raise RefusedError(f"--ranks {about['ranks']}: train.ranks takes {wanted} of other hosts")
         if abs(skew) > _MAX_SKEW_S:
             raise RefusedError(f"the clocks differ by {skew:+.0f} s, by at most {_MAX_SKEW_S:.0f} s allowed")
-        link.send({"op": "model", "folder": str(self._model), "quiet_s": link.quiet_s})
+        with self._awaited(link):
+            link.send({"op": "model", "folder": str(self._model), "quiet_s": link.quiet_s})
+            host = self._compared(link, about)
+            link.send({"op": "accepted"})
+            with self._changed:
+                self._waiting.append(host)
+                self._changed.notify_all()
+        return host
+
+    @contextmanager
+    def _awaited(self, link: HostLink) -> Iterator[None]:
+        """Count a host that is known as one that comes."""
+        with self._changed:
+            self._reading.append(link)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading.remove(link)
+                self._changed.notify_all()
+
+    def _compared(self, link: HostLink, about: Meta) -> Host:
         if (theirs := str(link.expect("ready")["weights"])) != (ours := self._weights()):
             raise RefusedError(f"its weights are {theirs[:12]}, {ours[:12]} at the learner ({self._model})")
-        link.send({"op": "accepted"})
-        host = Host(link=link, name=str(about["name"]), ranks=int(about["ranks"]))
-        with self._changed:
-            self._waiting.append(host)
-            self._changed.notify_all()
-        return host
+        return Host(link=link, name=str(about["name"]), ranks=int(about["ranks"]))
 
     def _weights(self) -> str:
         with self._digest_lock:
-            self._digest = self._digest or weights_digest(self._model)
-            return self._digest
+            return weights_digest(self._model, self._kept)
 
     def _take(self, frame: Frame) -> None:
         """Handle a message of a host: a file of scores, or a rank that died."""
@@ -270,7 +321,7 @@ class Hosts:
                 self._waiting.remove(host)
                 return
         if not (self._lost or why.endswith(f"(exit status {LOST})")):
-            pause = self._losses.note(host.name, host.ranks)
+            pause = self._losses.note(host.key, host.ranks)
             again = f"; it may take part again after {pause:.0f} s" if pause else ""
             _say(f"host {host.name} is lost: {why}{again}")
         self._lost = self._lost or f"host {host.name} is lost: {why}"
@@ -278,6 +329,10 @@ class Hosts:
         if self._working and not self._stop.is_set():
             _say(f"RankLostError: {self._lost}")
             os._exit(1)
+
+
+def _ranks(hosts: Iterable[Host]) -> int:
+    return sum(host.ranks for host in hosts)
 
 
 def _say(line: str) -> None:

@@ -1,7 +1,7 @@
 """Hosts that a run has lost, in a file that outlives the learner: one that is lost again and again waits.
 
 After its first loss a host takes part again as soon as it comes; after each further one it waits, each time
-twice as long. The others go on without it meanwhile.
+twice as long. The others go on without it meanwhile. A run that is resumed begins with none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0
 
 
 class LostHosts:
-    """The losses so far, by name of the host."""
+    """The losses so far, by name and address of the host."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         """Read them. path: their file; None = none is kept."""

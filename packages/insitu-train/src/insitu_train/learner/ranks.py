@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from insitu.engines.safetensors_file import Manifest
 from insitu.errors import InsituError, TrainError, boundary
+from insitu.storage.temp_dirs import scratch_folder
 from insitu_train.channel.parent_watch import follow_parent, main_of_child
 from insitu_train.channel.rpc import Decoder, Frame, Meta, encode
 from insitu_train.learner.hosts import Hosts
@@ -114,7 +114,7 @@ def started(
     if config.world == 1:
         yield RankProcesses(Ranks(), [])
         return
-    with tempfile.TemporaryDirectory(prefix="insitu-ranks-") as folder, ExitStack() as stack:
+    with scratch_folder() as folder, ExitStack() as stack:
         hosts = _hosts(stack, Hosts(config, model, losses), again=again) if config.meeting else None
         world = config.ranks_here + (hosts.meet(again=again) if hosts else 0)
         first = Place(
@@ -122,7 +122,7 @@ def started(
             world=world,
             index=0,
             here=config.ranks_here,
-            store=str(Path(folder) / "store"),
+            store=str(folder / "store"),
             shards=_shards(config, hosts),
         )
         if world == 1:

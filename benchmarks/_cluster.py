@@ -29,8 +29,10 @@ class Cluster:
     trainers: int = 32
     gpus: int = 8
     """Of a host."""
-    shards: int = 32
-    """Ranks that hold one copy of the model together."""
+    shards: int = 256
+    """Ranks that hold one copy of the model together: those of a host, or all (`shards_of`)."""
+    memory: float = 80 * GB
+    """Of a GPU."""
     rollouts: int = 4096
     """Of a step."""
     tokens: int = 10_000
@@ -38,7 +40,7 @@ class Cluster:
     row: int = 131_072
     """Tokens of the longest row."""
     link: float = 50 * GB
-    """Bytes per second between hosts: 400 Gbit/s."""
+    """Bytes per second between hosts, shared by the GPUs of a host: 400 Gbit/s."""
     front: float = 3 * GB
     """Bytes per second of the learner's own link and of a shared folder: 25 Gbit/s."""
     flops: float = 989e12
@@ -97,8 +99,10 @@ def lines(c: Cluster, b: Bytes, parameters: int, memory: Mapping[str, float]) ->
     """Yield the table. memory: what -> GB of a rank, predicted."""
     p, ranks = parameters, c.trainers * c.gpus
     yield Line("parameters", f"{p / 1e9:.1f} billion", "predicted: Llama 3 70B, built without content")
+    yield Line("memory of a GPU", f"{c.memory / GB:,.0f} GB", "given: H100")
     for what, gb in memory.items():
-        yield Line(f"memory of a rank, {what}", f"{gb:,.0f} GB", "predicted, as by `--dry-run`")
+        figure = f"{gb:,.0f} GB" + (", does not fit" if gb * GB > c.memory else "")
+        yield Line(f"memory of a rank, {what}", figure, "predicted, as by `--dry-run`")
     yield from _trainer(c, p, ranks)
     yield from _front(c, b, p)
     step_s = 6 * p * c.rollouts * c.tokens / (ranks * c.flops * c.mfu)
@@ -121,11 +125,12 @@ def lines(c: Cluster, b: Bytes, parameters: int, memory: Mapping[str, float]) ->
 def _trainer(c: Cluster, p: int, ranks: int) -> Iterator[Line]:
     copies = ranks // c.shards
     summed = 2 * (copies - 1) / copies * 4 * p * c.gpus / c.shards
-    yield Line(
-        "gradients between copies of the model, per host and step",
-        _moved(summed, c.link),
-        f"derived: 2 x {copies - 1}/{copies} x 4 bytes x parameters x {c.gpus}/{c.shards}",
-    )
+    if copies > 1:
+        yield Line(
+            "gradients between copies of the model, per host and step",
+            _moved(summed, c.link),
+            f"derived: 2 x {copies - 1}/{copies} x 4 bytes x parameters x {c.gpus}/{c.shards}",
+        )
     if c.shards > c.gpus:
         gathered = (2 + 2 + 4) * p * (c.shards - 1) / c.shards
         yield Line(
@@ -138,9 +143,10 @@ def _trainer(c: Cluster, p: int, ranks: int) -> Iterator[Line]:
     width = MODEL["num_key_value_heads"] * MODEL["hidden_size"] // MODEL["num_attention_heads"]
     shared = MODEL["num_hidden_layers"] * 2 * width * c.row * (2 + 2 + 4)
     yield Line(
-        f"keys and values of a shared row of {c.row:,} tokens, per rank",
-        _moved(shared, c.link / c.gpus),
-        "derived: layers x 2 x width x tokens x (2 bytes forward, 2 again, 4 back), for any number of ranks",
+        f"keys and values of a shared row of {c.row:,} tokens, per host",
+        _moved(shared, c.link),
+        "derived: layers x 2 x width x tokens x (2 bytes forward, 2 again, 4 back), through each host once,"
+        " for any number of ranks",
     )
 
 

@@ -322,7 +322,7 @@ def cluster(c: Cluster) -> list[Line]:
     for shards in (c.gpus, c.shards):
         parameters, gb = predicted(shards, ROW)
         memory[f"one copy on {shards} ranks, a row of {ROW:,} tokens"] = gb
-    for parts in (1, c.shards):
+    for parts in (1, c.trainers * c.gpus):
         _, gb = predicted(c.shards, c.row, parts)
         by = "alone" if parts == 1 else f"shared by {parts} ranks"
         memory[f"one copy on {c.shards} ranks, a row of {c.row:,} tokens {by}"] = gb

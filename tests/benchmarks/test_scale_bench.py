@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks import fleet, scale
 from benchmarks._cluster import Bytes, Cluster, lines
+from insitu_train.options import shards_of
 
 pytestmark = pytest.mark.slow
 
-LABELS = {"measured", "predicted", "derived"}
+LABELS = {"measured", "predicted", "derived", "given"}
 
 
 def test_scale_measures_the_controller(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +50,23 @@ def test_the_arithmetic_of_a_cluster_is_its_formulas() -> None:
     assert all(line.how.split(":")[0].split(",")[0] in LABELS for line in found.values())
     spread = {line.what for line in lines(replace(c, shards=16), b, 10**9, {})}
     assert any("one copy, per host" in what for what in spread)
+    assert not any("between copies" in what for what in spread), "there is one copy"
+    # the same link for both: 80 layers x 2 x 1,024 x 131,072 x 8 bytes
+    assert found["keys and values of a shared row of 131,072 tokens, per host"].figure == "171.8 GB, 171.8 s"
+
+
+def test_a_rank_that_needs_more_than_its_gpu_is_marked() -> None:
+    b = Bytes(plan=13.0, frame=1e5, calls=2e5, store=3e5, per_s=100.0, commit_s=0.1)
+    found = {line.what: line.figure for line in lines(Cluster(), b, 10**9, {"a": 94.0, "b": 79.0})}
+    assert found["memory of a GPU"] == "80 GB"
+    assert found["memory of a rank, a"] == "94 GB, does not fit"
+    assert found["memory of a rank, b"] == "79 GB"
+
+
+def test_the_layout_is_one_that_the_trainer_makes() -> None:
+    c = Cluster()
+    ranks = [c.gpus] * c.trainers
+    assert c.shards in (shards_of(ranks), shards_of([1, c.gpus - 1, *ranks[1:]]))
 
 
 def test_bytes_are_those_of_the_code_that_sends_them() -> None:

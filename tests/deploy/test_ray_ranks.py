@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from insitu.config.training import split_ranks
 from insitu_fleet import ray_host, ray_ranks
 
 AGENT = """#!/bin/sh
@@ -17,6 +18,14 @@ echo "$* $SECRET" >> calls
 echo "the learner refuses this host: clocks"
 exit 3
 """
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [("3", "1+4@10.0.0.1:29400"), ("1", "1")])
+def test_one_host_alone_has_its_own_ranks(hosts: str, ranks: str) -> None:
+    words = f"--hosts {hosts} --here 1 --each 2 --port 29400 -- bash start.sh".split()
+    found = ray_ranks._train_ranks(ray_ranks.parser().parse_args(words), "10.0.0.1")
+    assert found == ranks
+    split_ranks(found)
 
 
 @pytest.mark.slow

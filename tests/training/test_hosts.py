@@ -31,6 +31,7 @@ from insitu_train.learner import host_agent, hosts
 from insitu_train.learner.host_agent import attend
 from insitu_train.learner.hosts import Hosts
 from insitu_train.learner.lost_hosts import LostHosts
+from insitu_train.learner.process import describe_hosts
 from insitu_train.options import TrainConfig, shards_of
 from insitu_train.trainer.distributed import RankLostError
 
@@ -414,6 +415,8 @@ def test_a_rank_that_dies_ends_the_work_of_its_host(met: Hosts, port: int, start
 def test_the_key_takes_a_number_or_ranks_of_hosts() -> None:
     made = TrainConfig.of(load_config(None, ["train.ranks=2+4@10.0.0.1:29400"]))
     assert (made.ranks_here, made.world, made.meeting) == (2, 6, "10.0.0.1:29400")
+    named = describe_hosts(load_config(None, ["train.ranks=2+4@0.0.0.0:29400"]))
+    assert f"insitu ranks {socket.gethostname()}:29400 --ranks K" in named[0]
     made = TrainConfig.of(load_config(None, ["train.ranks=3"]))
     assert (made.ranks_here, made.world, made.meeting) == (3, 3, "")
     for wrong in ("0", "2+4", "2+0@h:1", "2@h:1", "2+2@h", "2+2@h:0", "2+2@:1", "x"):

@@ -109,6 +109,11 @@ def _start_hosts(options: argparse.Namespace, group: Any, address: str, secret: 
     return tasks
 
 
+def _train_ranks(options: argparse.Namespace, address: str) -> str:
+    there = options.each * (options.hosts - 1)
+    return f"{options.here}+{there}@{address}:{options.port}" if there else str(options.here)
+
+
 def _follow(process: subprocess.Popen[bytes], tasks: list[Any]) -> int:
     """Wait for the command, then for the hosts; say which of these end with an error."""
     code = None
@@ -144,8 +149,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command with ranks of other hosts and return its exit status. Raises SetupError."""
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     with _cluster() as address, _reserved(options, address) as group:
-        ranks = f"{options.here}+{options.each * (options.hosts - 1)}@{address}:{options.port}"
-        variables = os.environ | {SECRET: secret, "TRAIN_RANKS": ranks}
+        variables = os.environ | {SECRET: secret, "TRAIN_RANKS": _train_ranks(options, address)}
         # Of a session of its own: it gets each signal once, from here.
         process = subprocess.Popen(
             options.command,

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -233,6 +234,8 @@ def describe_hosts(config: Config) -> list[str]:
     here, world, address = split_ranks(config.train.ranks)
     if not address:
         return []
+    if address.startswith("0.0.0.0:"):  # all addresses of this machine
+        address = address.replace("0.0.0.0", socket.gethostname(), 1)
     return [
         f"train.ranks: other hosts bring {world - here} of {world} ranks, each with {SECRET} as here:"
         f" insitu ranks {address} --ranks K"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,7 @@ async def test_a_cancelled_wait_is_cancelled(machine: Machine) -> None:
 
 
 def test_durations_leave_stalls_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=lambda: 500.0))
+    # the clock's own thread may run already, and sleeps by this module too
+    monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=lambda: 500.0, sleep=time.sleep))
     machine.stalled = 30.0
     assert awake_s() == 470.0

@@ -36,7 +36,7 @@ class FakeLearner:
     def __init__(self, dies_at: Collection[tuple[str, int]] = ()) -> None:
         self.alive, self.version, self.weights = True, 0, _START
         self.lives = 1
-        self.hosts = ""
+        self.hosts = self.waiting = ""
         self.published = Receipt(version=0, checksum=_START)
         self._dies_at = frozenset(dies_at)
         self._disk: dict[Path, tuple[int, str]] = {}

@@ -51,7 +51,7 @@ def test_equal_and_single_rollouts_are_examples() -> None:
 
 def test_what_is_no_example() -> None:
     nothing = made(rollout("a", 0.0), rollout("b", -1.0))
-    assert (nothing.payload, nothing.account.excluded) == ([], {"target_not_best": 6}), "nobody solved it"
+    assert (nothing.payload, nothing.account.excluded) == ([], {"target_not_best": 6}), "no rollout solved it"
     failed = rollout("a", 1.0, status=Status.AGENT_FAILED)
     assert names(made(failed, rollout("b", 0.5), rollout("c", 0.0))) == ["b"]
     found = made(rollout("a", 1.0), rollout("b", None), rollout("c", 0.0))

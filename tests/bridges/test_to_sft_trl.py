@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from row_lab import rollout
 from transformers import AutoModelForCausalLM
+from trl_cpu import check_page_trains
 
 from insitu.cli import main
 from insitu.config import WARM_START
@@ -102,18 +102,7 @@ def test_the_page_shows_code_that_trains_on_an_export(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The block of docs/bridges.md about examples, with a model of this machine on its CPU."""
-    import trl as package
-
-    page = (Path(__file__).parents[2] / "docs" / "bridges.md").read_text(encoding="utf-8")
-    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
-    block = next(code for code in blocks if "SFTTrainer(" in code)
-    block = block.replace('model="model"', f"model={str(WARM_START)!r}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     assert main(["export", str(run), "--to", "sft", "--out", "sft", "--check"]) == 0
-    on_cpu = functools.partial(package.SFTConfig, use_cpu=True, bf16=False, report_to="none")
-    monkeypatch.setattr(package, "SFTConfig", on_cpu)
-    names: dict[str, Any] = {}
-    exec(compile(block, "docs/bridges.md", "exec"), names)
-    assert names["trainer"].state.global_step == 1
-    assert math.isfinite(names["trainer"].state.log_history[-1]["train_loss"])
+    check_page_trains(monkeypatch, "SFTTrainer(", "SFTConfig")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +27,25 @@ def toy_config(run_dir: Path, **tables: dict[str, Any]) -> Config:
     return load_config(
         None, (), {name: {**base.get(name, {}), **tables.get(name, {})} for name in {**base, **tables}}
     )
+
+
+def check_page_trains(monkeypatch: pytest.MonkeyPatch, has: str, config: str) -> None:
+    """Run the block of docs/bridges.md that has these words, with a model of this machine on its CPU.
+
+    config: name of the class of TRL that takes its arguments.
+    """
+    import trl
+
+    page = (Path(__file__).parents[2] / "docs" / "bridges.md").read_text(encoding="utf-8")
+    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    block = next(code for code in blocks if has in code)
+    block = block.replace('model="model"', f"model={str(WARM_START)!r}")
+    on_cpu = functools.partial(getattr(trl, config), use_cpu=True, bf16=False, report_to="none")
+    monkeypatch.setattr(trl, config, on_cpu)
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/bridges.md", "exec"), names)
+    assert names["trainer"].state.global_step == 1
+    assert math.isfinite(names["trainer"].state.log_history[-1]["train_loss"])
 
 
 def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,31 +17,10 @@ import pytest
 from insitu.errors import SetupError
 from insitu_fleet.deploy.folder import DeployOptions, deploy
 from sources import SOURCES
-from tests.fakes.net_hosts import NetHost, net_hosts, until
+from tests.fakes.net_hosts import SHORT_RUN, NetHost, net_hosts, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-TOY = """
-[run]
-steps = 3
-[eval]
-count = 2
-[model]
-max_context_tokens = 2048
-[tasks]
-source = "toy"
-[harness]
-agent = "script"
-mode = "warm"
-workers = 2
-[collect]
-groups_per_step = 2
-group_size = 4
-[train]
-min_groups = 1
-threads = 1
-ranks = "1+2@anywhere:29400"
-"""
 INSITU = """#!/bin/sh
 exec {python} -m insitu "$@"
 """
@@ -97,7 +76,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     config = tmp_path / "mine.toml"
-    config.write_text(TOY)
+    config.write_text(SHORT_RUN + 'threads = 1\nranks = "1+2@anywhere:29400"\n')
     deploy(DeployOptions(target="ray", config=config, out=tmp_path / "job", nodes=3))
     return tmp_path / "job"
 

@@ -21,6 +21,26 @@ _FIRST = (
 )
 """The first process of a host: takes what ended, and ends the host with its input."""
 START_S = 20.0
+SHORT_RUN = """
+[run]
+steps = 3
+[eval]
+count = 2
+[model]
+max_context_tokens = 2048
+[tasks]
+source = "toy"
+[harness]
+agent = "script"
+mode = "warm"
+workers = 2
+[collect]
+groups_per_step = 2
+group_size = 4
+[train]
+min_groups = 1
+"""
+"""Configuration of a run of minutes; ends in the table train."""
 
 
 class NetHost:

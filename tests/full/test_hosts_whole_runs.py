@@ -13,14 +13,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from test_slurm import TOY
 
 from benchmarks._chaos_run import Run
 from insitu.errors import SetupError
 from insitu.storage.run_dir import read_store
 from insitu_train.channel.host_link import SECRET
 from sources import SOURCES
-from tests.fakes.net_hosts import NetHost, net_hosts, until
+from tests.fakes.net_hosts import SHORT_RUN, NetHost, net_hosts, until
 
 pytestmark = pytest.mark.full
 
@@ -82,7 +81,7 @@ def test_a_run_over_two_hosts_survives_what_happens_to_one(
     work = tmp_path / "learner"
     work.mkdir()
     config = work / "mine.toml"
-    config.write_text(TOY.replace("steps = 3", f"steps = {STEPS}\ncheckpoint_every_steps = 2") + TABLES)
+    config.write_text(SHORT_RUN.replace("steps = 3", f"steps = {STEPS}\ncheckpoint_every_steps = 2") + TABLES)
     # Host two sees nothing of the learner's folder.
     two.run("mount", "-t", "tmpfs", "none", str(work))
     variables = {**os.environ, SECRET: "a secret", "PYTHONPATH": SOURCES}

@@ -19,6 +19,7 @@ import pytest
 
 from insitu_fleet.deploy.folder import DeployOptions, deploy
 from sources import SOURCES
+from tests.fakes.net_hosts import SHORT_RUN
 
 pytestmark = pytest.mark.full
 
@@ -45,25 +46,6 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-TOY = """
-[run]
-steps = 3
-[eval]
-count = 2
-[model]
-max_context_tokens = 2048
-[tasks]
-source = "toy"
-[harness]
-agent = "script"
-mode = "warm"
-workers = 2
-[collect]
-groups_per_step = 2
-group_size = 4
-[train]
-min_groups = 1
 """
 WAIT_S = 240.0
 
@@ -179,7 +161,7 @@ def processes(folder: Path) -> list[int]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     config = tmp_path / "mine.toml"
-    config.write_text(TOY)
+    config.write_text(SHORT_RUN)
     deploy(DeployOptions(target="slurm", config=config, out=tmp_path / "job"))
     return tmp_path / "job"
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_slurm import CONF, PROGRAMS, TOY, daemon, munge_words
+from test_slurm import CONF, PROGRAMS, daemon, munge_words
 
 from insitu.errors import SetupError
 from insitu_fleet.deploy.folder import DeployOptions, deploy
 from sources import SOURCES
-from tests.fakes.net_hosts import NetHost, net_hosts, until
+from tests.fakes.net_hosts import SHORT_RUN, NetHost, net_hosts, until
 
 pytestmark = pytest.mark.full
 
@@ -109,7 +109,7 @@ def ended(slurm: Two, job: str) -> tuple[str, str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     config = tmp_path / "mine.toml"
-    config.write_text(TOY + 'ranks = "1+1@anywhere:29400"\nstep_timeout_s = 120\n')
+    config.write_text(SHORT_RUN + 'ranks = "1+1@anywhere:29400"\nstep_timeout_s = 120\n')
     deploy(DeployOptions(target="slurm", config=config, out=tmp_path / "job", nodes=2))
     return tmp_path / "job"
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 Named = dict[str, torch.Tensor]
 CONFIG = TrainConfig(loss=LossConfig(loss="ppo_clip"), optim=OptimConfig(lr=1e-3))
 _stores = itertools.count()
-LEFT_OUT = ("seconds", "mfu", "ranks")
+LEFT_OUT = ("seconds", "mfu", "ranks", "shared_s")
 """Numbers of a step that are of the machine."""
 
 

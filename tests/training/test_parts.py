@@ -206,7 +206,10 @@ def test_loss_gradient_and_three_steps_are_those_of_one_process(
                 assert getattr(mine, name) == getattr(theirs, name)
             for name in ("entropy", "max_logprob_gap", "ess", "off_policy_kl"):
                 assert getattr(mine, name) == pytest.approx(getattr(theirs, name), rel=1e-3)
-            assert f"computed by {world} ranks together ({LONG} tokens, memory" in mine.alarm
+            assert f"computed by {world} ranks together in " in mine.alarm
+            assert f" s ({LONG} tokens, memory" in mine.alarm
+            assert (mine.shared_rows, theirs.shared_rows, theirs.shared_s) == (1, 0, 0.0)
+            assert 0 < mine.shared_s < mine.seconds
 
 
 def test_a_row_that_fits_is_one_ranks_with_the_same_bits(tmp_path: Path) -> None:

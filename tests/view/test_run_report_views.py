@@ -515,6 +515,22 @@ def test_report_counts_calls_that_did_not_parse(tmp_path: Path) -> None:
     assert line in finish(folder, SUMMARY)
 
 
+def test_report_tells_how_long_ranks_shared_rows(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path / "r")
+    assert "shared  " not in finish(folder, SUMMARY)
+    with RunDir.open(folder) as run, run.store() as store:
+        for step, rows in ((2, 3), (3, 0)):
+            numbers = {"shared_rows": rows, "shared_s": 1.5 * rows, "seconds": 6.0}
+            store.commit_step(step, numbers, "", "", Ledger(), trained=(), discarded={})
+    assert (
+        "shared  3 rows in 1 of 3 steps were too long for one rank and computed by several: 4.5 of 12.0 s of"
+        " updates\n"
+    ) in finish(folder, SUMMARY)
+    assert [line.split("  ")[-1] for line in show_run(folder).splitlines() if "rows shared" in line] == [
+        "rows shared by ranks 3"
+    ]
+
+
 def test_show_counts_drifts_by_cause(tmp_path: Path) -> None:
     folder = stored_run(tmp_path / "r")
     assert "drift:" not in show_run(folder)

@@ -249,6 +249,7 @@ def test_j_k_and_enter_open_rows_where_a_page_has_no_keys_of_its_own(tab: Tab) -
     assert tab.page.locator("main tbody tr").count() == 3
     tab.open("#/lab/step/2")
     assert tab.page.locator("main .title a").all_text_contents() == ["← step 1", "step 3 →"]
+    assert "The trainer says: a row that no rank holds was computed by 2" in tab.page.text_content("main")
     tab.open("#/lab/step/3")
     assert tab.page.locator("main .title a").all_text_contents() == ["← step 2"]
     tab.open("#/lab/step/abc")

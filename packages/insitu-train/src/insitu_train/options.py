@@ -271,6 +271,10 @@ class StepResult:
     seconds: float = 0.0
     ranks: int = 0
     """Ranks that took part in the update, on all hosts."""
+    shared_rows: int = 0
+    """Rows that no rank holds, which several computed together."""
+    shared_s: float = 0.0
+    """Seconds of `seconds` in which they were computed."""
     mfu: float | None = None
     """Share of the devices' peak that the update reached (trainer/utilization.py); None where not known."""
 

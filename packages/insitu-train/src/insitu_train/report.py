@@ -95,6 +95,8 @@ class FinalReport:
     """Sentences on why no step changed the weights and how to fix it."""
     unparsed: str = ""
     """Replies of training with calls that did not parse or were of unknown tools; empty = none."""
+    shared: str = ""
+    """Rows that ranks of the learner computed together; empty = none."""
     curve: Path | None = None
 
 
@@ -114,6 +116,7 @@ def render_report(report: FinalReport, width: int = 100) -> str:
     lines += [part for sentence in report.untrained for part in textwrap.wrap(sentence, width)]
     lines.append(f"{_steps(report)}, {report.rollouts} rollouts in {duration(report.wall_s)}{_gap(report)}")
     lines += [f"calls  {report.unparsed}"] if report.unparsed else []
+    lines += [f"shared  {report.shared}"] if report.shared else []
     lines += [report.ended] if report.ended else []
     if report.curve is not None:
         lines.append(f"curve  {report.curve}")

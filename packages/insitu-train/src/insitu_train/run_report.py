@@ -87,6 +87,7 @@ def report_of(
         categories={name: (before.get(name, _NONE), after.get(name, _NONE)) for name in categories},
         shown=tuple(shown),
         unparsed=_unparsed(store),
+        shared=_shared(store),
         untrained=() if summary["updates"] or not summary["rl_steps"] else tuple(_untrained(store)),
         curve=run_dir / CURVE,
     )
@@ -132,6 +133,20 @@ def _unparsed(store: Store) -> str:
     shares = [f"{s.metrics['unparsed_share']:.1%} in step {s.step}" for s in (steps[0], steps[-1])]
     found = f"{malformed} malformed, {unknown} of unknown tools"
     return f"{found}; share of the replies {', '.join(dict.fromkeys(shares))}"
+
+
+def _shared(store: Store) -> str:
+    """Return how many rows were too long for one rank, and what part of the updates they took, or ""."""
+    steps = [step.metrics for step in store.steps()]
+    having = [m for m in steps if m.get("shared_rows")]
+    if not having:
+        return ""
+    rows, seconds = sum(m["shared_rows"] for m in having), sum(m["shared_s"] for m in having)
+    whole = sum(m.get("seconds") or 0.0 for m in steps)
+    return (
+        f"{rows} rows in {len(having)} of {len(steps)} steps were too long for one rank and computed by"
+        f" several: {seconds:.1f} of {whole:.1f} s of updates"
+    )
 
 
 def _untrained(store: Store) -> Iterator[str]:
@@ -217,10 +232,12 @@ def _step_lines(store: Store) -> Iterator[str]:
         score = store.step_score(record.step)
         ledger = record.ledger
         unparsed = record.metrics.get("unparsed_share")
+        shared = record.metrics.get("shared_rows")
         yield (
             f"  step {record.step:>4}  solved {rate_text(score)} ({score.solved}/{score.total})"
             f"  trained {ledger.trained:,} of {ledger.captured:,} tokens"
             f"{f'  unparsed calls {unparsed:.1%}' if unparsed else ''}"
+            f"{f'  rows shared by ranks {shared}' if shared else ''}"
         )
 
 

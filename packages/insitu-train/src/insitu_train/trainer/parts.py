@@ -6,7 +6,8 @@ same memory options, since a layer that is computed again gathers keys and value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -59,9 +60,25 @@ def agreed(chosen: Mapping[MicroBatch, MemoryOptions], ranks: Ranks) -> dict[Mic
     }
 
 
-def described(batches: Sequence[MicroBatch], chosen: Mapping[MicroBatch, MemoryOptions], world: int) -> str:
-    """Return a note on the rows that all ranks computed; empty without any."""
-    shared = [batch for batch in batches if batch.rank == ALL]
+class SharedTime:
+    """Seconds in which this rank computed rows of all ranks, waiting for the others included."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def over(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a pass and add the time until the next one is asked for."""
+        for batch in batches:
+            began = time.monotonic()
+            yield batch
+            if batch.rank == ALL:
+                self.seconds += time.monotonic() - began
+
+
+def described(
+    shared: Sequence[MicroBatch], chosen: Mapping[MicroBatch, MemoryOptions], world: int, seconds: float
+) -> str:
+    """Return a note on the rows that all ranks computed in so many seconds; empty without any."""
     if not shared:
         return ""
     longest = max(shared, key=lambda batch: batch.tokens)
@@ -69,8 +86,8 @@ def described(batches: Sequence[MicroBatch], chosen: Mapping[MicroBatch, MemoryO
         "a row that no rank holds was" if len(shared) == 1 else f"{len(shared)} rows that no rank holds were"
     )
     return (
-        f"{rows} computed by {world} ranks together ({longest.tokens + 1:,} tokens, memory options:"
-        f" {chosen[longest]})"
+        f"{rows} computed by {world} ranks together in {seconds:.1f} s ({longest.tokens + 1:,} tokens,"
+        f" memory options: {chosen[longest]})"
     )
 
 

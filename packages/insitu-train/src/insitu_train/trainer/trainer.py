@@ -37,7 +37,7 @@ from insitu_train.trainer.distributed import RankLostError, Ranks, Together
 from insitu_train.trainer.mismatch import Mismatch, refused
 from insitu_train.trainer.optimizer import Optimiser
 from insitu_train.trainer.owners import held_whole
-from insitu_train.trainer.parts import HeldError, agreed, described, divided
+from insitu_train.trainer.parts import HeldError, SharedTime, agreed, described, divided
 from insitu_train.trainer.reference import Scorer
 from insitu_train.trainer.score_recorder import ScoreRecorder
 from insitu_train.trainer.utilization import utilization
@@ -79,6 +79,7 @@ class Trainer:
         self._excluded: dict[MicroBatch, Tensor] = {}
         """Tokens of the step that are excluded because sampler and trainer disagree."""
         self._recorder: ScoreRecorder | None = None
+        self._shared = SharedTime()
         self.steps = 0
         """Optimizer steps done."""
         self.version = version
@@ -146,6 +147,7 @@ class Trainer:
         every = list[LossSums]()
         self._excluded.clear()
         self._ran_out = ""
+        self._shared = SharedTime()
         for epoch in range(self.config.epochs):
             self.optimiser.zero()
             sums = self._summed(plan, terms, epoch, measure=epoch == 0 and not self._supervised)
@@ -159,10 +161,13 @@ class Trainer:
         self.steps += self.config.epochs
         self.version += 1
         result = result_of(every, self.config)
-        shared = described(plan.batches, self._chosen, self.ranks.world)
+        shared = [batch for batch in plan.batches if batch.rank == ALL]
+        note = described(shared, self._chosen, self.ranks.world, self._shared.seconds)
         return replace(
             result,
-            alarm="; ".join(filter(None, (result.alarm, self._ran_out, shared))),
+            alarm="; ".join(filter(None, (result.alarm, self._ran_out, note))),
+            shared_rows=len(shared),
+            shared_s=self._shared.seconds,
             optimizer_steps=self.steps,
             version=self.version,
             grad_norm=norm,
@@ -211,7 +216,7 @@ class Trainer:
     ) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
         with torch.no_grad():
-            for micro in batches:
+            for micro in self._shared.over(batches):
                 batch = self._batch(plan, micro)
                 self._use(micro)
                 logp = self._scores(batch).logp
@@ -301,7 +306,7 @@ class Trainer:
     ) -> LossSums:
         """Run forward and backward over some micro-batches. mismatch: compares with the sampler's record."""
         sums, held = LossSums(), HeldError()
-        for micro in batches:
+        for micro in self._shared.over(batches):
             batch, counts = self._batch(plan, micro), self.ranks.counts(micro)
             self._use(micro)
             if not counts:

@@ -84,6 +84,8 @@ STEP: Mapping[str, Mapping[str, str]] = {
         "seconds": "seconds of the update alone",
         "mfu": "share of the GPUs' peak that the update reached, where it is known",
         "ranks": "ranks that took part in the update, on all hosts",
+        "shared_rows": "rows that no rank holds, computed by several together",
+        "shared_s": "the part of `seconds` in which they were computed",
     },
     "async": {
         "staleness_max": "most versions that a trained rollout was behind",

@@ -41,6 +41,7 @@ function OneStep({ route }) {
     </div></section>
     <${Proof} proof=${loaded.data.proof} problem=${loaded.data.problem} hash=${loaded.data.plan_hash} />
     ${alarms.length > 0 && html`<div class="notice warn"><b>Alarms of this step:</b> ${alarms.map((key) => words(key.replace(/_alarm$/, ""))).join(", ")}</div>`}
+    ${metrics.alarm && html`<div class="notice"><b>The trainer says:</b> <${Line} text=${metrics.alarm} max=${1000} /></div>`}
     ${metrics.skipped && html`<div class="notice warn"><b>No update:</b> <${Line} text=${metrics.skipped} /></div>`}
     <${Groups} groups=${groups} run=${route.run} />
     <${Batch} groups=${groups} run=${route.run} order=${route.query.bars ?? ""} />

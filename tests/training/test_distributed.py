@@ -23,6 +23,7 @@ from insitu.shutdown import descendants
 from insitu_train.embedded.model import save_model
 from insitu_train.learner.client import Learner
 from insitu_train.learner.process import LearnerSpec
+from insitu_train.learner.ranks import make_trainer
 from insitu_train.options import OptimConfig, StepResult, TrainConfig
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.scores import read_row, score_file
@@ -114,6 +115,22 @@ def test_the_divergence_of_each_task_set_is_that_of_all_ranks(tmp_path: Path) ->
     assert alone.keys() == {"a", "b"}
     for found in on_ranks(2, tmp_path, lambda ranks: of_sets(ranks, 2)):
         assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_ranks_that_read_different_references_are_refused(tmp_path: Path) -> None:
+    """Each host reads its own folder, which nothing else compares."""
+    for seed in range(2):
+        save_model(small_model(seed), tmp_path / str(seed))
+
+    def made(ranks: Together, other: int) -> str:
+        config = TrainConfig(loss=LossConfig(kl="k3", kl_weight=1.0), reference=str(tmp_path / str(other)))
+        found = make_trainer(small_model(0), tmp_path / "0", config, ranks).reference
+        assert found is not None
+        return found.checksum
+
+    assert len(set(on_ranks(2, tmp_path, lambda ranks: made(ranks, 1)))) == 1
+    with pytest.raises(TrainError, match=r"^train\.reference: the ranks have read different reference"):
+        on_ranks(2, tmp_path, lambda ranks: made(ranks, ranks.rank))
 
 
 def test_trees_over_ranks_give_what_padded_rows_give(tmp_path: Path) -> None:

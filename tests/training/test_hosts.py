@@ -90,15 +90,24 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 class Agent:
     """`insitu ranks` in a thread."""
 
-    def __init__(self, port: int, ranks: int, model: Path | None = None, *, forever: bool = False) -> None:
+    def __init__(
+        self,
+        port: int,
+        ranks: int,
+        model: Path | None = None,
+        *,
+        forever: bool = False,
+        address: str = "127.0.0.1",
+    ) -> None:
         self.lines: list[str] = []
         self.error = ""
-        self._thread = threading.Thread(target=self._run, args=(port, ranks, model, forever), daemon=True)
+        args = (f"{address}:{port}", ranks, model, forever)
+        self._thread = threading.Thread(target=self._run, args=args, daemon=True)
         self._thread.start()
 
-    def _run(self, port: int, ranks: int, model: Path | None, forever: bool) -> None:
+    def _run(self, learner: str, ranks: int, model: Path | None, forever: bool) -> None:
         try:
-            attend(f"127.0.0.1:{port}", ranks, model, self.lines.append, forever=forever)
+            attend(learner, ranks, model, self.lines.append, forever=forever)
         except (TrainError, ConfigError) as error:
             self.error = str(error)
 

@@ -39,17 +39,26 @@ def secret_of(environment: Mapping[str, str]) -> str:
     return found
 
 
+def reachable(address: str) -> str:
+    """Return HOST:PORT as other machines may reach it: this one's name in the place of all its addresses."""
+    return address.replace("0.0.0.0", socket.gethostname(), 1) if address.startswith("0.0.0.0:") else address
+
+
 class HostLink:
     """One end of a connection; frames are read in one thread, sent from any."""
 
     def __init__(self, sock: socket.socket, quiet_s: float = _HELLO_S) -> None:
-        """Take a connection. Raises OSError where it has already ended."""
-        sock.setblocking(True)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """Take a connection. Raises OSError where it has already ended, and closes it."""
         self.quiet_s = quiet_s
         """Silence that ends the link."""
-        self.here, self.there = str(sock.getsockname()[0]), str(sock.getpeername()[0])
-        """Addresses of this end and of the other."""
+        try:
+            sock.setblocking(True)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # addresses of this end and of the other
+            self.here, self.there = str(sock.getsockname()[0]), str(sock.getpeername()[0])
+        except OSError:
+            sock.close()
+            raise
         self._sock, self._decoder, self._lock = sock, Decoder(), threading.Lock()
         self._limit = _HELLO_BYTES
         self._ready = self._frames()

@@ -26,7 +26,7 @@ from insitu_train.channel.host_link import BEAT_S, HostLink, RefusedError, greet
 from insitu_train.channel.installed import code_identity, torch_version, weights_digest
 from insitu_train.channel.rpc import Frame, encode
 from insitu_train.learner.process import computing
-from insitu_train.learner.rank_process import Place, RankChild, end_all
+from insitu_train.learner.rank_process import Place, RankChild, end_all, first_dead, left_alone
 from insitu_train.options import parse_config
 
 PACKAGES = ("insitu", "insitu_train")
@@ -53,8 +53,8 @@ def attend(address: str, ranks: int, model: Path | None, say: Say, *, forever: b
     while True:
         try:
             with boundary(TrainError, f"no learner at {address}"):
-                sock = socket.create_connection((host, port), _CONNECT_S)
-            agent = _Agent(HostLink(sock), host, ranks, say)
+                link = HostLink(socket.create_connection((host, port), _CONNECT_S))
+            agent = _Agent(link, ranks, say)
             try:
                 agent.join(secret, model)
                 failures = 0
@@ -81,8 +81,8 @@ def attend(address: str, ranks: int, model: Path | None, say: Say, *, forever: b
 class _Agent:
     """Takes part in one life of the learner."""
 
-    def __init__(self, link: HostLink, learner: str, ranks: int, say: Say) -> None:
-        self._link, self._learner, self._ranks, self._say = link, learner, ranks, say
+    def __init__(self, link: HostLink, ranks: int, say: Say) -> None:
+        self._link, self._ranks, self._say = link, ranks, say
         self._model = Path()
         self._children: list[RankChild] = []
         self._files = contextlib.ExitStack()
@@ -143,13 +143,14 @@ class _Agent:
     def _start(self, frame: Frame) -> None:
         first, world = int(frame.meta["first"]), int(frame.meta["world"])
         config = parse_config(frame.meta["train"])
+        self._compare(str(frame.meta["weights"]))
         for index in range(self._ranks):
             place = Place(
                 rank=first + index,
                 world=world,
                 index=index,
                 here=self._ranks,
-                store=f"tcp://{self._learner}:{frame.meta['port']}",
+                store=str(frame.meta["store"]),
                 shards=int(frame.meta["shards"]),
                 address=self._link.here,
             )
@@ -157,6 +158,13 @@ class _Agent:
             environment = computing(os.environ, shares_tensors=shares)
             self._children.append(RankChild.start(place, self._model, config, environment))
         self._say(f"started ranks {first} to {first + self._ranks - 1} of {world}")
+
+    def _compare(self, theirs: str) -> None:
+        """Compare the weights once more, read again only where a file is new. Raises TrainError."""
+        if (mine := weights_digest(self._model)) != theirs:
+            line = f"its weights are {mine[:12]}, {theirs[:12]} at the learner: a model folder has changed"
+            self._link.send({"op": "died", "line": line})
+            raise TrainError(line)
 
     def _pass_on(self, frame: Frame) -> None:
         """Write a command to the pipe of each rank here."""
@@ -189,11 +197,15 @@ class _Agent:
 
     def _beat(self) -> None:
         """Say that this host is there, what its ranks scored, and when one died."""
+        waited = False
         while not self._stop.wait(BEAT_S):
             self._link.beat()
             with contextlib.suppress(TrainError):
                 self._send_scores()
-                if line := next(filter(None, (child.exit_line for child in tuple(self._children))), ""):
+                line = first_dead(tuple(self._children))
+                if left_alone(line) and not waited:
+                    waited = True  # the one that did may take longer to end
+                elif line:
                     self._say(f"{line}: see its output above")
                     self._link.send({"op": "died", "line": line})
                     self._link.close()

@@ -23,11 +23,19 @@ from pathlib import Path
 
 from insitu.config.base import split_address
 from insitu.errors import TrainError, boundary
-from insitu_train.channel.host_link import BEAT_S, HostLink, RefusedError, secret_of, silence_s, welcome
+from insitu_train.channel.host_link import (
+    BEAT_S,
+    HostLink,
+    RefusedError,
+    reachable,
+    secret_of,
+    silence_s,
+    welcome,
+)
 from insitu_train.channel.installed import code_identity, torch_version, weights_digest
 from insitu_train.channel.rpc import Frame, Meta
 from insitu_train.learner.lost_hosts import LostHosts
-from insitu_train.learner.rank_process import LOST
+from insitu_train.learner.rank_process import left_alone
 from insitu_train.options import TrainConfig, dump_config
 from insitu_train.trainer.distributed import RankLostError
 
@@ -37,6 +45,8 @@ _MAX_SKEW_S = 30.0
 _AGAIN_S = 0.1
 _GRACE_S = 3.0
 """Time for the main thread to find a loss by itself."""
+_CAUSE_S = 2.5 * BEAT_S
+"""Time for a host to say that a rank of its own died, which the ranks of others notice at once."""
 _END_S = 4.0
 """Time for hosts to send what is left; the learner is killed 5 s after its end."""
 
@@ -96,7 +106,7 @@ class Hosts:
         self._waiting: list[Host] = []
         self._world: list[Host] = []
         self._scores: Path | None = None
-        self._lost = ""
+        self._lost, self._cause = "", ""
         self._working = 0
         self._ended = False
         self._stop = threading.Event()
@@ -110,8 +120,15 @@ class Hosts:
 
     @property
     def here(self) -> str:
-        """Address of this machine that the hosts reach."""
-        return self._world[0].link.here
+        """Address of this machine that the hosts reach. Raises TrainError where not all can reach it."""
+        first = self._world[0]
+        for host in self._world:
+            if _is_loopback(host.link.here) != _is_loopback(first.link.here):
+                raise TrainError(
+                    f"train.ranks: {host.name} reached the learner at {host.link.here}, {first.name} at"
+                    f" {first.link.here}: give all hosts one address that each of them reaches"
+                )
+        return first.link.here
 
     def meet(self, *, again: bool) -> int:
         """Wait for the configured ranks and return how many there are.
@@ -138,7 +155,7 @@ class Hosts:
             those = f"{', '.join(map(str, self._world)) or 'no host'}){f'; too many: {more}' if more else ''}"
             raise TrainError(
                 f"train.ranks: {found} of {wanted} ranks of other hosts came within {limit:g} s"
-                f" ({those}: start `insitu ranks {self._config.meeting}` there"
+                f" ({those}: start `insitu ranks {reachable(self._config.meeting)}` there"
             )
         return found
 
@@ -160,9 +177,11 @@ class Hosts:
     def start(self, port: int, world: int, shards: int = 0) -> None:
         """Let the hosts start their ranks, which meet at this port of the learner's machine."""
         first = self._config.ranks_here
+        meta: Meta = {"op": "start", "world": world, "store": f"tcp://{self.here}:{port}", "shards": shards}
+        # again: a folder may have changed while its host waited for others
+        meta |= {"weights": self._weights(), "train": dump_config(self._config)}
         for host in self._world:
-            meta: Meta = {"op": "start", "first": first, "world": world, "port": port, "shards": shards}
-            host.link.send({**meta, "train": dump_config(self._config)})
+            host.link.send({**meta, "first": first})
             first += host.ranks
 
     def send(self, frame: bytes, scores: Path | None = None) -> None:
@@ -176,19 +195,20 @@ class Hosts:
             try:
                 host.link.send_bytes(frame)
             except TrainError as error:
-                raise RankLostError(self._lost or f"host {host.name} is lost: {error}") from error
+                raise RankLostError(self._why() or f"host {host.name} is lost: {error}") from error
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Work with all hosts: the process ends if one is lost meanwhile. Raises RankLostError."""
         self._check()
-        self._working += 1
         try:
-            yield
+            self._working += 1
+            try:
+                yield
+            finally:
+                self._working -= 1
         except RankLostError as error:
-            raise RankLostError(self._lost or str(error)) from error
-        finally:
-            self._working -= 1
+            raise RankLostError(self._why() or str(error)) from error
 
     def end(self, line: str = "") -> None:
         """Tell all hosts that the run is over, or why it ends."""
@@ -211,7 +231,13 @@ class Hosts:
 
     def _check(self) -> None:
         if self._lost:
-            raise RankLostError(self._lost)
+            raise RankLostError(self._why())
+
+    def _why(self) -> str:
+        """Return which host is lost and why, once its own word has come; empty where none is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._cause, _CAUSE_S)
+        return self._lost
 
     def _accept(self) -> None:
         while not self._stop.is_set():
@@ -223,7 +249,6 @@ class Hosts:
             try:
                 link = HostLink(sock)
             except OSError:  # reset meanwhile
-                sock.close()
                 continue
             self._links.append(link)
             thread = threading.Thread(target=self._serve, args=(link,), daemon=True)
@@ -320,15 +345,22 @@ class Hosts:
             if host in self._waiting:
                 self._waiting.remove(host)
                 return
-        if not (self._lost or why.endswith(f"(exit status {LOST})")):
-            pause = self._losses.note(host.key, host.ranks)
-            again = f"; it may take part again after {pause:.0f} s" if pause else ""
-            _say(f"host {host.name} is lost: {why}{again}")
-        self._lost = self._lost or f"host {host.name} is lost: {why}"
+            line = f"host {host.name} is lost: {why}"
+            # a rank that another one has left alone is no cause, whichever host says so first
+            if not (self._cause or left_alone(why)):
+                pause = self._losses.note(host.key, host.ranks)
+                self._lost = self._cause = line
+                _say(f"{line}; it may take part again after {pause:.0f} s" if pause else line)
+            self._lost = self._lost or line
+            self._changed.notify_all()
         time.sleep(_GRACE_S)
         if self._working and not self._stop.is_set():
             _say(f"RankLostError: {self._lost}")
             os._exit(1)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _ranks(hosts: Iterable[Host]) -> int:

@@ -220,10 +220,11 @@ def run(args: argparse.Namespace) -> None:
     config = parse_config(args.train)
     losses = args.socket.with_name("lost-hosts")
     with peers.started(args.model, config, again=args.again, losses=losses) as others:
-        model = peers.open_model(args.model, config, others.ranks, others.place)
-        service, gap = _sampler(model, args.engine, config)
-        reserved = 0 if service is None else service.core.cache.nbytes
-        trainer = peers.make_trainer(model, args.model, config, others.ranks, reserved)
+        with others.working():
+            model = peers.open_model(args.model, config, others.ranks, others.place)
+            service, gap = _sampler(model, args.engine, config)
+            reserved = 0 if service is None else service.core.cache.nbytes
+            trainer = peers.make_trainer(model, args.model, config, others.ranks, reserved)
         serve(args.socket, Commands(trainer, service, args.model, gap, others), service)
 
 

@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from insitu.engines.server_command import VISIBLE, place, present_gpus
 from insitu.errors import ConfigError, EngineError
 from insitu.install_hints import install_extra
 from insitu_train.channel.child import Child, python_path
-from insitu_train.channel.host_link import SECRET, secret_of
+from insitu_train.channel.host_link import SECRET, reachable, secret_of
 from insitu_train.embedded.architecture import read_architecture
 from insitu_train.host_memory import available_memory
 from insitu_train.options import ServiceOptions, TrainConfig, dump_config
@@ -234,11 +233,9 @@ def describe_hosts(config: Config) -> list[str]:
     here, world, address = split_ranks(config.train.ranks)
     if not address:
         return []
-    if address.startswith("0.0.0.0:"):  # all addresses of this machine
-        address = address.replace("0.0.0.0", socket.gethostname(), 1)
     return [
         f"train.ranks: other hosts bring {world - here} of {world} ranks, each with {SECRET} as here:"
-        f" insitu ranks {address} --ranks K"
+        f" insitu ranks {reachable(address)} --ranks K"
     ]
 
 

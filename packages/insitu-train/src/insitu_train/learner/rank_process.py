@@ -90,6 +90,17 @@ class RankChild:
         return self._process.stdin
 
 
+def left_alone(line: str) -> bool:
+    """Return whether a rank that ended so was only left alone by another one."""
+    return line.endswith(f"(exit status {LOST})")
+
+
+def first_dead(children: Sequence[RankChild]) -> str:
+    """Return how a rank died, one that died of itself rather than one left alone; empty while all run."""
+    lines = [line for child in children if (line := child.exit_line)]
+    return min(lines, key=left_alone, default="")
+
+
 def end_all(children: Sequence[RankChild], *, kill: bool = False) -> None:
     """End ranks, at once with `kill`."""
     for child in children:

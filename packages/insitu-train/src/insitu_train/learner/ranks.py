@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy.typing as npt
+import torch
 
 from insitu.engines.safetensors_file import Manifest
 from insitu.errors import InsituError, TrainError, boundary
@@ -26,7 +27,7 @@ from insitu.storage.temp_dirs import scratch_folder
 from insitu_train.channel.parent_watch import follow_parent, main_of_child
 from insitu_train.channel.rpc import Decoder, Frame, Meta, encode
 from insitu_train.learner.hosts import Hosts
-from insitu_train.learner.rank_process import LOST, Place, RankChild, end_all
+from insitu_train.learner.rank_process import LOST, Place, RankChild, end_all, first_dead
 from insitu_train.learner.serialization import decode_plan
 from insitu_train.model.base import Policy
 from insitu_train.model.load import device_of, open_policy
@@ -65,9 +66,9 @@ class RankProcesses:
     def send(self, op: str, meta: Meta, arrays: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
         """Send a command to every rank without waiting. Raises RankLostError when one is dead."""
         frame = encode({"op": op, **meta}, arrays) if self.place.world > 1 else b""
+        if line := self.dead():
+            raise RankLostError(f"{line}: see the learner's log")
         for child in self._children:
-            if line := child.exit_line:
-                raise RankLostError(f"{line}: see the learner's log")
             with boundary(RankLostError, f"write to rank {child.rank} of the learner"):
                 child.send(frame)
         if self.hosts is not None:
@@ -75,7 +76,7 @@ class RankProcesses:
 
     def dead(self) -> str:
         """Return which rank of this machine has died; empty while all run."""
-        return next(filter(None, (child.exit_line for child in self._children)), "")
+        return first_dead(self._children)
 
     def working(self) -> AbstractContextManager[None]:
         """Return the context of work with all ranks: the process ends if a host is lost meanwhile."""
@@ -187,8 +188,17 @@ def open_model(folder: Path, config: TrainConfig, ranks: Ranks, place: Place) ->
 def make_trainer(
     model: Policy, folder: Path, config: TrainConfig, ranks: Ranks, reserved: int = 0
 ) -> Trainer:
-    """Return the trainer of one rank, beside a sampler that may still fill `reserved` bytes."""
-    return Trainer(model, config, reference=read_reference(config, folder), ranks=ranks, reserved=reserved)
+    """Return the trainer of one rank, beside a sampler that may still fill `reserved` bytes.
+
+    Raises TrainError where the ranks, of several machines perhaps, have read different reference policies.
+    """
+    made = Trainer(model, config, reference=read_reference(config, folder), ranks=ranks, reserved=reserved)
+    if made.reference is not None:
+        mine = int(made.reference.checksum[:15], 16)
+        largest, least = ranks.most([mine, -mine])
+        if largest != -least:
+            raise TrainError("train.reference: the ranks have read different reference policies")
+    return made
 
 
 def _frames(pipe: IO[bytes]) -> Iterator[Frame]:
@@ -243,7 +253,8 @@ def run(args: argparse.Namespace) -> None:
         _follow(args)
     except RankLostError as error:
         print(f"RankLostError: {error}", file=sys.stderr)
-        raise SystemExit(LOST) from error
+        # without memory it has left the others alone
+        raise SystemExit(1 if isinstance(error.__cause__, torch.OutOfMemoryError) else LOST) from error
 
 
 def _follow(args: argparse.Namespace) -> None:

@@ -428,7 +428,7 @@ def test_the_key_takes_a_number_or_ranks_of_hosts() -> None:
     assert f"insitu ranks {socket.gethostname()}:29400 --ranks K" in named[0]
     made = TrainConfig.of(load_config(None, ["train.ranks=3"]))
     assert (made.ranks_here, made.world, made.meeting) == (3, 3, "")
-    for wrong in ("0", "2+4", "2+0@h:1", "2@h:1", "2+2@h", "2+2@h:0", "2+2@:1", "x"):
+    for wrong in ("0", "2+4", "2+0@h:1", "2@h:1", "2+2@h", "2+2@h:0", "2+2@h:70000", "2+2@:1", "x"):
         with pytest.raises(ConfigError, match=r"train\.ranks.*must be a number from 1, or HERE\+THERE@HOST"):
             load_config(None, [f"train.ranks={wrong}"])
 

@@ -71,6 +71,20 @@ def test_a_rank_that_was_left_alone_is_no_cause(
         found.close()
 
 
+def test_a_host_that_leaves_before_its_ranks_start_is_named(
+    port: int, model: Path, started: list[Started]
+) -> None:
+    found = Hosts(TrainConfig(ranks=f"1+1@127.0.0.1:{port}", step_timeout_s=20.0), model)
+    try:
+        Agent(port, 1)
+        assert found.meet(again=False) == 1
+        found.world[0].link.close()
+        with pytest.raises(RankLostError, match="^host .* is lost: "):
+            found.start(1, 2)
+    finally:
+        found.close()
+
+
 def test_a_folder_that_changes_while_its_host_waits_is_noticed(
     port: int, started: list[Started], tmp_path: Path
 ) -> None:

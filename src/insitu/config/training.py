@@ -48,7 +48,7 @@ def _degenerate(value: object) -> object:
 def split_ranks(ranks: int | str) -> tuple[int, int, str]:
     """Return the ranks here, those on all hosts, and where hosts meet, empty for one; raise ValueError."""
     found = re.fullmatch(r"([1-9]\d*)(?:\+([1-9]\d*)@([^@:\s]+:[1-9]\d{0,4}))?", str(ranks))
-    if found is None:
+    if found is None or int((found[3] or ":0").rpartition(":")[2]) >= 1 << 16:
         raise ValueError("must be a number from 1, or HERE+THERE@HOST:PORT, such as 2+4@10.0.0.1:29400")
     return int(found[1]), int(found[1]) + int(found[2] or 0), found[3] or ""
 

@@ -33,7 +33,7 @@ from insitu_train.channel.host_link import (
     welcome,
 )
 from insitu_train.channel.installed import code_identity, torch_version, weights_digest
-from insitu_train.channel.rpc import Frame, Meta
+from insitu_train.channel.rpc import Frame, Meta, encode
 from insitu_train.learner.lost_hosts import LostHosts
 from insitu_train.learner.rank_process import left_alone
 from insitu_train.options import TrainConfig, dump_config
@@ -175,13 +175,13 @@ class Hosts:
         return [host for host in self._waiting if not self._losses.pause_s(host.key)]
 
     def start(self, port: int, world: int, shards: int = 0) -> None:
-        """Let the hosts start their ranks, which meet at this port of the learner's machine."""
+        """Let the hosts start their ranks, which meet at this port of this machine. Raises TrainError."""
         first = self._config.ranks_here
         meta: Meta = {"op": "start", "world": world, "store": f"tcp://{self.here}:{port}", "shards": shards}
         # again: a folder may have changed while its host waited for others
         meta |= {"weights": self._weights(), "train": dump_config(self._config)}
         for host in self._world:
-            host.link.send({**meta, "first": first})
+            self._give(host, encode({**meta, "first": first}))
             first += host.ranks
 
     def send(self, frame: bytes, scores: Path | None = None) -> None:
@@ -192,10 +192,13 @@ class Hosts:
         self._check()
         self._scores = scores or self._scores
         for host in self._world:
-            try:
-                host.link.send_bytes(frame)
-            except TrainError as error:
-                raise RankLostError(self._why() or f"host {host.name} is lost: {error}") from error
+            self._give(host, frame)
+
+    def _give(self, host: Host, frame: bytes) -> None:
+        try:
+            host.link.send_bytes(frame)
+        except TrainError as error:
+            raise RankLostError(self._why() or f"host {host.name} is lost: {error}") from error
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from insitu_train.embedded.pages import HIDDEN, PAGE, Page, PagePool
+from insitu_train.embedded.weights import BFLOAT16
 
 LEAST = 4
-"""Query heads per key head below which a product uses another kernel: there are surplus ones of zeros."""
+"""Query heads per key head below which a float32 product uses another kernel: surplus ones are zeros."""
+FEW = 32
+"""Rows up to which two products of bfloat16 are faster than torch's kernel, which packs keys and values."""
 
 
 def round_up(n: int, step: int) -> int:
@@ -29,9 +32,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor
 
     Returns results [E, rows, kv, hd] and, to add up pages, log-sums of exponentials [E, rows, kv].
     """
+    if BFLOAT16 and q.dtype == torch.bfloat16 and q.shape[2] <= FEW:
+        return _attend_by_products(q, k, v, mask)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=mask, scale=q.shape[-1] ** -0.5
     )
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what `attend` does for bfloat16.
+
+    A product rounds its sums to 8 bits; a second one returns what the first has rounded off.
+    """
+    pages, kv, rows, hd = q.shape
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
+    rounded = torch.bmm(q, k)
+    rest = torch.baddbmm(rounded.neg(), q, k)
+    scores = rounded.float().add_(rest).mul_(hd**-0.5).view(pages, kv, rows, -1)
+    if mask is not None:
+        scores.add_(mask)
+    weights = torch.softmax(scores, -1)
+    out = torch.bmm(weights.to(q.dtype).flatten(0, 1), v).view(pages, kv, rows, hd)
+    lse = scores.amax(-1) - weights.amax(-1).log_()
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -103,7 +126,7 @@ def decode_attention(pool: PagePool, layer: int, q: Tensor, layout: Layout, *, a
     apart: read a shared page once per row, by the products of a page that is not shared.
     """
     m, kv, group, hd = q.shape
-    if group < LEAST:
+    if group < LEAST and q.dtype == torch.float32:
         q = torch.cat([q, q.new_zeros(m, kv, LEAST - group, hd)], 2)
     keys, values = pool.keys[layer], pool.values[layer]
     seen = pool.seen[layout.low][:, None, None]

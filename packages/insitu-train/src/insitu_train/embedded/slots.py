@@ -18,6 +18,9 @@ from insitu.types import FloatArray, IntArray, RequestKey
 from insitu_train.embedded.attention import Layout
 from insitu_train.embedded.forward import CachedForward
 
+_AT_ONCE = 2**19
+"""Logits drawn from at once: memory of more is given back to the system and zeroed by it at each step."""
+
 
 def stream(key: RequestKey, n: int) -> npt.NDArray[np.float64]:
     """Return the first n numbers of a request's stream, uniform in [0, 1 - 2**-52]."""
@@ -91,8 +94,11 @@ class DecodeSlots:
         temperature = self._temperature[slots]
         uniform = torch.from_numpy(self._uniform[slots, counts])
         greedy = not temperature.all()
-        drawn, scored = draw(logits, torch.from_numpy(temperature), uniform, greedy=greedy)
-        ids, logprobs = drawn.numpy(), scored.numpy()
+        rows = max(1, _AT_ONCE // logits.shape[1])
+        columns = logits, torch.from_numpy(temperature), uniform
+        parts = zip(*(torch.split(column, rows) for column in columns), strict=True)
+        drawn = [draw(*part, greedy=greedy) for part in parts]
+        ids, logprobs = (torch.cat(found).numpy() for found in zip(*drawn, strict=True))
         self._sampled[slots, counts] = ids
         self._logprobs[slots, counts] = logprobs
         self._counts[slots] = counts + 1

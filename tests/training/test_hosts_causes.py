@@ -16,6 +16,7 @@ from train_lab import small_model
 
 from insitu.errors import TrainError
 from insitu_train.channel.host_link import SECRET
+from insitu_train.channel.rpc import encode
 from insitu_train.embedded.model import save_model
 from insitu_train.learner import host_agent
 from insitu_train.learner.hosts import Hosts
@@ -165,5 +166,24 @@ def test_a_host_says_which_of_its_ranks_died_of_itself(
             one.exit_line = f"rank {one.place.rank} died (exit status {how})"
         until(lambda: found._lost)
         assert found._lost.endswith("is lost: rank 2 died (exit status -9)")
+    finally:
+        found.close()
+
+
+def test_a_rank_that_is_dead_before_a_command_is_named_too(
+    port: int, model: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pipe ends before its agent has looked."""
+
+    def broken(one: Started, _: bytes) -> None:
+        one.exit_line = f"rank {one.place.rank} died (exit status -9)"
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Started, "send", broken)
+    found = two_hosts(port, model)
+    try:
+        found.send(encode({"op": "step", "scores": ""}))
+        until(lambda: found._cause)
+        assert found._cause.endswith("died (exit status -9)")
     finally:
         found.close()

@@ -31,7 +31,7 @@ from insitu.types import Ledger
 from insitu_train.memory.peak import peak_bytes
 from insitu_train.memory.plan import KEPT_FREE, LADDER, load_of
 from insitu_train.memory.predict import GIB, MemoryModel
-from insitu_train.model.base import PLAIN
+from insitu_train.model.base import PLAIN, MemoryOptions
 from insitu_train.model.hf import HfPolicy, adopt
 from insitu_train.options import OptimConfig, PolicyConfig, TrainConfig
 from insitu_train.plan.packing import MicroBatch
@@ -166,7 +166,7 @@ def measure(case: Case, device: torch.device, repeats: int) -> None:
     trainer.step(one_row(256, config.vocab_size))  # the optimiser's moments are there from now on
     if trainer.fit is None:
         raise RuntimeError("the trainer chooses no techniques")
-    chosen = trainer.fit.plan(plan)[0] or PLAIN
+    chosen = next(t for t in trainer.fit.plan(plan) if isinstance(t, MemoryOptions))
     kernels = "cuda" if device.type == "cuda" else "cpu"
     model = MemoryModel(config, dtype=dtype, lora=None, kernels=kernels)  # type: ignore[arg-type]
     case.techniques = str(chosen)

@@ -269,7 +269,7 @@ def shared_memory(ranks: Sharded, folder: Path, plan: StepPlan) -> Found:
         trainer.step(plan)
         fit: Any = trainer.fit
         fit._ladder = [options]
-        part = fit._part(plan, plan.batches[0])
+        part = fit._part(plan, plan.batches[0], ranks.world)
         predicted, later = (
             fit._need(fit._model, part, options, first=first).device for first in (True, False)
         )
@@ -288,7 +288,7 @@ def _without_room(trainer: Trainer, plan: StepPlan) -> None:
     """Leave half of what the longest row lacks on one rank."""
     fit: Any = trainer.fit
     batch = max(plan.batches, key=lambda batch: batch.tokens)
-    loads = (fit._load(plan, batch), fit._part(plan, batch))
+    loads = (fit._load(plan, batch), fit._part(plan, batch, fit._ranks))
     fit.limit = sum(fit._need(fit._model, load, fit._ladder[-1], first=False).device for load in loads) // 2
 
 

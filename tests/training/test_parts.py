@@ -1,10 +1,11 @@
-"""A row that no rank holds is computed by all ranks together, each a part of its tokens: loss, gradient and
-weights are those of one process. The ranks are threads; sharded ones and measured memory have processes."""
+"""A row that no rank holds is computed by several ranks together, each a part of its tokens: loss,
+gradient and weights are those of one process. Ranks are threads; sharded ones and measured memory have
+processes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +33,6 @@ from insitu_train.memory.plan import MemoryPlanner
 from insitu_train.memory.predict import GIB
 from insitu_train.model.base import Policy
 from insitu_train.options import OptimConfig, PolicyConfig, StepResult, TrainConfig
-from insitu_train.plan.packing import ALL
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
 from insitu_train.scores import read_row, score_file
 from insitu_train.trainer.batch import own_mask
@@ -51,13 +51,16 @@ LONG = 203
 """Tokens of the row that no rank holds: no multiple of any number of chunks."""
 
 
-def long_plan(world: int) -> StepPlan:
-    """One row of LONG tokens, trained in its middle and at its end, among short ones."""
+def long_plan(world: int, long: Collection[tuple[int, int]] = ((0, 1),)) -> StepPlan:
+    """Rows of LONG tokens, trained in their middle and at their end, among short ones.
+
+    long: group and member of each.
+    """
     model, rng, groups = small_model(0), np.random.default_rng(0), []
     for g in range(2):
         members = []
         for k in range(3):
-            ids = rng.integers(0, 50, LONG if (g, k) == (0, 1) else 30 + k).astype(np.int32)
+            ids = rng.integers(0, 50, LONG if (g, k) in long else 30 + k).astype(np.int32)
             mask = np.zeros(len(ids), bool)
             mask[len(ids) // 2 : len(ids) // 2 + 9] = mask[-5:] = True
             with torch.no_grad():
@@ -72,10 +75,13 @@ def the_long_row(plan: StepPlan) -> int:
     return next(n for n, row in enumerate(plan.rows) if len(row.ids) == LONG)
 
 
-def needs(fit: MemoryPlanner, plan: StepPlan) -> tuple[int, int]:
-    """Bytes of the long row alone and of one part of it, with the options that need least."""
+def needs(fit: MemoryPlanner, plan: StepPlan, ranks: int = 0) -> tuple[int, int]:
+    """Bytes of the long row alone and of one part of it, with the options that need least.
+
+    ranks: how many share it, 0 = all.
+    """
     batch = next(b for b in plan.batches if the_long_row(plan) in b.rows)
-    part = fit._part(plan, batch)
+    part = fit._part(plan, batch, ranks or fit._ranks)
     assert part is not None
     loads = (fit._load(plan, batch), part)
     whole, less = (fit._need(fit._model, load, fit._ladder[-1], first=False).device for load in loads)
@@ -84,14 +90,24 @@ def needs(fit: MemoryPlanner, plan: StepPlan) -> tuple[int, int]:
 
 
 def trainer_of(
-    model: Policy, world: int = 1, config: TrainConfig = CONFIG, reference: Reference | None = None
+    model: Policy,
+    world: int = 1,
+    config: TrainConfig = CONFIG,
+    reference: Reference | None = None,
+    holding: int = 0,
 ) -> Trainer:
-    """Of several ranks with room for a part of the long row but not for all of it."""
+    """Of several ranks with room for a part of the long row but not for all of it.
+
+    holding: how many must share it, 0 = all.
+    """
     trainer = Trainer(model, config, reference=reference)
     if world > 1:
         policies: Any = [] if reference is None else reference.policies
         trainer.fit = MemoryPlanner.of(model, 1.0, references=policies, ranks=world)  # type: ignore[arg-type]
-        trainer.fit.limit = sum(needs(trainer.fit, long_plan(world))) // 2
+        room = partial(needs, trainer.fit, long_plan(world))
+        enough = room(holding)[1]
+        more = [n for n in range(1, holding or world) if not world % n]
+        trainer.fit.limit = (enough + (room(more[-1])[1] if more[1:] else room()[0])) // 2
     return trainer
 
 
@@ -212,6 +228,48 @@ def test_loss_gradient_and_three_steps_are_those_of_one_process(
             assert 0 < mine.shared_s < mine.seconds
 
 
+@pytest.mark.parametrize("long", [((0, 1), (1, 2)), ((0, 1),)], ids=["a row per pair", "one pair"])
+def test_two_of_four_ranks_share_a_row_that_needs_two(
+    tmp_path: Path, long: Collection[tuple[int, int]]
+) -> None:
+    plan = long_plan(4, long)
+
+    def run(trainer: Trainer) -> tuple[float, torch.Tensor, list[StepResult], torch.Tensor, list[int]]:
+        loss, grad = gradients(trainer, plan)
+        whole = trainer._fit_memory(plan)
+        shared = [batch.rank for batch in trainer.ranks.mine(whole.batches) if batch.ranks == 2]
+        return loss, grad, [trainer.step(plan) for _ in range(3)], weights(trainer), shared
+
+    loss, grad, results, after, _ = run(trainer_of(builtin()))
+    every = on(4, tmp_path, builtin, run, holding=2)
+    for found in every:
+        assert found[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert near(found[1], grad) < 1e-5
+        assert float((found[3] - after).abs().max()) < 2e-4
+        for mine, theirs in zip(found[2], results, strict=True):
+            assert (mine.tokens, mine.rows, mine.shared_rows) == (theirs.tokens, theirs.rows, len(long))
+            assert mine.entropy == pytest.approx(theirs.entropy, rel=1e-3)
+            assert "computed by 2 of 4 ranks together in " in mine.alarm
+            assert mine.shared_s > 0
+    pairs = [found[4] for found in every]
+    assert pairs[0] == pairs[1]
+    assert pairs[2] == pairs[3]
+    assert sorted(pairs[0] + pairs[2]) == ([0, 2] if len(long) == 2 else pairs[0] or [2])
+
+
+def test_an_error_of_one_pair_is_the_error_of_all_ranks(tmp_path: Path) -> None:
+    def failed(trainer: Trainer) -> str:
+        before = weights(trainer)
+        with pytest.raises(TrainError) as caught:
+            trainer.step(wrong_by(50.0, long_plan(4)))
+        assert torch.equal(weights(trainer), before)
+        return str(caught.value)
+
+    said = on(4, tmp_path, builtin, failed, config=REFUSING, holding=2)
+    assert len(set(said)) == 1
+    assert said[0].startswith("loss test_parts:refuses raised ValueError('an impossible token')")
+
+
 def test_a_row_that_fits_is_one_ranks_with_the_same_bits(tmp_path: Path) -> None:
     def run(ranks: Ranks) -> list[torch.Tensor]:
         found = []
@@ -263,9 +321,9 @@ def test_the_scores_of_all_parts_are_read_as_one_row(tmp_path: Path) -> None:
         assert (one.flags == two.flags).all()
 
 
-def wrong_by(gap: float) -> StepPlan:
+def wrong_by(gap: float, plan: StepPlan | None = None) -> StepPlan:
     """The record of the long row's last token is wrong."""
-    plan = long_plan(2)
+    plan = plan or long_plan(2)
     at, rows = the_long_row(plan), list(plan.rows)
     mu = rows[at].logprobs.copy()
     mu[-1] -= gap
@@ -344,7 +402,7 @@ def test_the_planner_counts_a_part(tmp_path: Path) -> None:
     for world in (2, 4):
         fit = MemoryPlanner.of(small_model(1), 1.0, ranks=world)
         need[1], need[world] = needs(fit, plan)
-        part = fit._part(plan, next(b for b in plan.batches if the_long_row(plan) in b.rows))
+        part = fit._part(plan, next(b for b in plan.batches if the_long_row(plan) in b.rows), world)
         assert part is not None
         assert part.tokens == 2 * -(-(LONG - 1) // (2 * world))
     assert 3 * sum(p.nbytes for p in small_model().parameters()) < need[4] < need[2] < need[1]
@@ -383,7 +441,7 @@ def test_a_model_with_its_own_attention_shares_no_row(folder: Path) -> None:
     trainer = Trainer(policy, CONFIG)
     trainer.fit = fit = MemoryPlanner.of(policy, 1.0, ranks=2)
     plan = trainer._laid_out(long_plan(2))
-    assert not any(fit._part(plan, batch) for batch in plan.batches)
+    assert not any(fit._part(plan, batch, 2) for batch in plan.batches)
     fit.limit = 1
     assert "ranks cannot share a row of Qwen3ForCausalLM, which has its own attention" in refusal(
         trainer, plan
@@ -404,7 +462,7 @@ def test_memory_gib_alone_makes_ranks_share_a_row(tmp_path: Path) -> None:
 
 def test_shared_rows_come_first_on_every_rank() -> None:
     plan = long_plan(2)
-    first = dataclasses.replace(plan.batches[0], rank=ALL)
+    first = dataclasses.replace(plan.batches[0], rank=0, ranks=2)
     for rank in range(2):
         assert rank_of(rank, 2).mine((*plan.batches[1:], first))[0] is first
         assert rank_of(rank, 2).counts(first)

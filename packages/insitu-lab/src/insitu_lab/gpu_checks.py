@@ -34,7 +34,7 @@ from insitu_train.loss.fused_head import objective, scores
 from insitu_train.memory.peak import peak_bytes
 from insitu_train.memory.plan import LADDER, load_of
 from insitu_train.memory.predict import GIB, MemoryModel
-from insitu_train.model.base import PLAIN, Attend, MemoryOptions
+from insitu_train.model.base import Attend, MemoryOptions
 from insitu_train.model.hf import HfPolicy, adopt
 from insitu_train.options import Lora, OptimConfig, PolicyConfig, TrainConfig
 from insitu_train.plan.packing import MicroBatch
@@ -371,7 +371,7 @@ def memory_predicted(bench: Bench) -> None:
     model = MemoryModel(bench.config(), dtype=bench.dtype, lora=None, kernels=kernels)
     for length in lengths:
         plan = bench.plan([length])
-        chosen = trainer.fit.plan(plan)[0] or PLAIN
+        chosen = next(t for t in trainer.fit.plan(plan) if isinstance(t, MemoryOptions))
         predicted = model.predict(load_of(plan, plan.batches[0]), chosen).peak
         held = sum(p.nbytes for _, p in policy.named_parameters())
         held += sum(

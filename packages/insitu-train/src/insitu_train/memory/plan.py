@@ -1,7 +1,7 @@
 """Chooses the memory options of every micro-batch before a step, or refuses the step with numbers.
 
 The first options of LADDER that fit are taken. A slightly larger shape is predicted first and cached, so few
-dry runs are made. A row that fits with none is computed by all ranks together, each a part of its tokens
+dry runs are made. A row that fits with none is computed by several ranks together, each a part of its tokens
 (attention/parts.py), or refused, not dropped: the error names it, its need, the limit and what would help.
 A sharded rank's moments stay on the device.
 """
@@ -24,7 +24,7 @@ from insitu_train.memory.predict import GIB, BuiltinMemory, Kernels, MemoryModel
 from insitu_train.model.base import PLAIN, MemoryOptions
 from insitu_train.model.hf import HfPolicy
 from insitu_train.options import Lora
-from insitu_train.plan.packing import ALL, MicroBatch
+from insitu_train.plan.packing import MicroBatch
 from insitu_train.plan.prefix_tree import build_tree
 from insitu_train.plan.step import StepPlan
 
@@ -78,8 +78,8 @@ class MemoryPlanner:
 
         config: what the policy is built from (`_config_of`). measured: returns the current limit at the start
         of a step. reference: policy that scores each micro-batch first; its weights are not part of the
-        limit. ranks: who may compute a row together. undivided: why they may not, or empty. Raises TrainError
-        when the memory of this architecture cannot be predicted.
+        limit. ranks: who may compute a row together, all or an equal part of them. undivided: why they may
+        not, or empty. Raises TrainError when the memory of this architecture cannot be predicted.
         """
         self._config, self._policy = config, policy
         self.limit, self._host, self._measured = limit, host, measured
@@ -147,34 +147,45 @@ class MemoryPlanner:
     def _reference(self) -> MemoryPredictor | None:
         return None if self._scored_by is None else self._of(None, self._scored_by)
 
-    def plan(self, plan: StepPlan) -> list[MemoryOptions | None]:
-        """Return the options of every micro-batch of a step; None where only all ranks together hold its row.
+    def plan(self, plan: StepPlan) -> list[MemoryOptions | int]:
+        """Return the options of every micro-batch of a step, or how many ranks together hold its row.
 
         Raises TrainError when a micro-batch fits with none of them.
         """
         if self._measured is not None:
             self.limit = self._measured()
-        found: list[MemoryOptions | None] = []
+        found: list[MemoryOptions | int] = []
         for at, micro in enumerate(plan.batches):
             load = self._load(plan, micro)
-            chosen = self.choose(load, first=at == 0)
-            part = None if chosen is not None else self._part(plan, micro)
-            if chosen is None and (part is None or self.choose(part, first=False) is None):
+            chosen = self.choose(load, first=at == 0) or self._sharing(plan, micro)
+            if not chosen:
                 raise TrainError(self._refusal(plan, micro, load, first=at == 0))
             found.append(chosen)
-        if any(t is not None and t.offload_optimizer for t in found):
-            found = [t and replace(t, offload_optimizer=True) for t in found]
+        if any(isinstance(t, MemoryOptions) and t.offload_optimizer for t in found):
+            found = [t if isinstance(t, int) else replace(t, offload_optimizer=True) for t in found]
         return found
+
+    def _sharing(self, plan: StepPlan, micro: MicroBatch) -> int:
+        """Return the fewest ranks that hold a row together, 0 for none.
+
+        They are an equal part of all; of sharded ranks, whose layers are in step, they are all.
+        """
+        sharded = isinstance(self._policy, HfPolicy) and self._policy.shards > 1
+        sizes = [
+            n for n in range(2, self._ranks + 1) if not self._ranks % n and (n == self._ranks or not sharded)
+        ]
+        parts = {n: self._part(plan, micro, n) for n in sizes}
+        return next((n for n, part in parts.items() if part and self.choose(part, first=False)), 0)
 
     def _load(self, plan: StepPlan, micro: MicroBatch) -> BatchShape:
         policy = self._policy
-        return load_of(plan, micro, self._kernels, policy.compute_dtype, policy.head_dim, self._ranks)
+        return load_of(plan, micro, self._kernels, policy.compute_dtype, policy.head_dim)
 
-    def _part(self, plan: StepPlan, micro: MicroBatch) -> BatchShape | None:
-        """Return the shape of one rank's part of a micro-batch, None where it cannot be divided."""
-        if self._ranks == 1 or micro.rank == ALL or len(micro.rows) > 1 or self._undivided:
+    def _part(self, plan: StepPlan, micro: MicroBatch, ranks: int) -> BatchShape | None:
+        """Return the shape of one of several ranks' parts of a micro-batch, None where it has none."""
+        if ranks == 1 or micro.ranks > 1 or len(micro.rows) > 1 or self._undivided:
             return None
-        load = self._load(plan, replace(micro, rank=ALL))
+        load = self._load(plan, replace(micro, ranks=ranks))
         return replace(load, trained=min(load.trained, load.tokens))  # all may be in one part
 
     def choose(self, load: BatchShape, *, first: bool = True) -> MemoryOptions | None:
@@ -291,12 +302,12 @@ class MemoryPlanner:
 
     def _together(self, plan: StepPlan, micro: MicroBatch, first: bool) -> str:
         """Return what all ranks together would need, or why they do not compute the row together."""
-        part = self._part(plan, micro)
+        part = self._part(plan, micro, self._ranks)
         if part is not None:
             need = self._least(self._model, part, first=False)
             return f"{_gib(need)} on each of {self._ranks} ranks that share the row"
-        if micro.rank == ALL:
-            return f"the row is shared by {self._ranks} ranks already"
+        if micro.ranks > 1:
+            return f"the row is shared by {micro.ranks} ranks already"
         return self._undivided or "ranks share a row that has a micro-batch of its own"
 
     def _with_adapters(self, load: BatchShape, first: bool) -> list[str]:
@@ -318,18 +329,17 @@ def load_of(
     kernels: Kernels = "cpu",
     dtype: torch.dtype = torch.float32,
     head_dim: int = 128,
-    ranks: int = 1,
 ) -> BatchShape:
     """Return the shape of a micro-batch's forward on a device, in a dtype.
 
     The last token of a prefix stands before each row, and the last token of a row predicts nothing. A tree is
-    one flat row. ranks: who computes a micro-batch of ALL; the row's mask is then one rank's.
+    one flat row. Of a micro-batch of several ranks the row's mask is one rank's.
     """
     rows = [plan.rows[i] for i in micro.rows]
     trained = sum(int(row.mask.sum()) for row in rows)
-    if micro.rank == ALL:
+    if micro.ranks > 1:
         width = len(rows[0].ids) - 1
-        return BatchShape(prefix=0, rows=1, width=width, trained=max(1, trained), parts=ranks)
+        return BatchShape(prefix=0, rows=1, width=width, trained=max(1, trained), parts=micro.ranks)
     if micro.layout == "tree":
         pieces = tree_pieces(build_tree(rows))
         shape = AttentionShape.of(pieces) if by_pieces(pieces, kernels, dtype, head_dim) else None

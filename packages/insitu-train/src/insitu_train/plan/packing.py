@@ -24,8 +24,6 @@ from insitu.types import IntArray
 from insitu_train.plan.prefix import Sorted, sort_rows
 
 Layout = Literal["prefix", "tree", "rows"]
-ALL = -1
-"""Rank of a micro-batch that all ranks compute together, each a part of its row's tokens."""
 PAIR_COST = 0.001
 """Cost of one query-key pair, in units of one token through the matrices (small models)."""
 BATCH_COST = 64.0
@@ -50,7 +48,9 @@ class MicroBatch:
     tokens: int
     """Tokens of the pass: prefix + rows x longest rest, padding included; or all tokens of the tree."""
     rank: int = 0
-    """Rank that computes it; the planner names one, the trainer makes it ALL where none holds it."""
+    """Rank that computes it, or the first one."""
+    ranks: int = 1
+    """Successive ranks that compute it together; the trainer makes it several where none holds its row."""
     layout: Layout = "prefix"
 
 

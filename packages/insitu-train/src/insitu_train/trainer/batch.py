@@ -18,7 +18,7 @@ from insitu_train.loss.fused_head import chosen
 from insitu_train.model.base import Attend, Policy
 from insitu_train.model.experts import replayed
 from insitu_train.model.hf import HfPolicy
-from insitu_train.plan.packing import ALL, MicroBatch
+from insitu_train.plan.packing import MicroBatch
 from insitu_train.plan.prefix_tree import Tree, build_tree
 from insitu_train.plan.step import PlanRow, StepPlan
 
@@ -37,7 +37,7 @@ class Padded:
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """One rank's tokens of a row that all ranks compute."""
+    """One rank's tokens of a row that several compute."""
 
     ids: IntArray
     """[U] of this rank, filling included."""
@@ -77,12 +77,12 @@ def make_batch(
 ) -> TensorBatch:
     """Build the tensors of one micro-batch; per-token ones are on `device`.
 
-    ranks: who computes the parts of a micro-batch of ALL; the plan's row has this rank's mask (`own_mask`).
+    ranks: who computes a micro-batch of several; the plan's row has this rank's mask (`own_mask`).
     """
     rows = tuple(plan.rows[i] for i in micro.rows)
     counts = [int(row.mask.sum()) for row in rows]
     layout: Padded | Tree | RowPart
-    if micro.rank == ALL and ranks is not None:
+    if micro.ranks > 1 and ranks is not None:
         layout = _part(rows[0], ranks)
     else:
         layout = build_tree(rows) if micro.layout == "tree" else _padded(rows, micro.prefix, sum(counts))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from insitu.errors import BadStepError, ConfigError, TrainError, boundary
-from insitu_train.plan.packing import ALL, MicroBatch
+from insitu_train.plan.packing import MicroBatch
 
 T = TypeVar("T")
 _BAD = "bad step: "
@@ -63,6 +64,10 @@ class Ranks:
         """Return whether a batch of `mine` counts; others are computed with zero weight."""
         return True
 
+    def among(self, batch: MicroBatch) -> Ranks:
+        """Return those who compute a batch of this rank together, who all call this; all ranks for others."""
+        return self
+
     def in_step(self, work: Callable[[], T]) -> T:
         """Run `work` between two passes; an error that would leave others waiting is raised on all."""
         return work()
@@ -89,14 +94,34 @@ class Ranks:
 class Together(Ranks):
     """One of several replicas over a torch process group: gloo for CPUs, NCCL for GPUs (see `join`)."""
 
-    def __init__(self, group: Any, device: torch.device | None = None) -> None:
-        """Join `group`, a ProcessGroup or one of its backends, with tensors on `device`."""
-        self._group = group
+    def __init__(
+        self,
+        group: Any,
+        device: torch.device | None = None,
+        meet: Callable[[int, int], Any] | None = None,
+    ) -> None:
+        """Join `group`, a ProcessGroup or one of its backends, with tensors on `device`.
+
+        meet: returns the group of some successive ranks, given the first and their number.
+        """
+        self._group, self._meet = group, meet
+        self._parts = dict[tuple[int, int], Ranks]()
         self._device = device or torch.device("cpu")
         self.rank, self.world = int(group.rank()), int(group.size())
 
     def counts(self, batch: MicroBatch) -> bool:
-        return batch.rank == ALL or batch.rank % self.world == self.rank
+        if batch.ranks > 1:
+            return batch.rank <= self.rank < batch.rank + batch.ranks
+        return batch.rank % self.world == self.rank
+
+    def among(self, batch: MicroBatch) -> Ranks:
+        if batch.ranks in (1, self.world) or self._meet is None:
+            return self
+        named = (batch.rank, batch.ranks)
+        if named not in self._parts:
+            with _all_there(f"meet the {batch.ranks} ranks of a row"):
+                self._parts[named] = Together(self._meet(*named), self._device)
+        return self._parts[named]
 
     def attempt(self, work: Callable[[], T]) -> T:
         error = ""
@@ -223,8 +248,8 @@ class Sharded(Together):
         Padding is another rank's smallest batch, which does not count.
         """
         given = list(batches)
-        joint = [batch for batch in given if batch.rank == ALL]
-        every = [batch for batch in given if batch.rank != ALL]
+        joint = [batch for batch in given if batch.ranks > 1]
+        every = [batch for batch in given if batch.ranks == 1]
         own = super().mine(every)
         most = max(Counter(batch.rank % self.world for batch in every).values(), default=0)
         if len(own) == most:
@@ -332,14 +357,24 @@ def join(
         if isinstance(store, Path):
             store = dist.FileStore(str(store), world)  # type: ignore[attr-defined]
         if not (on_gpu or shards):
-            return Together(_gloo(store, rank, world, limit, address))
+
+            def meet(first: int, size: int) -> Any:
+                own = dist.PrefixStore(f"{first}+{size}", store)  # type: ignore[attr-defined]
+                return _gloo(own, rank - first, size, limit, address)
+
+            return Together(_gloo(store, rank, world, limit, address), meet=meet)
         backend = "nccl" if on_gpu else "gloo"
         if address:
             _listen_at(address, needed=not on_gpu)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         if not shards:
-            return Together(dist.group.WORLD, device)
+            return Together(dist.group.WORLD, device, partial(_part_of_all, limit))
         return Sharded(dist.group.WORLD, device, shards, limit)
+
+
+def _part_of_all(limit: timedelta, first: int, size: int) -> Any:
+    ranks = list(range(first, first + size))
+    return dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
 
 
 def _gloo(store: Any, rank: int, world: int, limit: timedelta, address: str) -> Any:

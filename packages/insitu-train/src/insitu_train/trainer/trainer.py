@@ -30,7 +30,7 @@ from insitu_train.memory.plan import MemoryPlanner
 from insitu_train.model.base import PLAIN, MemoryOptions, Policy
 from insitu_train.model.hf import HfPolicy
 from insitu_train.options import StepResult, TrainConfig
-from insitu_train.plan.packing import ALL, MicroBatch, pack
+from insitu_train.plan.packing import MicroBatch, pack
 from insitu_train.plan.step import StepPlan
 from insitu_train.trainer.batch import TensorBatch, make_batch, states
 from insitu_train.trainer.distributed import RankLostError, Ranks, Together
@@ -161,13 +161,14 @@ class Trainer:
         self.steps += self.config.epochs
         self.version += 1
         result = result_of(every, self.config)
-        shared = [batch for batch in plan.batches if batch.rank == ALL]
-        note = described(shared, self._chosen, self.ranks.world, self._shared.seconds)
+        shared = [batch for batch in plan.batches if batch.ranks > 1]
+        seconds = self.ranks.most([round(1000 * self._shared.seconds)])[0] / 1000 if shared else 0.0
+        note = described(shared, self._chosen, self.ranks.world, seconds)
         return replace(
             result,
             alarm="; ".join(filter(None, (result.alarm, self._ran_out, note))),
             shared_rows=len(shared),
-            shared_s=self._shared.seconds,
+            shared_s=seconds,
             optimizer_steps=self.steps,
             version=self.version,
             grad_norm=norm,
@@ -205,7 +206,8 @@ class Trainer:
         return replace(plan, batches=pack(ids, [], 0, layout="rows", ranks=self.ranks.world))
 
     def _batch(self, plan: StepPlan, micro: MicroBatch) -> TensorBatch:
-        ranks = self.ranks if isinstance(self.ranks, Together) else None
+        those = self.ranks.among(micro)
+        ranks = those if isinstance(those, Together) else None
         return self.ranks.in_step(lambda: make_batch(plan, micro, self.model.device, ranks))
 
     def _precompute_logprobs(
@@ -273,7 +275,7 @@ class Trainer:
                 if self.ranks.sharded:
                     raise  # the other ranks are inside a layer and cannot restart
                 line = str(error).partition("\n")[0]
-                if any(batch.rank == ALL for batch in plan.batches):
+                if any(batch.ranks > 1 for batch in plan.batches):
                     raise RankLostError(
                         f"out of memory on a rank that shares a row ({line}): lower policy.memory_gib"
                     ) from error
@@ -287,7 +289,7 @@ class Trainer:
                     f" ({line}): lower train.token_budget: no update"
                 )
             chosen = self._choose(plan, tuple(self.ranks.mine(plan.batches)), self.fit)
-            if None in chosen.values():
+            if not all(isinstance(options, MemoryOptions) for options in chosen.values()):
                 raise TrainError(
                     f"out of memory on {self.model.device}: no rank holds a row alone: no update"
                 )
@@ -312,9 +314,9 @@ class Trainer:
             if not counts:
                 self._dummy_step(batch, measure=mismatch is not None)
                 continue
-            # between two passes of a shared row an error must reach all ranks
-            shared, ours = micro.rank == ALL, partial(self._ref, terms, micro, batch)
-            ref = self.ranks.attempt(ours) if shared else ours()
+            # between two passes of a shared row an error must reach all of its ranks
+            shared, ours = micro.ranks > 1, partial(self._ref, terms, micro, batch)
+            ref = self.ranks.among(micro).attempt(ours) if shared else ours()
             given = terms.of(micro, batch.mu, batch.advantage, ref)
             joint = shared or self.ranks.sharded
             weighted = self._weighted(batch, given, mismatch, self._excluded.get(micro))
@@ -322,7 +324,7 @@ class Trainer:
             scores = fused.scores
             fused.total.backward()  # type: ignore[no-untyped-call]
             if mismatch is not None:
-                in_step = self.ranks.attempt if shared else self.ranks.in_step
+                in_step = self.ranks.among(micro).attempt if shared else self.ranks.in_step
                 excluded = in_step(partial(held.before, partial(mismatch.count, batch, scores.logp, sums)))
                 if excluded is not None:
                     self._excluded[micro] = excluded
@@ -383,21 +385,23 @@ class Trainer:
         )
 
     def _fit_memory(self, plan: StepPlan) -> StepPlan:
-        """Choose memory options; return the plan with the rows that all ranks must compute together."""
+        """Choose memory options; return the plan with the rows that several ranks must compute together."""
         while (fit := self.fit) is not None:
             mine = tuple(self.ranks.mine(plan.batches))
             chosen = self.ranks.attempt(partial(self._choose, plan, mine, fit))
             before, plan = plan, divided(plan, chosen, self.ranks)
             if plan is before:
-                self._chosen |= agreed(self._chosen, self.ranks)
+                self._chosen |= agreed(plan.batches, self._chosen, self.ranks)
                 break
         return plan
 
     def _choose(
         self, plan: StepPlan, mine: tuple[MicroBatch, ...], fit: MemoryPlanner
-    ) -> dict[MicroBatch, MemoryOptions | None]:
+    ) -> dict[MicroBatch, MemoryOptions | int]:
         chosen = dict(zip(mine, fit.plan(replace(plan, batches=mine)), strict=True))
-        self._chosen = {micro: options for micro, options in chosen.items() if options is not None}
+        self._chosen = {
+            micro: options for micro, options in chosen.items() if isinstance(options, MemoryOptions)
+        }
         self.optimiser.park(any(t.offload_optimizer for t in self._chosen.values()))
         return chosen
 

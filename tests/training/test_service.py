@@ -72,14 +72,17 @@ def plan_of(loss: LossConfig) -> StepPlan:
     return plan_step(sampled_groups(small_model()), PlanConfig(pull=loss.has_kl_term, token_budget=128))
 
 
+@pytest.mark.parametrize("loads", ["at any time", "first"])
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [("sum", Reduction(length=False, rows=False)), ("skyrl", Reduction(length=True, rows=True))],
 )
 def test_the_rule_of_a_service_is_measured(
-    folder: Path, sdk: ModuleType, rule: str, expected: Reduction
+    folder: Path, sdk: ModuleType, rule: str, expected: Reduction, loads: str
 ) -> None:
     (folder / "rule").write_text(rule)
+    if loads == "first":
+        (folder / "load-first").touch()
     run = training(folder)
     before = run.logprobs([probe_ids()])[0]
     assert find_reduction(run, probe_ids()) == expected

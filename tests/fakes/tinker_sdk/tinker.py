@@ -3,7 +3,8 @@
 It offers the calls that insitu makes, with the SDK's names and shapes. All weights are trained instead of
 adapters. `rule` is how the service sums losses: "sum", "skyrl" (each row by its length, a step by its number
 of rows) or "root" (by the root of the length, which no service does). The folder FAKE_TINKER holds saved
-states, the file `rule`, and a file per call that fails once (`fail-optim_step`).
+states, the file `rule`, a file per call that fails once (`fail-optim_step`), and `load-first` where a load
+must be the first request for its adapters.
 """
 
 from __future__ import annotations
@@ -127,6 +128,8 @@ class TrainingClient:
         self.model = load_model(Path(base))
         self.adam = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         self.rows = 0
+        self.asked = False
+        """Something was asked of these adapters."""
 
     def _logprobs(self, datum: Datum) -> torch.Tensor:
         ids = torch.tensor([datum.model_input.ids])
@@ -135,18 +138,22 @@ class TrainingClient:
         found: torch.Tensor = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
         return found
 
+    def _ask(self, call: str) -> None:
+        self.asked = True
+        _failing(call)
+
     def _outputs(self, found: list[torch.Tensor]) -> Future[Any]:
         outputs = [{"logprobs": TensorData(f.tolist(), "float32", [len(f)])} for f in found]
         return _done(SimpleNamespace(loss_fn_outputs=outputs, metrics={}))
 
     def forward(self, data: list[Datum], loss_fn: str) -> Future[Any]:
-        _failing("forward")
+        self._ask("forward")
         assert loss_fn == "importance_sampling"
         with torch.no_grad():
             return self._outputs([self._logprobs(datum) for datum in data])
 
     def forward_backward(self, data: list[Datum], loss_fn: str) -> Future[Any]:
-        _failing("forward_backward")
+        self._ask("forward_backward")
         assert loss_fn == "importance_sampling"
         found = []
         for datum in data:
@@ -161,7 +168,7 @@ class TrainingClient:
         return self._outputs(found)
 
     def optim_step(self, adam: Any) -> Future[Any]:
-        _failing("optim_step")
+        self._ask("optim_step")
         parameters = list(self.model.parameters())
         if _rule() == "skyrl":
             for parameter in parameters:
@@ -181,20 +188,22 @@ class TrainingClient:
         return _done(SimpleNamespace(metrics=None))
 
     def save_state(self, name: str) -> Future[Any]:
-        _failing("save_state")
+        self._ask("save_state")
         path = _folder() / f"{self.model_id}-{name}.pt"
         torch.save([self.model.state_dict(), self.adam.state_dict()], path)
         return _done(SimpleNamespace(path=f"tinker://{path.name}"))
 
     def load_state_with_optimizer(self, path: str) -> Future[Any]:
-        _failing("load_state")
+        if self.asked and (_folder() / "load-first").exists():
+            raise ValueError("Error code: 400 - {'detail': 'LoadWeights is not permitted with seq_id 7'}")
+        self._ask("load_state")
         weights, adam = torch.load(_folder() / path.removeprefix("tinker://"), weights_only=True)
         self.model.load_state_dict(weights)
         self.adam.load_state_dict(adam)
         return _done(SimpleNamespace(path=path))
 
     def save_weights_for_sampler(self, name: str) -> Future[Any]:
-        _failing("save_weights_for_sampler")
+        self._ask("save_weights_for_sampler")
         path = f"tinker://{self.model_id}/{name}"
         _models[path] = copy.deepcopy(self.model)
         return _done(SimpleNamespace(path=path))

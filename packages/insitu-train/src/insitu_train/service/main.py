@@ -37,7 +37,7 @@ from insitu_train.learner.serialization import decode_plan, encode_result
 from insitu_train.options import ServiceOptions, TrainConfig, parse_config
 from insitu_train.service.checkpoint import ServiceCheckpoint, read_checkpoint, write_checkpoint
 from insitu_train.service.reduction import find_reduction
-from insitu_train.service.session import Service, ServiceSampler
+from insitu_train.service.session import Service, ServiceSampler, TrainingRun
 from insitu_train.service.trainer import HalfDoneError, ServiceTrainer
 
 _SEEDS = 2**31
@@ -266,7 +266,7 @@ def _void(_: object) -> None:
 
 
 def _probe(
-    sampler: ServiceSampler, trainer: ServiceTrainer, ids: IntArray, limit: float, deadline_s: float
+    sampler: ServiceSampler, run: TrainingRun, ids: IntArray, limit: float, deadline_s: float
 ) -> float:
     """Return the largest |trainer - sampler| log-probability of a sampled text; EngineError above `limit`."""
     params = SamplingParams(max_tokens=_PROBE_TOKENS, temperature=1.0)
@@ -275,7 +275,7 @@ def _probe(
         _wait_for(future, deadline_s)
     made = _reply(future, ids, params, 0)
     whole = np.concatenate([ids, made.ids]).astype(np.int32)
-    found = trainer.run.logprobs([whole])[0][len(ids) - 1 :]
+    found = run.logprobs([whole])[0][len(ids) - 1 :]
     gap = float(np.abs(found - cast(FloatArray, made.logprobs)).max())
     if not gap <= limit:
         raise EngineError(
@@ -309,8 +309,9 @@ def run(args: argparse.Namespace) -> None:
     if options.rank:
         ids = probe_ids()
         training = service.train()
+        gap = _probe(sampler, training, ids, config.max_logprob_gap, options.timeout_s)
+        # last, since a service may load a checkpoint into new adapters only
         trainer = ServiceTrainer(training, config, find_reduction(training, ids))
-        gap = _probe(sampler, trainer, ids, config.max_logprob_gap, options.timeout_s)
     weights = f"{options.model} rank {options.rank} seed {options.seed}"
     sampling = SamplingCommands(
         Published(version=0, weights=weights, sampler=sampler), options.max_context_tokens

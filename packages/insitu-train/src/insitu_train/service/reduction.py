@@ -3,7 +3,8 @@
 The Tinker API describes a plain sum over tokens and rows. SkyRL's server divides each row by its length and
 the step by its number of rows, which would weigh a long rollout's tokens less. No endpoint names the rule, so
 it is measured: the same loss of one token is applied alone, in a longer row, and beside another row. The
-optimizer's `eps` is large against the gradient, so a step is proportional to it. The weights are restored.
+optimizer's `eps` is large against the gradient and it has no memory, so a step is proportional to it. The
+steps are small and taken back at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from insitu.config.training import OptimizerKeys
 from insitu.errors import EngineError
-from insitu.types import IntArray
+from insitu.types import FloatArray, IntArray
 from insitu_train.service.session import TrainingRun
 
 _ADVANTAGE, _EPS, _NO_CLIP = 1e-3, 1.0, 1e9
@@ -48,18 +49,16 @@ def find_reduction(run: TrainingRun, ids: IntArray) -> Reduction:
     """
     start = run.save("insitu-probe")
     row, longer = ids, np.concatenate([ids, ids, ids])
-    base = float(run.logprobs([row])[0][-1])
 
     def change(rows: Sequence[IntArray], lr: float) -> float:
         """Return by how much a step on the last token of `row`, the start of rows[0], changes it."""
-        known = run.logprobs(rows)
         loss = [np.zeros(len(r) - 1, np.float32) for r in rows]
         loss[0][len(row) - 2] = _ADVANTAGE
-        run.backward(rows, known, loss)
-        run.update(OptimizerKeys(grad_clip=_NO_CLIP), lr, _EPS)
-        moved = float(run.logprobs([row])[0][-1]) - base
-        run.load(start)
-        return moved
+        known = run.logprobs(rows)
+        _step(run, rows, known, loss, lr)
+        moved = run.logprobs(rows)
+        _step(run, rows, moved, [-part for part in loss], lr)  # about where the next one begins
+        return float(moved[0][len(row) - 2] - known[0][len(row) - 2])
 
     lr = _FIRST_LR
     alone = change([row], lr)
@@ -70,11 +69,23 @@ def find_reduction(run: TrainingRun, ids: IntArray) -> Reduction:
         raise EngineError("training service: a training step does not change the log-probabilities")
     by_length = change([longer], lr) / alone
     by_rows = change([row, longer], lr) / alone
+    run.restart(start)
     ratio = (len(row) - 1) / (len(longer) - 1)
     return Reduction(
         length=_which("the length of a row", by_length, ratio),
         rows=_which("the number of rows", by_rows, 0.5),
     )
+
+
+def _step(
+    run: TrainingRun,
+    rows: Sequence[IntArray],
+    known: Sequence[FloatArray],
+    factors: Sequence[FloatArray],
+    lr: float,
+) -> None:
+    run.backward(rows, known, factors)
+    run.update(OptimizerKeys(grad_clip=_NO_CLIP, betas=(0.0, 0.0)), lr, _EPS)
 
 
 def _which(what: str, found: float, divided: float) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +33,7 @@ _NO_KEY = "tml-none"
 """A service of one's own takes any key; the SDK refuses an empty one."""
 _RETRY_S = 10.0
 _FULL = "Maximum number of LoRA adapters"
+_NEW_ONLY = "LoadWeights is not permitted"
 
 
 class ServiceSampler:
@@ -59,8 +61,10 @@ class ServiceSampler:
 class TrainingRun:
     """LoRA adapters that are trained at the service, with their optimizer."""
 
-    def __init__(self, sdk: Any, service: Any, client: Any) -> None:
-        self._sdk, self._service, self._client = sdk, service, client
+    def __init__(self, sdk: Any, service: Any, create: Callable[[], Any]) -> None:
+        """Create them. create: returns the SDK's client of new ones."""
+        self._sdk, self._service, self._create = sdk, service, create
+        self._client = create()
 
     @property
     def id(self) -> str:
@@ -134,9 +138,22 @@ class TrainingRun:
             return str(self._client.save_state(name=name).result().path)
 
     def load(self, path: str) -> None:
-        """Load weights and optimizer from a path at the service."""
+        """Load weights and optimizer from a path at the service; some take it only as the first request."""
         with _sdk_errors(f"load {path}"):
             self._client.load_state_with_optimizer(path).result()
+
+    def restart(self, saved: str) -> None:
+        """Return to the adapters as they were created, and `saved` then.
+
+        Where the service loads into new adapters only (SkyRL from 0.4, which names the hosted service as its
+        model), others are created, of the same seed, and the old ones stay until the session ends.
+        """
+        try:
+            self.load(saved)
+        except EngineError as error:
+            if _NEW_ONLY not in str(error):
+                raise
+            self._client = self._create()
 
     def publish(self, name: str) -> tuple[str, ServiceSampler]:
         """Save the weights for sampling; return their path and a sampler of them."""
@@ -175,14 +192,16 @@ class Service:
         Waits up to `timeout_s` for a service that holds as many as it can: those of a process that was killed
         are removed when their heartbeat is overdue.
         """
+        return TrainingRun(self._sdk, self._service, partial(self._adapters, sleep))
+
+    def _adapters(self, sleep: Callable[[float], None]) -> Any:
         options, deadline = self._options, time.monotonic() + self._options.timeout_s
         while True:
             try:
                 with _sdk_errors(f"train {options.model} with LoRA rank {options.rank}"):
-                    client = self._service.create_lora_training_client(
+                    return self._service.create_lora_training_client(
                         base_model=options.model, rank=options.rank, seed=options.seed
                     )
-                return TrainingRun(self._sdk, self._service, client)
             except EngineError as error:
                 if _FULL not in str(error) or time.monotonic() + _RETRY_S > deadline:
                     raise

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import GenericAlias
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import pytest
 
@@ -27,7 +29,7 @@ from insitu.types import (
     Turn,
     Verdict,
 )
-from insitu.types.codec import VALUES, dumps, head, pick, read
+from insitu.types.codec import VALUES, dtype_of, dumps, head, pick, read
 from insitu_train.channel.rpc import Decoder, encode
 
 
@@ -135,6 +137,14 @@ def test_another_kind_of_value_is_refused() -> None:
         VALUES.unpack(Rollout, VALUES.pack(rollout().turns[0]))
     with pytest.raises(ValueError, match="malformed Turn: KeyError"):
         VALUES.unpack(Turn, {})
+
+
+def test_annotations_of_numpy_2_5_are_arrays_too() -> None:
+    """There `NDArray` is an alias with a name, which hides `np.ndarray`."""
+    named = GenericAlias(npt.NDArray, (np.float32,))
+    assert [dtype_of(hint) for hint in (named, named | None, npt.NDArray[np.int32], int)] == [
+        np.float32, np.float32, np.int32, None,
+    ]  # fmt: skip
 
 
 def test_json_reads_back_equal() -> None:

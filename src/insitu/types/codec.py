@@ -265,9 +265,15 @@ def dtype_of(hint: Any) -> np.dtype[Any] | None:
     """Return the dtype of an array's annotation, also of one that may be None; None = no array."""
     for one in (hint, *get_args(hint)):
         if get_origin(one) is np.ndarray:
-            found: np.dtype[Any] = np.dtype(get_args(get_args(one)[1])[0])
-            return found
+            return _dtype(get_args(get_args(one)[1])[0])
+        if get_origin(one) is npt.NDArray:  # from numpy 2.5 on an alias with a name
+            return _dtype(get_args(one)[0])
     return None
+
+
+def _dtype(scalar: Any) -> np.dtype[Any]:
+    found: np.dtype[Any] = np.dtype(scalar)
+    return found
 
 
 @functools.cache

@@ -129,8 +129,22 @@ def test_ranks_that_read_different_references_are_refused(tmp_path: Path) -> Non
         return found.checksum
 
     assert len(set(on_ranks(2, tmp_path, lambda ranks: made(ranks, 1)))) == 1
-    with pytest.raises(TrainError, match=r"^train\.reference: the ranks have read different reference"):
+    with pytest.raises(TrainError, match=r"^train\.reference: its file is another one on some host"):
         on_ranks(2, tmp_path, lambda ranks: made(ranks, ranks.rank))
+
+
+def test_ranks_that_read_different_losses_are_refused(tmp_path: Path) -> None:
+    """Their gradients would be summed, and no weights would differ."""
+    for at, sign in enumerate("--+"):
+        (tmp_path / f"{at}.py").write_text(f"def loss(logp, terms, config):\n    return {sign}logp\n")
+
+    def made(ranks: Together, other: int) -> int:
+        config = TrainConfig(loss=LossConfig(loss=f"{tmp_path / str(other)}.py:loss"))
+        return make_trainer(small_model(0), tmp_path, config, ranks).steps
+
+    assert on_ranks(2, tmp_path, lambda ranks: made(ranks, ranks.rank)) == [0, 0]
+    with pytest.raises(TrainError, match=r"^train\.loss: its file is another one on some host"):
+        on_ranks(2, tmp_path, lambda ranks: made(ranks, 2 * ranks.rank))
 
 
 def test_trees_over_ranks_give_what_padded_rows_give(tmp_path: Path) -> None:

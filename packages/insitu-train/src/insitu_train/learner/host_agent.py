@@ -27,7 +27,7 @@ from insitu_train.channel.installed import code_identity, torch_version, weights
 from insitu_train.channel.rpc import Frame, encode
 from insitu_train.learner.process import computing
 from insitu_train.learner.rank_process import Place, RankChild, end_all, first_dead, left_alone
-from insitu_train.options import parse_config
+from insitu_train.options import TrainConfig, parse_config
 
 PACKAGES = ("insitu", "insitu_train")
 GIVE_UP_S = 600.0
@@ -142,8 +142,7 @@ class _Agent:
 
     def _start(self, frame: Frame) -> None:
         first, world = int(frame.meta["first"]), int(frame.meta["world"])
-        config = parse_config(frame.meta["train"])
-        self._compare(str(frame.meta["weights"]))
+        config = self._prepared(frame)
         for index in range(self._ranks):
             place = Place(
                 rank=first + index,
@@ -159,12 +158,17 @@ class _Agent:
             self._children.append(RankChild.start(place, self._model, config, environment))
         self._say(f"started ranks {first} to {first + self._ranks - 1} of {world}")
 
-    def _compare(self, theirs: str) -> None:
-        """Compare the weights once more, read again only where a file is new. Raises TrainError."""
-        if (mine := weights_digest(self._model)) != theirs:
+    def _prepared(self, frame: Frame) -> TrainConfig:
+        """Return the configuration, and compare the weights once more. Raises TrainError.
+
+        They are read again only where a file is new.
+        """
+        theirs, mine = str(frame.meta["weights"]), weights_digest(self._model)
+        if mine != theirs:
             line = f"its weights are {mine[:12]}, {theirs[:12]} at the learner: a model folder has changed"
             self._link.send({"op": "died", "line": line})
             raise TrainError(line)
+        return parse_config(frame.meta["train"])
 
     def _pass_on(self, frame: Frame) -> None:
         """Write a command to the pipe of each rank here."""

@@ -29,6 +29,7 @@ from insitu_train.channel.rpc import Decoder, Frame, Meta, encode
 from insitu_train.learner.hosts import Hosts
 from insitu_train.learner.rank_process import LOST, Place, RankChild, end_all, first_dead
 from insitu_train.learner.serialization import decode_plan
+from insitu_train.loss.losses import own_loss
 from insitu_train.model.base import Policy
 from insitu_train.model.load import device_of, open_policy
 from insitu_train.options import TrainConfig, parse_config, shards_of
@@ -190,15 +191,22 @@ def make_trainer(
 ) -> Trainer:
     """Return the trainer of one rank, beside a sampler that may still fill `reserved` bytes.
 
-    Raises TrainError where the ranks, of several machines perhaps, have read different reference policies.
+    Raises TrainError where the ranks, of several machines perhaps, have read different files.
     """
     made = Trainer(model, config, reference=read_reference(config, folder), ranks=ranks, reserved=reserved)
-    if made.reference is not None:
-        mine = int(made.reference.checksum[:15], 16)
-        largest, least = ranks.most([mine, -mine])
-        if largest != -least:
-            raise TrainError("train.reference: the ranks have read different reference policies")
+    _compare(
+        ranks, {"train.reference": checkpoint.reference_of(made), "train.loss": own_loss(config.loss.loss)}
+    )
     return made
+
+
+def _compare(ranks: Ranks, read: Mapping[str, str]) -> None:
+    """Compare what each rank has read besides the weights. read: hex digest by key, empty = nothing."""
+    mine = [int(found[:15] or "0", 16) for found in read.values()]
+    most = ranks.most([*mine, *(-number for number in mine)])
+    for name, largest, least in zip(read, most, most[len(mine) :], strict=False):
+        if largest != -least:
+            raise TrainError(f"{name}: its file is another one on some host")
 
 
 def _frames(pipe: IO[bytes]) -> Iterator[Frame]:

@@ -28,9 +28,11 @@ needs that ratio detached.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +40,8 @@ from torch import Tensor
 
 from insitu.config.training import LossConfig
 from insitu.errors import TrainError, user_code
-from insitu.registry import find
+from insitu.registry import find, shipped
+from insitu.storage.files import sha256_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,16 @@ def _policy_loss(logp: Tensor, terms: LossInputs, config: LossConfig) -> tuple[T
 def _loss_function(name: str) -> LossFunction:
     found: LossFunction = find("losses", name)
     return found
+
+
+def own_loss(name: str) -> str:
+    """Return the hex SHA-256 of the file of a loss of the user's; empty for a built-in one."""
+    if name in shipped("losses"):
+        return ""
+    found = _loss_function(name)
+    module = getattr(found, "__module__", type(found).__module__)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return sha256_of(Path(file)) if file else ""
 
 
 def _needed(tensor: Tensor | None, what: str, config: LossConfig) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,8 @@ async def check(started: Config, output: Any, monkeypatch: pytest.MonkeyPatch) -
         source, _, answering = await verl._starting(servers)
         source.close()
         answering.cancel()
+    own = f"{started.run.dir}-{socket.gethostname()}-{os.getpid()}"
+    assert Path(own).is_dir(), "another process of verl has another folder"  # noqa: ASYNC240
     for outputs in (first, second):
         assert outputs
         for one in outputs:

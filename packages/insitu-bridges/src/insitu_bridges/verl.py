@@ -119,7 +119,10 @@ async def _start(servers: Any) -> tuple[SourceThread, Config, asyncio.Task[None]
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     engine = config.engine.model_copy(update={"listen": address, "key_env": KEY})
-    config = config.model_copy(update={"engine": engine})
+    # verl has several such processes on a node, and nodes may share the folder
+    own = f"{config.run.dir}-{socket.gethostname()}-{os.getpid()}" if config.run.dir else ""
+    run = config.run.model_copy(update={"dir": own})
+    config = config.model_copy(update={"engine": engine, "run": run})
     # Opening the source samples a probe, so requests are answered from the start.
     answering = asyncio.ensure_future(_answer_all(servers, f"http://{address}/v1"))
     try:

@@ -321,10 +321,10 @@ def test_the_scores_of_all_parts_are_read_as_one_row(tmp_path: Path) -> None:
         assert (one.flags == two.flags).all()
 
 
-def wrong_by(gap: float, plan: StepPlan | None = None) -> StepPlan:
-    """The record of the long row's last token is wrong."""
+def wrong_by(gap: float, plan: StepPlan | None = None, row: int | None = None) -> StepPlan:
+    """The record of the long row's last token is wrong. row: of several, else the first one."""
     plan = plan or long_plan(2)
-    at, rows = the_long_row(plan), list(plan.rows)
+    at, rows = the_long_row(plan) if row is None else row, list(plan.rows)
     mu = rows[at].logprobs.copy()
     mu[-1] -= gap
     rows[at] = dataclasses.replace(rows[at], logprobs=mu)
@@ -381,6 +381,25 @@ def test_a_loss_that_fails_for_one_rank_is_the_error_of_all(tmp_path: Path, supe
 
     said = on(2, tmp_path, builtin, failed, config=REFUSING)
     assert said[0] == said[1]
+    assert said[0].startswith("loss test_parts:refuses raised ValueError('an impossible token')")
+
+
+def test_an_error_of_one_pair_reaches_ranks_that_wait_for_it_in_a_row_of_all(tmp_path: Path) -> None:
+    plan = long_plan(4, ((0, 1), (1, 2)))
+    wrong = next(b for b in plan.batches if len(plan.rows[b.rows[0]].ids) == LONG)
+    plan = wrong_by(50.0, plan, wrong.rows[0])
+
+    def failed(trainer: Trainer) -> str:
+        assert trainer.fit is not None
+        trainer.fit._sharing = lambda _, micro: 2 if micro == wrong else 4  # type: ignore[method-assign]
+        whole = trainer._fit_memory(plan)
+        assert [batch.ranks for batch in whole.batches if batch.ranks > 1] == [2, 4]
+        with pytest.raises(TrainError) as caught:
+            trainer.step(plan)
+        return str(caught.value)
+
+    said = on(4, tmp_path, builtin, failed, config=REFUSING, holding=2)
+    assert len(set(said)) == 1
     assert said[0].startswith("loss test_parts:refuses raised ValueError('an impossible token')")
 
 

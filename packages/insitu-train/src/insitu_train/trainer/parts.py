@@ -22,7 +22,7 @@ from insitu_train.model.base import PLAIN, MemoryOptions
 from insitu_train.plan.packing import MicroBatch
 from insitu_train.plan.step import StepPlan
 from insitu_train.trainer.batch import own_mask
-from insitu_train.trainer.distributed import Ranks
+from insitu_train.trainer.distributed import RankLostError, Ranks
 
 T = TypeVar("T")
 
@@ -121,6 +121,16 @@ class HeldError:
             return logp * 0.0
 
         return held
+
+    def kept(self, work: Callable[[], T]) -> T | None:
+        """Return `work()`, or None and keep its error: ranks of another row may wait for this one."""
+        try:
+            return work()
+        except RankLostError:
+            raise
+        except TrainError as error:
+            self.error = self.error or error
+            return None
 
     def before(self, work: Callable[[], T]) -> T:
         """Return `work()`, or raise the error: to be called where the error reaches all ranks."""

@@ -314,9 +314,10 @@ class Trainer:
             if not counts:
                 self._dummy_step(batch, measure=mismatch is not None)
                 continue
-            # between two passes of a shared row an error must reach all of its ranks
+            # an error between the passes of a shared row must reach all of its ranks, who go on: the next row
+            # may be shared with others
             shared, ours = micro.ranks > 1, partial(self._ref, terms, micro, batch)
-            ref = self.ranks.among(micro).attempt(ours) if shared else ours()
+            ref = held.kept(partial(self.ranks.among(micro).attempt, ours)) if shared else ours()
             given = terms.of(micro, batch.mu, batch.advantage, ref)
             joint = shared or self.ranks.sharded
             weighted = self._weighted(batch, given, mismatch, self._excluded.get(micro))
@@ -324,8 +325,11 @@ class Trainer:
             scores = fused.scores
             fused.total.backward()  # type: ignore[no-untyped-call]
             if mismatch is not None:
-                in_step = self.ranks.among(micro).attempt if shared else self.ranks.in_step
-                excluded = in_step(partial(held.before, partial(mismatch.count, batch, scores.logp, sums)))
+                count = partial(held.before, partial(mismatch.count, batch, scores.logp, sums))
+                if shared:
+                    excluded = held.kept(partial(self.ranks.among(micro).attempt, count))
+                else:
+                    excluded = self.ranks.in_step(count)
                 if excluded is not None:
                     self._excluded[micro] = excluded
             sums.loss += float(fused.total.detach())

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from insitu.config import Config, load_config, model_folder, model_kind
 from insitu.errors import InsituError, TrainError, boundary
 from insitu.install_hints import install_extra
 from insitu_train.memory.meta_run import BatchShape
-from insitu_train.memory.plan import KEPT_FREE, LADDER
+from insitu_train.memory.plan import KEPT_FREE, LADDER, sharing_sizes
 from insitu_train.memory.predict import GIB, MemoryModel
 from insitu_train.model.base import MemoryOptions
 from insitu_train.model.parity import opened_config, why_by_rows
@@ -56,8 +57,8 @@ def describe(config: Config) -> Iterator[str]:
     def peak(techniques: MemoryOptions) -> int:
         return predictor.predict(load, techniques, first=False).peak
 
-    def shared(techniques: MemoryOptions) -> int:
-        part = replace(load, width=length - 1, parts=train.world)
+    def shared(ranks: int, techniques: MemoryOptions) -> int:
+        part = replace(load, width=length - 1, parts=ranks)
         part = replace(part, trained=min(load.trained, part.tokens))
         return predictor.predict(part, techniques, first=False).peak
 
@@ -68,7 +69,9 @@ def describe(config: Config) -> Iterator[str]:
     limit = _limit(config, on_cpu=on_cpu)
     yield f"a row of {length:,} tokens takes {_choice(ladder, peak, limit)}"
     if train.world > 1 and limit and not _fitting(ladder, peak, limit) and not why_by_rows(model):
-        yield f"shared by {train.world} ranks it takes {_choice(ladder, shared, limit)} on each"
+        sizes = sharing_sizes(train.world, sharded=train.shard)
+        ranks = next((n for n in sizes if _fitting(ladder, partial(shared, n), limit)), train.world)
+        yield f"shared by {ranks} ranks it takes {_choice(ladder, partial(shared, ranks), limit)} on each"
     if config.engine.launch and not on_cpu:
         held = 2 * parameters / config.engine.tensor_parallel
         yield f"a server holds about {_gib(held)} of weights on each of its GPUs, the rest is its cache"

@@ -59,6 +59,11 @@ class _MemoryNeed:
     host: int
 
 
+def sharing_sizes(ranks: int, *, sharded: bool) -> list[int]:
+    """Return how many ranks may share a row, fewest first."""
+    return [n for n in range(2, ranks + 1) if not ranks % n and (n == ranks or not sharded)]
+
+
 class MemoryPlanner:
     """Chooses the memory options of a trainer."""
 
@@ -171,9 +176,7 @@ class MemoryPlanner:
         They are an equal part of all; of sharded ranks, whose layers are in step, they are all.
         """
         sharded = isinstance(self._policy, HfPolicy) and self._policy.shards > 1
-        sizes = [
-            n for n in range(2, self._ranks + 1) if not self._ranks % n and (n == self._ranks or not sharded)
-        ]
+        sizes = sharing_sizes(self._ranks, sharded=sharded)
         parts = {n: self._part(plan, micro, n) for n in sizes}
         return next((n for n, part in parts.items() if part and self.choose(part, first=False)), 0)
 

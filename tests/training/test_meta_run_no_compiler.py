@@ -49,7 +49,7 @@ def parameters() -> list[nn.Parameter]:
 def test_every_update_has_the_bits_of_torchs_class(weight_decay: float) -> None:
     ours, theirs = parameters(), parameters()
     own = AdamW(ours, lr=3e-2, betas=(0.9, 0.95), weight_decay=weight_decay)
-    torchs = torch.optim.AdamW(theirs, lr=3e-2, betas=(0.9, 0.95), weight_decay=weight_decay, foreach=False)
+    torchs = torch.optim.AdamW(theirs, lr=3e-2, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
     rng = torch.Generator().manual_seed(1)
     for step in range(5):
         for groups in (own.param_groups, torchs.param_groups):

@@ -3,8 +3,8 @@
 Muon orthogonalises the momentum of a weight matrix by Newton-Schulz iteration (Jordan et al., 2024,
 kellerjordan.github.io/posts/muon), by `torch.optim.Muon`. It is used for hidden matrices; embeddings, head
 and norms use AdamW.
-AdamW calls `torch.optim.adamw.adamw`, so the bits equal `torch.optim.AdamW(foreach=False)`: torch's optimizer
-classes load torch's compiler (a second of CPU, some 80 MB).
+AdamW calls `torch.optim.adamw.adamw`, so the bits equal those of `torch.optim.AdamW`: torch's optimizer classes
+load torch's compiler (a second of CPU, some 80 MB).
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class AdamW:
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
-            foreach=False,  # one loop over tensors, so the order of float operations is fixed
+            # one tensor at a time, so the order of float operations is fixed; on a CPU in one pass over each
+            foreach=False,
+            fused=all(p.is_cpu for p in moved),
             amsgrad=False,
             beta1=self._betas[0],
             beta2=self._betas[1],

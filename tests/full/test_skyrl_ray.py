@@ -67,7 +67,8 @@ def test_two_ray_nodes_train_by_the_tinker_api(tmp_path: Path) -> None:
         env = os.environ | {
             "PATH": f"{tmp_path}:{python.parent}:{os.environ['PATH']}",
             "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": short,
-            "RAY_USAGE_STATS_ENABLED": "0",
+            # Ray writes a token there, which other clusters refuse
+            "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path),
         }  # fmt: skip
         env.pop("PYTHONPATH", None)
         started_ray(stack, hosts, python.parent / "ray", tmp_path, env)

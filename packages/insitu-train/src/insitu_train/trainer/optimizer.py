@@ -3,8 +3,8 @@
 Muon orthogonalises the momentum of a weight matrix by Newton-Schulz iteration (Jordan et al., 2024,
 kellerjordan.github.io/posts/muon), by `torch.optim.Muon`. It is used for hidden matrices; embeddings, head
 and norms use AdamW.
-AdamW calls `torch.optim.adamw.adamw`, so the bits equal those of `torch.optim.AdamW`: torch's optimizer classes
-load torch's compiler (a second of CPU, some 80 MB).
+AdamW calls `torch.optim.adamw.adamw`, so the bits equal those of `torch.optim.AdamW`: torch's optimizer
+classes load torch's compiler (a second of CPU, some 80 MB).
 """
 
 from __future__ import annotations

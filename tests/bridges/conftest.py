@@ -1,7 +1,8 @@
-"""A run with sub-agents, folded branches, truncated, ungraded and failed rollouts, which tests only read."""
+"""A run with sub-agents, folded branches, truncated, ungraded and failed rollouts, for reading; a Hub."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from run_lab import Flavour, make_rollout, make_run
 from insitu.capture.ledger import reassign
 from insitu.storage.run_dir import RunDir
 from insitu.types import FileEntry, Status
+from insitu_train import hub_upload
+from tests.fakes.hub import TOKEN, FakeHub, fake_hub
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +42,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             store.put_rollout("train", 9, 0, slot, made)
         store.discard(["train/00009/000/00", "train/00009/000/02"], "stale")
     return path
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(hub_upload, "FIRST_S", 0.01)
+    with fake_hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from insitu.errors import ConfigError
 from insitu.runtime.preflight import check_weights
 from insitu.storage.run_dir import RunDir
 from insitu.types import Ledger
-from insitu_train import hub_upload
 from insitu_train.channel.installed import weights_digest
 from insitu_train.checkpoint_files import verify
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
@@ -30,7 +28,7 @@ from insitu_train.model.load import open_policy
 from insitu_train.options import PolicyConfig
 from insitu_train.trainer import checkpoint
 from tests.bridges.test_model_export import logits, moved
-from tests.fakes.hub import FakeHub, fake_hub
+from tests.fakes.hub import FakeHub
 from tests.training.gguf_lab import model_folder as tiny_model
 
 pytestmark = [
@@ -68,18 +66,6 @@ def parts(run: Path) -> Path:
     folder = run / "checkpoints" / "step-00001"
     assert sorted(path.name for path in folder.glob("model*")) == [*PARTS, INDEX]
     return folder
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(hub_upload, "FIRST_S", 0.01)
-    with fake_hub() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz012345")
-        yield server
 
 
 def test_a_folder_for_other_programs_is_one_file_without_an_index(

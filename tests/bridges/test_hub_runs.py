@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import filecmp
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,15 @@ from insitu.cli import main
 from insitu.config import load_config
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu.storage.run_dir import read_store
-from insitu_train import hub_runs, hub_upload
+from insitu_train import hub_runs
 from insitu_train.api import from_hub
-from tests.fakes.hub import FakeHub, fake_hub
+from tests.fakes.hub import TOKEN, FakeHub
 
 # The hub's own client passes `data=` to its HTTP library.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning"),
 ]
-TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 KEYS = {
     "harness.agent": "script",
     "harness.mode": "warm",
@@ -35,18 +33,6 @@ KEYS = {
     "collect.group_size": 2,
     "model.max_context_tokens": 2048,
 }
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(hub_upload, "FIRST_S", 0.01)
-    with fake_hub() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,23 +17,10 @@ from insitu.config import WARM_START
 from insitu.errors import ConfigError, RecordError, SetupError
 from insitu_bridges import push
 from insitu_train import hub_upload
-from tests.fakes.hub import FakeHub, fake_hub
+from tests.fakes.hub import TOKEN, FakeHub
 
 # The hub's own client passes `data=` to its HTTP library.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")
-TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(hub_upload, "FIRST_S", 0.01)
-    with fake_hub() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield server
 
 
 @pytest.fixture(scope="module")

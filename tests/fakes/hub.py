@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 COMMIT = "1" * 40
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 
 
 class FakeHub:

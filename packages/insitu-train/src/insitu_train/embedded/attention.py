@@ -19,8 +19,8 @@ from insitu_train.embedded.weights import BFLOAT16
 
 LEAST = 4
 """Query heads per key head below which a float32 product uses another kernel: surplus ones are zeros."""
-FEW = 32
-"""Rows up to which two products of bfloat16 are faster than torch's kernel, which packs keys and values."""
+FEW, MANY = 32, 24
+"""Rows up to which and pages from which two products of bfloat16 are faster than torch's kernel."""
 
 
 def round_up(n: int, step: int) -> int:
@@ -32,7 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor
 
     Returns results [E, rows, kv, hd] and, to add up pages, log-sums of exponentials [E, rows, kv].
     """
-    if BFLOAT16 and q.dtype == torch.bfloat16 and q.shape[2] <= FEW:
+    if BFLOAT16 and q.dtype == torch.bfloat16 and q.shape[2] <= FEW and len(q) >= MANY:
         return _attend_by_products(q, k, v, mask)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=mask, scale=q.shape[-1] ** -0.5

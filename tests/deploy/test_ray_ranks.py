@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from insitu.config.fleet import FleetTable
 from insitu.config.training import split_ranks
-from insitu_fleet import ray_host, ray_ranks
+from insitu.errors import SetupError
+from insitu_fleet import ray_host, ray_link, ray_ranks
 
 AGENT = """#!/bin/sh
 cd {folder}
@@ -52,3 +55,39 @@ def test_without_ray_it_is_one_line(
     assert capsys.readouterr().err.startswith("ray: ray is not installed: ")
     options = ray_ranks.parser().parse_args(words)
     assert options.command == ["bash", "start.sh"]
+
+
+class AuthenticationError(Exception):
+    """Ray's own error of a missing token, a RayError."""
+
+
+REFUSALS = (
+    (
+        ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379"),
+        "ConnectionError: Failed to connect to Ray cluster at 10.0.0.1:6379;"
+        " a head with ~/.ray/auth_token asks for it: set RAY_AUTH_MODE=token here, with the same file",
+    ),
+    (AuthenticationError("no\ntoken"), "AuthenticationError: no token"),
+    (ConnectionError("Could not find any"), "ConnectionError: Could not find any"),
+)
+
+
+@pytest.mark.parametrize(("error", "line"), REFUSALS)
+async def test_a_cluster_that_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, line: str
+) -> None:
+    def init(**options: object) -> None:
+        raise error
+
+    pickled = SimpleNamespace(register_pickle_by_value=lambda module: None)
+    for module in (ray_ranks, ray_link):
+        monkeypatch.setattr(module, "ray", SimpleNamespace(init=init, cloudpickle=pickled))
+        monkeypatch.setattr(module, "RayError", AuthenticationError, raising=False)
+    assert ray_ranks.main("--hosts 2 --here 1 --each 1 --port 29400 -- true".split()) == 1
+    assert capsys.readouterr().err == f"ray: no Ray cluster here: {line}\n"
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        with pytest.raises(SetupError) as caught:
+            async with ray_link.ray_links(FleetTable(kind="ray", address=address)):
+                raise AssertionError("it connected")
+    assert str(caught.value) == f"fleet.address {address}: {line}"

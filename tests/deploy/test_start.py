@@ -49,6 +49,7 @@ done
 RAY = """#!/bin/bash
 # `ray symmetric-run OPTIONS -- COMMAND`: the head runs the command, the others wait for its end.
 echo "node $SLURM_NODEID: $*" >> ray.calls
+echo "${RAY_AUTH_MODE:-}" >> modes
 while [[ $1 != -- ]]; do shift; done; shift
 if [[ $SLURM_NODEID == 0 ]]; then "$@"; code=$?; echo $code > ended; exit $code; fi
 while [[ ! -f ended ]]; do sleep 0.1; done
@@ -97,6 +98,7 @@ def unused_port() -> int:
 def start(folder: Path, script: str, **variables: str) -> subprocess.Popen[str]:
     path = f"{folder.parent}/bin:{os.environ['PATH']}"
     slurm = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[1-3]"}
+    slurm["HOME"] = str(folder.parent)
     return subprocess.Popen(
         ["bash", script], cwd=folder, env=os.environ | slurm | {"PATH": path} | variables,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -182,6 +184,21 @@ def test_a_slurm_job_starts_ray_on_every_node_and_insitu_on_one(folder: Path) ->
     assert lines[0].endswith("exec bash start.sh")
     assert len((folder / "calls").read_text().splitlines()) == 1
     assert "run directory: " in said
+    assert set((folder / "modes").read_text().split("\n")) == {""}
+
+
+@pytest.mark.parametrize(("given", "mode"), [({}, "token"), ({"RAY_AUTH_MODE": "disabled"}, "disabled")])
+def test_a_slurm_job_brings_the_token_that_rays_head_finds(
+    folder: Path, given: dict[str, str], mode: str
+) -> None:
+    token = folder.parent / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("0" * 64)
+    (folder / "code").write_text("5")
+    process = start(folder, "job.sbatch", **given)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 5, said
+    assert (folder / "modes").read_text().split() == [mode] * 3
 
 
 def test_a_slurm_job_starts_ranks_on_the_other_nodes(folder: Path, unused_port: int) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from insitu.errors import SetupError
 from insitu_fleet.deploy.folder import DeployOptions, deploy
+from insitu_fleet.ray_link import TOKEN_HINT
 from sources import SOURCES
 from tests.fakes.net_hosts import SHORT_RUN, NetHost, net_hosts, until
 
@@ -29,7 +30,7 @@ WAIT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Three hosts with Ray, the head on the first."""
+    """Three hosts with Ray, the head on the first, which asks for a token."""
 
     hosts: list[NetHost]
     variables: dict[str, str]
@@ -46,13 +47,16 @@ def cluster() -> Iterator[Cluster]:
         folder = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
         )
-        for name in ("bin", "tmp"):
+        for name in ("bin", "tmp", ".ray"):
             (folder / name).mkdir()
+        (folder / ".ray" / "auth_token").write_text("0" * 64)
         (folder / "bin" / "insitu").write_text(INSITU.format(python=sys.executable))
         (folder / "bin" / "insitu").chmod(0o755)
         variables = os.environ | {
             "RAY_TMPDIR": str(folder / "tmp"),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "HOME": str(folder),
             "PYTHONPATH": SOURCES,
             "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
@@ -131,3 +135,9 @@ def test_a_host_that_is_refused_and_a_place_that_is_missing_are_one_line(
         "ray: no 4 hosts, this one (10.77.0.1) among them, with 1 CPU free within 3 s: the Ray cluster has "
     )
     assert "two (10.77.0.2: 1 CPU, 0 GPU)" in line
+    log = tmp_path / "no-token"
+    with run_job(cluster, folder, log, RAY_AUTH_MODE="disabled") as job:
+        assert job.wait(120) == 1
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("ray: ")]
+    assert line.startswith("ray: no Ray cluster here: ConnectionError: ")
+    assert line.endswith(f"; {TOKEN_HINT}")

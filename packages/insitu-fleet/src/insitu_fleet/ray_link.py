@@ -38,6 +38,7 @@ T = TypeVar("T")
 REACH_S = 10.0
 HEAD_S = 5.0
 """Most time for an answer of the cluster's head; after 60 s without one Ray ends this process."""
+TOKEN_HINT = "a head with ~/.ray/auth_token asks for it: set RAY_AUTH_MODE=token here, with the same file"
 CLOSE_S, LOST_S = END_S + 5.0, 3.0
 """Most time to wait for the actor of a node that ends, and of one that is lost."""
 
@@ -173,6 +174,12 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {words[:200]}"
 
 
+def why_not(error: Exception) -> str:
+    """Return in one line why Ray does not connect, which its error does not say of a missing token."""
+    refused = isinstance(error, ConnectionError) and "Could not find" not in str(error)
+    return f"{one_line(error)}; {TOKEN_HINT}" if refused else one_line(error)
+
+
 async def _check_reachable(address: str) -> None:
     """Raise SetupError if nothing listens at host:port; Ray itself would try for a minute."""
     if address == "auto":
@@ -204,11 +211,11 @@ async def ray_links(table: FleetTable, module: str = NODE) -> AsyncIterator[Sequ
             configure_logging=False,
             logging_level=logging.ERROR,
         )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        if table.address == "auto" and isinstance(error, ConnectionError):
+    except (RayError, RuntimeError, ValueError, OSError) as error:
+        if table.address == "auto" and "Could not find" in str(error):
             hint = "no Ray cluster runs on this machine: start one with `ray start --head`"
             raise SetupError(f"fleet.address auto: {hint}") from error
-        raise SetupError(f"fleet.address {table.address}: {one_line(error)}") from error
+        raise SetupError(f"fleet.address {table.address}: {why_not(error)}") from error
     try:
         machines = RayMachines()
         found = await machines.alive()

@@ -72,6 +72,24 @@ def test_the_picture_leads_to_its_turns_and_the_keyboard_walks_it(tab: Tab) -> N
     assert tab.problems == []
 
 
+def test_a_task_of_several_steps_has_a_numbered_main_line_for_each(browser: Any, tmp_path: Path) -> None:
+    made = make_rollout(Flavour(), "train", 9, 0, 0, solved=False)
+    labels = {"wipe": "final"}
+    several = [replace(one, label=labels.get(one.label, one.label)) for one in made.trajectory.segments]
+    rollout = replace(made, trajectory=replace(made.trajectory, segments=tuple(several)))
+    run = make_run(tmp_path / "several", steps=1)
+    with Store(run / "run.sqlite") as store:
+        store.put_rollout("train", 9, 0, 0, rollout)
+    for served in serve(run):
+        for tab in open_tab(browser, served):
+            tab.open("#/several/rollout/train/00009/000/00")
+            tab.page.wait_for_selector(".transcript h3")
+            assert tab.page.locator(".transcript h3").all_text_contents() == ["Step 1", "Step 2"]
+            names = tab.page.locator(".picture .strip-name").all_text_contents()
+            assert [name.split("·")[0].strip() for name in names] == ["step 1", "step 2", "sub-agent"]
+            assert tab.problems == []
+
+
 def test_replies_that_the_agent_asked_for_again_are_marked(browser: Any, tmp_path: Path) -> None:
     made = make_rollout(Flavour(), "train", 9, 0, 0, solved=False)
     lost = replace(made.trajectory.turns[2], index=4, excluded="retry_sibling")

@@ -54,6 +54,8 @@ function lanesOf(data) {
   const lane = (segment, [colour, name], found) => ({ segment, colour, name, spans: found.map((one) => span(segment, one)) });
   const lanes = [...segments].sort((a, b) => Number(b.label === "final") - Number(a.label === "final"))
     .map((segment) => lane(segment.segment, LABELS[segment.label] ?? ["--c6", segment.kind], segment.spans));
+  // A task of several steps has a main line for each.
+  if (segments.filter((segment) => segment.label === "final").length > 1) for (const [at, one] of lanes.entries()) if (one.name === LABELS.final[1]) one.name = `step ${at + 1}`;
   const loose = [...heads.values()].filter((head) => !owner.has(head.turn));
   let at = 0;
   const laid = loose.map((head) => [head.turn, at, at + head.fresh, (at += head.fresh + head.sampled), 0]);

@@ -45,7 +45,7 @@ export function Transcript({ data, route, id }) {
       ${chip("reasoning", "reasoning")}${chip("results", "tool output")}${chip("system", "system prompt")}${chip("raw", "raw calls")}
       <button class="chip" aria-pressed=${open} onClick=${() => setOpen(!open)}>expand all</button></div>
     ${text.problem && html`<div class="notice warn"><${Line} text=${text.problem} /> Turns are shown without their text.</div>`}
-    <div class="transcript">${lanes.map((lane) => lane.main ? lane.turns.map((turn) => html`<${Turn} key=${turn} turn=${turn} head=${data.turns.find((t) => t.turn === turn)} text=${text.turns.get(turn)} show=${show} open=${open} here=${turn === at} data=${data} route=${route} id=${id} onPick=${() => select(turn, false)} />`)
+    <div class="transcript">${lanes.map((lane) => lane.main ? html`${lane.step && html`<h3>Step ${lane.step}</h3>`}${lane.turns.map((turn) => html`<${Turn} key=${turn} turn=${turn} head=${data.turns.find((t) => t.turn === turn)} text=${text.turns.get(turn)} show=${show} open=${open} here=${turn === at} data=${data} route=${route} id=${id} onPick=${() => select(turn, false)} />`)}`
       : html`<${Lane} key=${`lane-${lane.turns[0]}`} lane=${lane} data=${data} text=${text} show=${show} open=${open} at=${at} route=${route} id=${id} select=${select} />`)}</div>
     ${text.loading ? html`<p class="empty" role="status">Loading turns…</p>` : text.error ? html`<div class="notice bad"><${Line} text=${text.error} /></div>` : html`<${End} data=${data} />`}`;
 }
@@ -71,15 +71,18 @@ function useTranscript(run, id, count) {
   return state;
 }
 
-/** The main line cut where other branches left it. */
+/** The main line cut where other branches left it; a task of several steps has one for each, numbered from 1. */
 export function lanesOf(data) {
   const segments = data.segments ?? [];
   const turns = (data.turns ?? []).map((turn) => turn.turn);
-  const main = segments.find((segment) => segment.label === "final") ?? segments.at(-1);
-  const onMain = new Set(main ? main.turns : turns);
+  const finals = segments.filter((segment) => segment.label === "final");
+  const main = finals.length ? finals : segments.slice(-1);
   const lanes = [];
+  let step = 0;
   for (const turn of turns) {
-    const owner = onMain.has(turn) ? null : segments.find((segment) => segment.turns.includes(turn)) ?? { segment: -1, label: data.turns.find((t) => t.turn === turn)?.excluded || "in no segment" };
+    const at = main.findIndex((segment) => segment.turns.includes(turn));
+    if (finals.length > 1 && at + 1 > step) lanes.push({ main: true, step: (step = at + 1), owner: null, label: "", turns: [] });
+    const owner = at >= 0 || !main.length ? null : segments.find((segment) => segment.turns.includes(turn)) ?? { segment: -1, label: data.turns.find((t) => t.turn === turn)?.excluded || "in no segment" };
     const last = lanes.at(-1);
     if (last && last.owner === (owner ? owner.segment : null)) last.turns.push(turn);
     else lanes.push({ main: !owner, owner: owner ? owner.segment : null, label: owner?.label ?? "", turns: [turn] });

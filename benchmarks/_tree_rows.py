@@ -1,4 +1,4 @@
-"""Rows of agent rollouts that share prefixes, as training meets them. Callers: tree.
+"""Rows of agent rollouts that share prefixes, as training meets them. Callers: tree, planner.
 
 Groups share a system prompt and a task. A rollout is turns of a sampled reply and an observation. A turn may
 fork: a sub-agent works some turns on from there while the main line goes on from the same place, or the
@@ -8,10 +8,12 @@ trained in the row where it is new.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from insitu_train.plan.prefix_tree import Tree
 from insitu_train.plan.step import PlanRow
 
 
@@ -125,3 +127,14 @@ def _rollout(writer: _Writer) -> list[PlanRow]:
             (writer.delegate if rng.random() < 0.5 else writer.compact)()
     writer.emit()
     return writer.rows
+
+
+def tree_work(tree: Tree, linear: Sequence[int]) -> tuple[float, float]:
+    """Return (tokens, attention pairs) of the rows over those of the tree, both >= 1.
+
+    linear: tokens of each row. The ratios are the speed-up limits in the matrices and in attention.
+    """
+    lengths = np.array(linear, np.int64)
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    own = int(tree.positions.sum(dtype=np.int64)) + tree.tokens
+    return int(lengths.sum()) / max(1, tree.tokens), pairs / max(1, own)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._arguments import Arguments, count
+from benchmarks._tree_rows import tree_work
 from insitu.errors import TrainError
 from insitu.types import (
     BoolArray,
@@ -36,7 +37,7 @@ from insitu.types import (
     Trajectory,
 )
 from insitu_train.plan.prefix import Sorted, sort_rows
-from insitu_train.plan.prefix_tree import build_tree, tree_work
+from insitu_train.plan.prefix_tree import build_tree
 from insitu_train.plan.step import PlanConfig, plan_step
 
 VOCAB = 151_936

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._arguments import Arguments, amount, chosen_device, count, either_share
-from benchmarks._tree_rows import Work, rows_of
+from benchmarks._tree_rows import Work, rows_of, tree_work
 from insitu.config.training import LossConfig
 from insitu_train.attention.tree import Piece, TreeAttend
 from insitu_train.embedded.architecture import ModelConfig
@@ -32,7 +32,7 @@ from insitu_train.embedded.model import initialise
 from insitu_train.loss.fused_head import objective
 from insitu_train.loss.losses import LossInputs, token_loss
 from insitu_train.model.base import Attend
-from insitu_train.plan.prefix_tree import Tree, build_tree, tree_work
+from insitu_train.plan.prefix_tree import Tree, build_tree
 from insitu_train.plan.step import PlanRow
 
 SMALL = ModelConfig(

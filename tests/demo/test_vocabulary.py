@@ -8,9 +8,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from insitu.tasks import toy
-from insitu_train.demo.vocabulary import CONTROL, build_tokenizer, prompt_lines, sampled_pieces
+from insitu_train.demo.vocabulary import CONTROL, SYNTAX, WORDS, build_tokenizer, prompt_lines
 
 CONSTANT = "<|im_start|>system\nYou are an assistant with several tools.\n\nBe brief.<|im_end|>\n"
+
+PIECES = [*SYNTAX, *toy.VARIABLES, *toy.FUNCTIONS, *toy.MODULES, *WORDS]
+"""What a reply may be made of."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def test_pool_identifiers_and_control_markers_are_single_tokens(tokenizer: Token
 
 
 def test_no_piece_of_a_reply_spans_two_identifiers() -> None:
-    for piece in sampled_pieces():
+    for piece in PIECES:
         assert len(re.findall(r"[A-Za-z_]+", piece)) <= 1, piece
 
 
@@ -32,7 +35,7 @@ def test_every_long_piece_is_agent_text(tokenizer: Tokenizer) -> None:
     """What is in the vocabulary beside bytes, markers and reply pieces stands in the agent's own text."""
     from insitu_train.demo.vocabulary import AGENT_MESSAGES
 
-    known = {*CONTROL, *sampled_pieces(), *prompt_lines(CONSTANT), *AGENT_MESSAGES}
+    known = {*CONTROL, *PIECES, *prompt_lines(CONSTANT), *AGENT_MESSAGES}
     for piece, token in tokenizer.get_vocab().items():
         text = tokenizer.decode([token], skip_special_tokens=False)
         assert len(piece) == 1 or text in known, piece

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from insitu_tasksets.runners.log_parsers import PARSERS, parse_log, read_log
+from insitu_tasksets.runners.log_parsers import PARSERS, parse_log
 
 LOGS = {
     "pytest": (
@@ -87,14 +87,16 @@ LOGS = {
 @pytest.mark.parametrize("name", sorted(LOGS))
 def test_a_log_in_its_shape_is_read(name: str) -> None:
     log, expected = LOGS[name]
-    assert read_log(name, log) == expected
-    assert read_log(name, log.replace("\n", "\r\n")) == expected
+    assert parse_log(name, log).outcomes == expected
+    assert parse_log(name, log.replace("\n", "\r\n")).outcomes == expected
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_noise_names_no_test(name: str) -> None:
-    assert read_log(name, "") == {}
-    assert read_log(name, "PASSED\nok\n--- PASS:\n{}\n[]\n{\n" + "(" * 5000 + "\n\x1b]0;x\x07\n") == {}
+    assert parse_log(name, "").outcomes == {}
+    assert (
+        parse_log(name, "PASSED\nok\n--- PASS:\n{}\n[]\n{\n" + "(" * 5000 + "\n\x1b]0;x\x07\n").outcomes == {}
+    )
 
 
 ODD = {
@@ -189,7 +191,7 @@ ODD = {
 @pytest.mark.parametrize("case", ODD)
 def test_odd_lines_are_read(case: str) -> None:
     parser, log, expected = ODD[case]
-    assert read_log(parser, log) == expected
+    assert parse_log(parser, log).outcomes == expected
 
 
 @pytest.mark.parametrize(
@@ -249,11 +251,11 @@ def test_a_whole_id_is_no_beginning_of_others() -> None:
 def test_long_lines_of_a_candidate_take_no_time() -> None:
     for parser in PARSERS:
         for line in ("(" * 4000 + "1 ms", "a.py::t" + " PASSED (" * 400, "[" * 4000, "✓ " + " " * 4000 + "x"):
-            read_log(parser, f"{line}\n{line * 500}")
+            parse_log(parser, f"{line}\n{line * 500}")
 
 
 def test_an_id_with_two_outcomes_has_failed() -> None:
-    assert read_log("pytest", "PASSED a\nFAILED a\nPASSED a\nPASSED b\nPASSED b") == {
+    assert parse_log("pytest", "PASSED a\nFAILED a\nPASSED a\nPASSED b\nPASSED b").outcomes == {
         "a": "FAILED",
         "b": "PASSED",
     }

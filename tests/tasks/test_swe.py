@@ -21,7 +21,7 @@ from insitu.tasks.dataset import LoadOptions, RowSource
 from insitu.tasks.factory import format_of, open_rows
 from insitu.tasks.patch import apply_patch
 from insitu.types import FileEntry, Limits
-from insitu_tasksets.runners.log_parsers import PARSERS, read_log
+from insitu_tasksets.runners.log_parsers import PARSERS, parse_log
 from insitu_tasksets.swe_script import END, EXIT, REPOSITORIES, START, framed, without_patching
 
 
@@ -396,16 +396,18 @@ def test_what_a_sets_own_parser_wrote_is_read() -> None:
     text = json.dumps(
         {"tests": [{"name": "a", "status": "passed"}, {"name": "b", "status": "FAILED"}, {"name": 3}]}
     )
-    assert read_log("tests_json", text) == {}
+    assert parse_log("tests_json", text).outcomes == {}
     text = json.dumps(
         {"tests": [{"name": "a", "status": "passed"}, {"name": "b", "status": "FAILED"}]}, indent=1
     )
-    assert read_log("tests_json", text) == {"a": "PASSED", "b": "FAILED"}
+    assert parse_log("tests_json", text).outcomes == {"a": "PASSED", "b": "FAILED"}
     for broken in ("", "{}", "[]", '{"tests": 3}', "not json"):
-        assert read_log("tests_json", broken) == {}
+        assert parse_log("tests_json", broken).outcomes == {}
     twice = '{"tests": [{"name": "a", "status": "PASSED"}, {"name": "a", "status": "FAILED"}]}'
-    assert read_log("tests_json", twice) == {"a": "FAILED"}
+    assert parse_log("tests_json", twice).outcomes == {"a": "FAILED"}
 
 
 def test_matplotlib_names_its_buttons() -> None:
-    assert read_log("matplotlib", "PASSED t.py::a[MouseButton.LEFT-x]\n") == {"t.py::a[1-x]": "PASSED"}
+    assert parse_log("matplotlib", "PASSED t.py::a[MouseButton.LEFT-x]\n").outcomes == {
+        "t.py::a[1-x]": "PASSED"
+    }

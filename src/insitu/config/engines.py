@@ -23,7 +23,6 @@ from insitu.config.base import (
 from insitu.registry import shipped
 from insitu.types import MIN_TEMPERATURE
 
-_EMBEDDED = only("kind", "embedded")
 _KNOWN = shipped("engines")
 _SERVER = only("kind", "vllm", "sglang", known=_KNOWN)
 _PROVIDER = only("kind", "upstream")

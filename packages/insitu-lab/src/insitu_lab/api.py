@@ -13,7 +13,6 @@ from insitu_lab.attacks.run import AttackReport
 from insitu_lab.conformance.checks import ConformanceResult
 from insitu_lab.conformance.run import conform_all
 from insitu_lab.gpu.run import GpuCheckOptions, check_gpu
-from insitu_lab.gpu.slices import SLICES
 
 
 async def conformance_async(
@@ -53,11 +52,6 @@ async def attack_async(
 
 attack = blocking_form(attack_async)
 conformance = blocking_form(conformance_async)
-
-
-def gpu_slices() -> Mapping[str, str]:
-    """Return name -> description of the slices of `gpu_check`."""
-    return {one.name: one.text for one in SLICES}
 
 
 def gpu_check(

@@ -83,11 +83,6 @@ def parse_log(parser: str, log: str) -> TestLog:
     )
 
 
-def read_log(parser: str, log: str) -> dict[str, str]:
-    """Return id -> outcome, without what the runner adds to names."""
-    return dict(parse_log(parser, log).outcomes)
-
-
 def _untimed(name: str) -> str:
     """Strip one duration in brackets from the end."""
     name = name.strip()

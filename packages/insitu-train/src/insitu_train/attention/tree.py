@@ -67,13 +67,6 @@ def by_pieces(pieces: Sequence[Piece], device: str, dtype: torch.dtype, head_dim
     return device != "cuda" or (long and flash_works(dtype, head_dim))
 
 
-def pairs(pieces: tuple[Piece, ...]) -> int:
-    """Return the number of query-key pairs that are computed."""
-    return sum(
-        (p.q1 - p.q0) * (p.q1 - p.q0 + 1) // 2 if p.causal else (p.q1 - p.q0) * (p.k1 - p.k0) for p in pieces
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class TreeAttend:
     """Attention between the tokens of one tree."""

@@ -130,18 +130,6 @@ class RefusedError(TrainError):
     """The other end refused this one for good."""
 
 
-def beating(link: HostLink, stop: threading.Event) -> threading.Thread:
-    """Start a thread that beats until `stop`."""
-
-    def run() -> None:
-        while not stop.wait(BEAT_S):
-            link.beat()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
-
-
 def _proof(secret: str, *parts: str) -> str:
     return hmac.digest(secret.encode(), json.dumps(parts).encode(), "sha256").hex()
 

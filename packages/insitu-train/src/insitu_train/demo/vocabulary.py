@@ -8,7 +8,6 @@ agent's constant prompt and of its fixed messages are long.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -110,8 +109,3 @@ def build_tokenizer(constant: str) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in CONTROL[:3]])
     tokenizer.add_tokens([AddedToken(c, special=False, normalized=False) for c in CONTROL[3:]])
     return tokenizer
-
-
-def sampled_pieces() -> Sequence[str]:
-    """Pieces that a reply may be made of: what the one-identifier rule is tested on."""
-    return [*SYNTAX, *toy.VARIABLES, *toy.FUNCTIONS, *toy.MODULES, *WORDS]

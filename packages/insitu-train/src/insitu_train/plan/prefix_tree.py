@@ -178,14 +178,3 @@ def _joined(parts: Sequence[npt.NDArray[S]], dtype: type[S]) -> npt.NDArray[S]:
 
 def _spread(values: Sequence[float], trained: Sequence[npt.NDArray[np.intp]]) -> FloatArray:
     return np.repeat(np.array(values, np.float32), [len(t) for t in trained])
-
-
-def tree_work(tree: Tree, linear: Sequence[int]) -> tuple[float, float]:
-    """Return (tokens, attention pairs) of the rows over those of the tree, both >= 1.
-
-    linear: tokens of each row. The ratios are the speed-up limits in the matrices and in attention.
-    """
-    lengths = np.array(linear, np.int64)
-    pairs = int((lengths * (lengths + 1) // 2).sum())
-    own = int(tree.positions.sum(dtype=np.int64)) + tree.tokens
-    return int(lengths.sum()) / max(1, tree.tokens), pairs / max(1, own)

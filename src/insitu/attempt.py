@@ -454,6 +454,13 @@ async def _graded_rollout(
 
 
 def _unscorable_rollout(spec: AttemptSpec, state: _AttemptState, reason: str) -> Rollout:
+    rollout = nothing_left(spec, reason, _timings(state), state.began_s)
+    excluded = replace(state.trajectory, ledger=reassign(state.trajectory.ledger, "infra"))
+    return replace(rollout, trajectory=excluded, egress_attempts=state.egress)
+
+
+def nothing_left(spec: AttemptSpec, reason: str, timings: Timings, began_s: float) -> Rollout:
+    """Return an attempt that failed of the infrastructure and left nothing."""
     return Rollout(
         id=spec.rollout_id,
         task_id=spec.task.id,
@@ -461,13 +468,12 @@ def _unscorable_rollout(spec: AttemptSpec, state: _AttemptState, reason: str) ->
         part=spec.task.part,
         status=Status.INFRA_FAILED,
         reward=None,
-        trajectory=replace(state.trajectory, ledger=reassign(state.trajectory.ledger, "infra")),
+        trajectory=NOTHING_SAMPLED,
         verdict=None,
         changed={},
         deleted=(),
-        timings=_timings(state),
+        timings=timings,
         attempt=spec.attempt,
         error=reason,
-        egress_attempts=state.egress,
-        began_s=state.began_s,
+        began_s=began_s,
     )

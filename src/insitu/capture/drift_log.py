@@ -45,7 +45,7 @@ class DriftLog:
 
     def hints(self, hints: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
         """Return client metadata, bounded; equal values share one object."""
-        kept = tuple((_plain(name), _plain(value)) for name, value in hints[:MAX_HINTS])
+        kept = tuple((plain(name), plain(value)) for name, value in hints[:MAX_HINTS])
         if kept != self._last:
             self._last = kept
         return self._last
@@ -58,7 +58,7 @@ class DriftLog:
         received, kept = self._ignored
         if ignored_params is not received and ignored_params != received:
             kept = tuple(
-                (_plain(name), _plain(value, MAX_PARAM_CHARS)) for name, value in ignored_params[:MAX_PARAMS]
+                (plain(name), plain(value, MAX_PARAM_CHARS)) for name, value in ignored_params[:MAX_PARAMS]
             )
         self._ignored = ignored_params, kept
         return kept
@@ -76,7 +76,7 @@ class DriftLog:
             turn=-1 if drift.turn is None else drift.turn,
             token=found.token,
             tokens=self._concerned(entry, found.token),
-            detail=_plain(found.detail),
+            detail=plain(found.detail),
         )
 
     def _concerned(self, entry: _DriftEntry, token: int) -> int:
@@ -89,6 +89,6 @@ class DriftLog:
         return sum(len(self._nodes.sampled(node).generation.ids) for node in turns) - shared
 
 
-def _plain(text: str, most: int = MAX_LABEL_CHARS) -> str:
+def plain(text: str, most: int = MAX_LABEL_CHARS) -> str:
     """Return short text without lone surrogates, which no file can hold."""
     return text[:most].encode("utf-8", "replace").decode()

@@ -243,6 +243,8 @@ class RequestGate:
         self._open, self._awake = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._awake.set()
+        self.broken = ""
+        """Why calls are refused; empty = they are not."""
 
     def open(self) -> None:
         self._open.set()
@@ -266,6 +268,15 @@ class RequestGate:
                 await self._awake.wait()
                 async with asyncio.timeout(limit_s):
                     await self._open.wait()
+
+    async def admit(self, limit_s: float, late: str) -> None:
+        """Return when a call may be sent; raise EngineError, after `limit_s` the line `late`."""
+        try:
+            await self.wait(limit_s)
+        except TimeoutError as error:
+            raise EngineError(late) from error
+        if self.broken:
+            raise EngineError(self.broken)
 
 
 def _digest(*parts: object) -> bytes:

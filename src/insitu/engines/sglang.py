@@ -47,7 +47,6 @@ class _SglangEngine:
     def __init__(self, http: EngineHttp, model: str, max_context_tokens: int, receipt: Receipt) -> None:
         self._http, self._model, self._max_context, self._receipt = http, model, max_context_tokens, receipt
         self._numbers = itertools.count()
-        self._broken = ""
         self._in_flight = 0
         """Requests of ours at the server."""
         self._keeping = False
@@ -69,8 +68,9 @@ class _SglangEngine:
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         """Sample a continuation of `ids`. Raises EngineError; cancellation and the deadline abort it."""
         parts: list[Generation] = []
+        limit = self._http.options.call_deadline_s
         while True:
-            await self._admitted()
+            await self._gate.admit(limit, f"sglang stayed paused for {limit:g} s")
             done = sum(len(part.ids) for part in parts)
             left = replace(params, max_tokens=params.max_tokens - done)
             prompt = np.concatenate([ids, *(part.ids for part in parts)]).astype(np.int32)
@@ -79,15 +79,6 @@ class _SglangEngine:
                 parts.append(part)
             if not cut or (part is not None and len(part.ids) == left.max_tokens):
                 return _joined(parts)
-
-    async def _admitted(self) -> None:
-        limit = self._http.options.call_deadline_s
-        try:
-            await self._gate.wait(limit)
-        except TimeoutError as error:
-            raise EngineError(f"sglang stayed paused for {limit:g} s") from error
-        if self._broken:
-            raise EngineError(self._broken)
 
     async def _part(
         self, ids: IntArray, params: SamplingParams, key: RequestKey, number: int
@@ -193,7 +184,7 @@ class _SglangEngine:
             raise EngineError("insitu brings adapters to vllm only, not to sglang")
         try:
             await self.pause(mode)
-            self._broken = f"sglang was to load version {version} and has not: its weights are unknown"
+            self._gate.broken = f"sglang was to load version {version} and has not: its weights are unknown"
             body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
             limit = self._http.options.call_deadline_s
             answer = await self._http.post("/update_weights_from_disk", body, deadline_s=limit)
@@ -204,7 +195,7 @@ class _SglangEngine:
             if await self.version() != version:
                 raise EngineError(f"sglang did not take version {version}")
             self._receipt = Receipt(version=version, checksum=held.checksum, tensors=held.sums)
-            self._broken = ""
+            self._gate.broken = ""
             await self.resume()
         finally:
             # Whoever waited learns what became of it.

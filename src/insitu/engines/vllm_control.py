@@ -102,7 +102,6 @@ class VllmControl:
         """Checksums of the last loaded tensors."""
         self._exact: frozenset[str] = frozenset()
         """Parameters that held exactly the published bytes after an earlier load."""
-        self._broken = ""
         self._adapters: list[str] = []
         """Names of those at the server, oldest first."""
         self._gate = RequestGate()
@@ -267,7 +266,7 @@ class VllmControl:
         self._gate.close()
         try:
             await self.pause(mode if self.weights.spans else "wait")
-            self._broken = f"vllm was to load version {version} and has not: its weights are unknown"
+            self._gate.broken = f"vllm was to load version {version} and has not: its weights are unknown"
             yield
         finally:
             self._gate.open()
@@ -287,7 +286,7 @@ class VllmControl:
         if await self.version() != version:
             raise EngineError(f"vllm did not take version {version}")
         checksum = after.digest(total(proof.sums))
-        self._sums, self._broken = proof.sums, ""
+        self._sums, self._gate.broken = proof.sums, ""
         self._vouched.add(version)
         self._receipt = Receipt(version=version, checksum=checksum, tensors=proof.sums)
         log.info("weights loaded version=%d exact=%d of=%d", version, len(exact), len(after.by_name))
@@ -314,19 +313,14 @@ class VllmControl:
         await self._http.post("/wake_up", deadline_s=self._http.options.call_deadline_s)
         if (await self._http.get("/is_sleeping")).get("is_sleeping") is not False:
             raise EngineError("vllm did not wake up")
-        if not self._broken:
+        if not self._gate.broken:
             await self.resume()
         self._gate.open()
 
     async def _admitted(self) -> None:
         """Return when a call may be sent. Raises EngineError while the weights are unknown."""
         limit = self._http.options.call_deadline_s
-        try:
-            await self._gate.wait(limit)
-        except TimeoutError as error:
-            raise EngineError(f"timeout: vllm was loading weights or waking up for {limit:g} s") from error
-        if self._broken:
-            raise EngineError(self._broken)
+        await self._gate.admit(limit, f"timeout: vllm was loading weights or waking up for {limit:g} s")
 
     def _checked_runs(self, runs: VersionRuns) -> VersionRuns:
         """Return the checked version runs; raise EngineError for a version without a receipt."""

@@ -24,11 +24,11 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar
 
-import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from insitu.errors import ConfigError, InsituError, describe_invalid
+from insitu.gateway.connection import json_response
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.listeners import Listener, listen_tcp, listen_unix
@@ -169,13 +169,13 @@ class Admin:
 
     async def _answer(self, http: web.BaseRequest) -> web.Response:
         if http.path == "/health":
-            return _json({"status": "ok"})
+            return json_response({"status": "ok"})
         secret = secret_of(http)
         if secret is None or not hmac.compare_digest(self._digest, secret_digest(secret)):
             raise _AdminError(401, "the admin secret is missing or wrong")
         parts = http.path.strip("/").split("/")
         if parts == ["stats"] and http.method == "GET":
-            return _json(dataclasses.asdict(self._gateway.counters))
+            return json_response(dataclasses.asdict(self._gateway.counters))
         if parts == ["sessions"]:
             return await self._collection(http)
         if parts[0] == "sessions" and len(parts) in (2, 3):
@@ -185,7 +185,7 @@ class Admin:
     async def _collection(self, http: web.BaseRequest) -> web.Response:
         if http.method == "GET":
             found = [*self._open.values(), *(session for session, _ in self._sealed.values())]
-            return _json({"sessions": [_describe(session) for session in found]})
+            return json_response({"sessions": [_describe(session) for session in found]})
         if http.method == "POST":
             return await self._create(http)
         raise _AdminError(405, "GET or POST")
@@ -208,7 +208,7 @@ class Admin:
         )
         session.task = body.task
         self.adopt(session)
-        return _json(
+        return json_response(
             {
                 **_describe(session),
                 "secret": session.secret,
@@ -229,9 +229,9 @@ class Admin:
         if session is None:
             _unknown()
         if asked == ("GET", ""):
-            return _json(_describe(session))
+            return json_response(_describe(session))
         if asked == ("GET", "calls"):
-            return _json({"calls": [dataclasses.asdict(call) for call in session.tools.calls]})
+            return json_response({"calls": [dataclasses.asdict(call) for call in session.tools.calls]})
         if asked == ("GET", "export"):
             if kept is None:
                 raise _AdminError(409, "the session is not sealed")
@@ -242,7 +242,7 @@ class Admin:
         raw = await read_json(http, self._gateway.config, 1 << 16) if http.can_read_body else {}
         body = _parsed(_SealBody, raw)
         if name in self._sealed:
-            return _json(_describe(*self._sealed[name]))
+            return json_response(_describe(*self._sealed[name]))
         session = self._open.get(name)
         if session is None:
             _unknown()
@@ -255,7 +255,7 @@ class Admin:
             self._open.pop(name, None)
         self.keep(session, trajectory)
         self._on_sealed(session, trajectory)
-        return _json(_describe(session, trajectory))
+        return json_response(_describe(session, trajectory))
 
     async def _delete(self, name: str) -> web.Response:
         session = self._open.pop(name, None)
@@ -267,7 +267,7 @@ class Admin:
         else:
             _unknown()
         session.drop_log()
-        return _json({"status": "deleted"})
+        return json_response({"status": "deleted"})
 
     async def _export(self, http: web.BaseRequest, session: Session, trajectory: Trajectory) -> web.Response:
         kind = http.query.get("format", "json")
@@ -308,9 +308,5 @@ def _unknown() -> NoReturn:
     raise _AdminError(404, "no such session")
 
 
-def _json(body: Mapping[str, object], status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
-
-
 def _failure(status: int, message: str) -> web.Response:
-    return _json({"error": {"message": " ".join(message.split())}}, status)
+    return json_response({"error": {"message": " ".join(message.split())}}, status)

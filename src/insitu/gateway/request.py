@@ -20,6 +20,7 @@ from typing import Any, Literal
 import orjson
 from aiohttp import web
 
+from insitu.capture.drift_log import plain
 from insitu.gateway.dialects.base import WireError, deeper
 from insitu.gateway.host_tools import HostTool
 from insitu.gateway.routes import Route, dialect_of
@@ -350,9 +351,4 @@ _HINT_CHARS = 128
 
 def hints_of(http: web.BaseRequest) -> tuple[tuple[str, str], ...]:
     """Return client metadata from the headers: labels, never keys."""
-    return tuple((name, _plain_text(http.headers[name])) for name in _HINTS if name in http.headers)
-
-
-def _plain_text(value: str) -> str:
-    # Bytes that are not UTF-8 arrive as lone surrogates, which no file can hold.
-    return value[:_HINT_CHARS].encode("utf-8", "replace").decode()
+    return tuple((name, plain(http.headers[name], _HINT_CHARS)) for name in _HINTS if name in http.headers)

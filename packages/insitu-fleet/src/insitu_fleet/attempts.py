@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from insitu.attempt import (
-    NOTHING_SAMPLED,
     AttemptSpec,
     OnStart,
     ignore_cancelled,
     ignore_start,
     no_wait,
+    nothing_left,
 )
 from insitu.errors import EngineError, InsituError
 from insitu.storage.artifacts import AgentArtifacts
@@ -22,7 +22,7 @@ from insitu.storage.host_calls import HostCallLog
 from insitu.storage.logs import AgentLogs
 from insitu.storage.run_dir import RunDir
 from insitu.tasks.base import UNTESTED
-from insitu.types import Oracle, Rollout, Status, Task, Timings
+from insitu.types import Oracle, Rollout, Task, Timings
 from insitu_fleet.values import pack, unpack
 from insitu_train.channel.rpc import Frame
 
@@ -131,20 +131,4 @@ class FleetAttempts:
 
 
 def _unscorable(spec: AttemptSpec, began_s: float, reason: str) -> Rollout:
-    """Return an attempt that left nothing."""
-    return Rollout(
-        id=spec.rollout_id,
-        task_id=spec.task.id,
-        category=spec.task.category,
-        part=spec.task.part,
-        status=Status.INFRA_FAILED,
-        reward=None,
-        trajectory=NOTHING_SAMPLED,
-        verdict=None,
-        changed={},
-        deleted=(),
-        timings=Timings(total_s=time.time() - began_s),
-        attempt=spec.attempt,
-        error=reason,
-        began_s=began_s,
-    )
+    return nothing_left(spec, reason, Timings(total_s=time.time() - began_s), began_s)

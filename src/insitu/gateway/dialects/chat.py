@@ -26,16 +26,10 @@ from insitu.gateway.dialects.base import (
     string,
 )
 from insitu.gateway.dialects.fields import Fields, format_request, refuse, strict_tools, with_format
-from insitu.gateway.dialects.openai import OpenAIDialect, client_metadata
+from insitu.gateway.dialects.openai import ROLES, OpenAIDialect, client_metadata
 from insitu.types import Message, ModelRequest, Reply, Role, ToolCall, ToolSpec
 
-_ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+_ROLES: Mapping[str, Role] = {**ROLES, "tool": "tool"}
 
 _FIELDS = Fields(
     read=frozenset(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from insitu.gateway.dialects.base import Cause, WireError, mapping
+from insitu.types import Role
 
 _TYPES: Mapping[Cause, str] = {
     "rate_limited": "rate_limit_error",
@@ -12,6 +13,12 @@ _TYPES: Mapping[Cause, str] = {
     "engine_failed": "server_error",
 }
 _CODES: Mapping[Cause, str | None] = {"invalid_request": None, "unauthorized": "invalid_api_key"}
+ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
 
 
 class OpenAIDialect:

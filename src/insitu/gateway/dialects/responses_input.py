@@ -19,8 +19,8 @@ from insitu.gateway.dialects.base import (
     string,
 )
 from insitu.gateway.dialects.fields import Fields, format_request, refuse, strict_tools, with_format
-from insitu.gateway.dialects.openai import client_metadata
-from insitu.types import Message, ModelRequest, Role, ToolCall, ToolSpec
+from insitu.gateway.dialects.openai import ROLES, client_metadata
+from insitu.types import Message, ModelRequest, ToolCall, ToolSpec
 
 _FIELDS = Fields(
     read=frozenset(
@@ -53,13 +53,6 @@ _FIELDS = Fields(
     ),
     refused=frozenset({"conversation", "prompt", "background", "top_logprobs"}),
 )
-
-_ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
 
 _METADATA = ("prompt_cache_key", "user", "safety_identifier")
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
@@ -255,7 +248,7 @@ class _Reader:
         self.messages.append(Message(role="system", text="\n".join(["More tools:", *lines])))
 
     def _message(self, item: Mapping[str, object], param: str) -> None:
-        role = _ROLES.get(string(item.get("role"), f"{param}.role"))
+        role = ROLES.get(string(item.get("role"), f"{param}.role"))
         if role is None:
             raise WireError("invalid_request", f"'{param}.role' is not a known role.", f"{param}.role")
         if role != "assistant":

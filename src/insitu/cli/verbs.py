@@ -72,7 +72,7 @@ def serve(
     """Serve until Ctrl-C, which is a success."""
     from insitu.config import load_config
     from insitu.runtime.gateway import read_tools
-    from insitu.serving.run import BASE, ServeOptions
+    from insitu.serving.run import BASE
     from insitu.serving.run import serve as serve_sessions
     from insitu.shutdown import run_interruptible
     from insitu.storage.run_dir import name_run
@@ -81,11 +81,12 @@ def serve(
     if not 0 < sessions <= 64:
         raise ConfigError("--sessions takes 1 to 64")
     resolved = name_run(load_config(Path(path) if path else None, changes, BASE))
-    chosen = ServeOptions(
-        sessions=sessions, agents=agent, admin=admin, json=json, tools=read_tools(tools) if tools else ()
+    given = read_tools(tools) if tools else ()
+    serving = serve_sessions(
+        resolved, sys.stdout, sessions=sessions, agents=agent, admin=admin, json=json, tools=given
     )
     with contextlib.suppress(KeyboardInterrupt):
-        run_interruptible(serve_sessions(resolved, chosen, sys.stdout))
+        run_interruptible(serving)
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -48,35 +48,32 @@ LEGEND = (
 """Explanation of the lines of calls."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Options of one invocation that are not part of the configuration."""
-
-    sessions: int = 1
-    agents: Sequence[str] = ()
-    """Agents whose setup is printed; empty = write the setups of all agents to files."""
-    admin: bool = False
-    json: bool = False
-    tools: Sequence[HostTool] = ()
-    """Host tools of every session."""
-
-
-async def serve(config: Config, options: ServeOptions, stream: TextIO) -> None:
+async def serve(
+    config: Config,
+    stream: TextIO,
+    *,
+    sessions: int,
+    agents: Sequence[str],
+    admin: bool,
+    json: bool,
+    tools: Sequence[HostTool],
+) -> None:
     """Serve until cancelled.
 
-    Raises InsituError when the start fails.
+    agents: whose setup is printed; none = write the setups of all agents to files. tools: host tools of every
+    session. Raises InsituError when the start fails.
     """
-    console = Console(stream, json=options.json)
-    for agent in options.agents:
+    console = Console(stream, json=json)
+    for agent in agents:
         setup(agent, _placeholder_access())
-    if config.engine.kind == "upstream" and options.tools:
+    if config.engine.kind == "upstream" and tools:
         raise ConfigError("--tools has no effect when engine.kind = upstream: bodies are forwarded unchanged")
-    tools = options.tools or gateway_config(config).tools
+    tools = tools or gateway_config(config).tools
     async with open_served(config, console) as served, AsyncExitStack() as stack:
-        sessions = [served.open(f"serve-{number}", tools=tools) for number in range(options.sessions)]
-        _print_sessions(console, served, options.agents, sessions)
-        if options.admin:
-            await _start_admin(stack, console, served, sessions)
+        opened = [served.open(f"serve-{number}", tools=tools) for number in range(sessions)]
+        _print_sessions(console, served, agents, opened)
+        if admin:
+            await _start_admin(stack, console, served, opened)
         await served.expire()
 
 

@@ -13,18 +13,13 @@ from addresses import FOREIGN, HOSTILE, ROLLOUT, addresses, task_of
 from browser_lab import WAIT_MS, Tab
 
 from insitu.storage.queries import FILTERS, SORTS, RunReader
-from insitu_view.web.export import ExportOptions, export
+from insitu_view.web.export import export
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 def written(run: Path, file: Path) -> Path:
-    export(
-        ExportOptions(
-            paths=[run], file=file, rollouts="all", redact=[], tokens=True, checks=True, max_mib=25
-        ),
-        sys.stderr,
-    )
+    export([run], file, sys.stderr, rollouts="all", redact=[], tokens=True, checks=True, max_mib=25)
     return file
 
 

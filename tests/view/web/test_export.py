@@ -16,13 +16,13 @@ from run_lab import make_run
 
 from insitu.errors import ConfigError, SetupError
 from insitu_view.web.bundle import bundle
-from insitu_view.web.export import ExportOptions, export
+from insitu_view.web.export import export
 
 
 def write(run: Path, file: Path, **options: Any) -> str:
     given = {"rollouts": "", "redact": [], "tokens": True, "checks": False, "max_mib": 25, **options}
     out = io.StringIO()
-    export(ExportOptions(paths=[run], file=file, **given), out)
+    export([run], file, out, **given)
     return out.getvalue()
 
 
@@ -119,11 +119,8 @@ def test_several_runs_are_in_one_file_with_their_comparison(tmp_path: Path) -> N
 def test_ids_name_rollouts_of_one_run(lab_run: Path, hostile_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--rollouts with ids takes one run, and there are 2"):
         export(
-            ExportOptions(
-                paths=[lab_run, hostile_run], file=tmp_path / "x", rollouts="train/1", redact=[], tokens=True,
-                checks=False, max_mib=25,
-            ),
-            io.StringIO(),
+            [lab_run, hostile_run], tmp_path / "x", io.StringIO(), rollouts="train/1", redact=[], tokens=True,
+            checks=False, max_mib=25,
         )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,50 +30,45 @@ _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 """Folder of a model in the cache of Hugging Face."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelExport:
-    """Options of one export of a model."""
+def export_model(
+    run: Path | str, out: Path | str, *, checkpoint: str | int = "last", to: str = "hf", dtype: str = "auto"
+) -> Mapping[str, Any]:
+    """Write a checkpoint of a run to the new folder `out`, with a card of the run's facts.
 
-    run: Path
-    out: Path
-    """New folder."""
-    checkpoint: str = "last"
-    """best (by held-out results), last, or the number of a step."""
-    to: str = "hf"
-    dtype: str = "auto"
-    """One of `MODEL_FORMS`; auto = that of the start model, of adapters float32."""
-
-
-def export_model(options: ModelExport) -> Mapping[str, Any]:
-    """Write the folder and return `out`, `step`, `to`, `dtype` and `bytes`. Raises InsituError."""
-    if options.to not in MODEL_FORMS:
-        raise ConfigError(f"--checkpoint needs --to {' or '.join(MODEL_FORMS)}, got {options.to}")
-    if options.dtype not in (known := MODEL_FORMS[options.to]):
-        raise ConfigError(f"--dtype of --to {options.to} takes {', '.join(known)}, got {options.dtype}")
-    if options.out.exists():
-        raise ConfigError(f"{options.out} exists: give a new folder with --out")
-    config = read_config(options.run)
+    `checkpoint`: `best` by held-out results, `last`, or the number of a step. `to`: `hf` = whole weights that
+    transformers and vLLM load, adapters merged; `peft` = adapters; `gguf` = whole weights in one file for
+    llama.cpp. `dtype`: `float32`, `bfloat16`, for `gguf` also `q8_0`, or `auto` = that of the start model, of
+    adapters float32. Returns `out`, `step`, `to`, `dtype` and `bytes`. Raises InsituError.
+    """
+    run, out = Path(run), Path(out)
+    if to not in MODEL_FORMS:
+        raise ConfigError(f"--checkpoint needs --to {' or '.join(MODEL_FORMS)}, got {to}")
+    if dtype not in (known := MODEL_FORMS[to]):
+        raise ConfigError(f"--dtype of --to {to} takes {', '.join(known)}, got {dtype}")
+    if out.exists():
+        raise ConfigError(f"{out} exists: give a new folder with --out")
+    config = read_config(run)
     if config.policy.kind == "tinker":
-        raise RecordError(f"{options.run}: its weights are at the training service, not in the run directory")
-    step = _step_of(options)
-    checkpoint = options.run / "checkpoints" / f"step-{step:05d}"
-    fresh = options.out.with_name(f".{options.out.name}.new")
+        raise RecordError(f"{run}: its weights are at the training service, not in the run directory")
+    step = _step_of(run, str(checkpoint))
+    source = run / "checkpoints" / f"step-{step:05d}"
+    fresh = out.with_name(f".{out.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     base = base_name(config)
-    dtype = _write(options, checkpoint, fresh, base)
-    card = model_card(checkpoint.resolve(), adapters_of=base if options.to == "peft" else "")
+    dtype = _write(
+        source,
+        *("--run", run, "--checkpoint", source, "--folder", fresh),
+        *("--to", to, "--dtype", dtype, "--base", base),
+    )
+    card = model_card(source.resolve(), adapters_of=base if to == "peft" else "")
     write_text(fresh / "README.md", Redaction().text(card))
-    fresh.rename(options.out)
-    size = sum(path.stat().st_size for path in options.out.iterdir())
-    return {"out": str(options.out), "step": step, "to": options.to, "dtype": dtype, "bytes": size}
+    fresh.rename(out)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    return {"out": str(out), "step": step, "to": to, "dtype": dtype, "bytes": size}
 
 
-def _write(options: ModelExport, checkpoint: Path, folder: Path, base: str) -> str:
+def _write(checkpoint: Path, *arguments: object) -> str:
     """Write the weights in a child process, since this one does not load torch; return their type."""
-    arguments = [
-        *("--run", options.run, "--checkpoint", checkpoint, "--folder", folder),
-        *("--to", options.to, "--dtype", options.dtype, "--base", base),
-    ]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "insitu_train.model_export", *map(str, arguments)],
         capture_output=True,
@@ -88,28 +82,28 @@ def _write(options: ModelExport, checkpoint: Path, folder: Path, base: str) -> s
     return done.stdout.split()[-1]
 
 
-def _step_of(options: ModelExport) -> int:
+def _step_of(run: Path, wanted: str) -> int:
     """Return the step of the wanted checkpoint. Raises RecordError, ConfigError."""
-    written = written_steps(options.run / "checkpoints")
+    written = written_steps(run / "checkpoints")
     if not written:
-        raise RecordError(f"{options.run} has no checkpoint yet")
+        raise RecordError(f"{run} has no checkpoint yet")
     there = f"there are {', '.join(map(str, written))}"
-    if options.checkpoint == "last":
+    if wanted == "last":
         return written[-1]
-    if options.checkpoint == "best":
-        with read_store(options.run) as store:
+    if wanted == "best":
+        with read_store(run) as store:
             best = best_step(store, written)
         if best is None:
             raise RecordError(
-                f"{options.run} has no held-out result of a checkpoint that is kept ({there}):"
+                f"{run} has no held-out result of a checkpoint that is kept ({there}):"
                 " set eval.count and eval.every_steps, or export last"
             )
         return best
-    if not options.checkpoint.isdecimal():
-        raise ConfigError(f"--checkpoint takes best, last or the number of a step, got {options.checkpoint}")
-    if int(options.checkpoint) not in written:
-        raise RecordError(f"{options.run} keeps no checkpoint of step {options.checkpoint}: {there}")
-    return int(options.checkpoint)
+    if not wanted.isdecimal():
+        raise ConfigError(f"--checkpoint takes best, last or the number of a step, got {wanted}")
+    if int(wanted) not in written:
+        raise RecordError(f"{run} keeps no checkpoint of step {wanted}: {there}")
+    return int(wanted)
 
 
 def base_name(config: Config) -> str:

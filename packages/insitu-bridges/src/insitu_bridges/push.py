@@ -6,18 +6,17 @@ the configuration and the card are redacted. One commit holds all files: an inte
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 
+from insitu.api import blocking
 from insitu.errors import ConfigError, RecordError
 from insitu.install_hints import install_extra
 from insitu.storage.files import write_text
@@ -31,36 +30,27 @@ NOT_PUSHED = ("trainer", "*.part")
 """Files of a checkpoint that stay: the optimizer's state."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushOptions:
-    """Options of one push."""
+def push(what: Path | str, to: str, *, public: bool = False, dry_run: bool = False) -> Mapping[str, Any]:
+    """Upload a checkpoint as a model, or the rollouts of a run as a data set, to `hub:ORG/NAME`.
 
-    what: Path
-    """Run directory or checkpoint."""
-    to: str
-    """hub:ORG/NAME."""
-    public: bool = False
-    dry_run: bool = False
-
-
-async def push(options: PushOptions) -> Mapping[str, Any]:
-    """Upload and return `repo`, `kind`, `private`, `files` {name: bytes}, `left_out` and `url`.
-
-    Raises InsituError.
+    Returns `repo`, `kind`, `private`, `files` {name: bytes}, `left_out` (rollouts that hold what looks like a
+    secret) and `url`. Private unless `public`; `dry_run` only returns what would be uploaded. Raises
+    InsituError.
     """
-    found = HUB.fullmatch(options.to)
+    what = Path(what)
+    found = HUB.fullmatch(to)
     if found is None:
-        raise ConfigError(f"--to takes hub:ORG/NAME, got {options.to}")
-    kind: Literal["model", "dataset"] = "model" if any(options.what.glob("*.safetensors")) else "dataset"
-    if kind == "dataset" and not (options.what / "config.toml").is_file():
-        raise RecordError(f"{options.what} is neither a run directory nor a checkpoint (*.safetensors)")
-    if not options.dry_run and find_spec("huggingface_hub") is None:
+        raise ConfigError(f"--to takes hub:ORG/NAME, got {to}")
+    kind: Literal["model", "dataset"] = "model" if any(what.glob("*.safetensors")) else "dataset"
+    if kind == "dataset" and not (what / "config.toml").is_file():
+        raise RecordError(f"{what} is neither a run directory nor a checkpoint (*.safetensors)")
+    if not dry_run and find_spec("huggingface_hub") is None:
         raise ConfigError(f"huggingface_hub is not installed: {install_extra('hub')}")
     redaction = Redaction()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="insitu-push-"))) / "files"
         prepare = _model if kind == "model" else _dataset
-        left_out = await asyncio.to_thread(prepare, options.what, folder, redaction)
+        left_out = prepare(what, folder, redaction)
         files = {
             path.relative_to(folder).as_posix(): path.stat().st_size
             for path in sorted(folder.rglob("*"))
@@ -69,13 +59,13 @@ async def push(options: PushOptions) -> Mapping[str, Any]:
         report = {
             "repo": found[1],
             "kind": kind,
-            "private": not options.public,
+            "private": not public,
             "files": files,
             "left_out": left_out,
             "url": "",
         }
-        if not options.dry_run:
-            report["url"] = await upload(folder, found[1], kind, redaction, public=options.public)
+        if not dry_run:
+            report["url"] = blocking(lambda: upload(folder, found[1], kind, redaction, public=public))
     return report
 
 

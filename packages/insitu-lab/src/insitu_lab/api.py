@@ -8,7 +8,7 @@ from typing import Any
 
 from insitu.agents.recipe import Recipe
 from insitu.api import ConfigSource, Overrides, Progress, blocking_form, resolve, viewing
-from insitu_lab.attacks.choose import AttackOptions, attack_tasks
+from insitu_lab.attacks.choose import attack_tasks
 from insitu_lab.attacks.run import AttackReport
 from insitu_lab.conformance.checks import ConformanceResult
 from insitu_lab.conformance.run import conform_all
@@ -45,9 +45,8 @@ async def attack_async(
     """
     resolved = resolve(config, overrides, None, tables)
     own = config is not None or "tasks" in tables or any(name.startswith("tasks.") for name in overrides)
-    options = AttackOptions(only=only, runner=runner, tasks=tasks, own=own)
     with viewing(progress) as view:
-        return await attack_tasks(resolved, options, view)
+        return await attack_tasks(resolved, view, only=only, runner=runner, tasks=tasks, own=own)
 
 
 attack = blocking_form(attack_async)

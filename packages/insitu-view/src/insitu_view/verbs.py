@@ -267,28 +267,34 @@ def view(
 ) -> int:
     """Serve the viewer until Ctrl-C, which is a success, or write one run as one file."""
     from insitu.shutdown import run_interruptible
-    from insitu_view.web.command import DEFAULT_FOLDER, ViewOptions
+    from insitu_view.web.command import DEFAULT_FOLDER
     from insitu_view.web.command import view as serve_view
-    from insitu_view.web.export import ExportOptions
     from insitu_view.web.export import export as export_runs
 
     if export is not None:
-        wanted = ExportOptions(
-            paths=runs or [DEFAULT_FOLDER],
-            file=export,
+        export_runs(
+            runs or [DEFAULT_FOLDER],
+            export,
+            sys.stdout,
             rollouts=rollouts,
             redact=redact,
             tokens=not no_tokens,
             checks=with_checks,
             max_mib=max_mib,
         )
-        export_runs(wanted, sys.stdout)
         return 0
-    chosen = ViewOptions(
-        paths=runs, host=host, port=port, allow_network=allow_network, opens=not no_open, json=json, at=at
+    serving = serve_view(
+        runs,
+        sys.stdout,
+        host=host,
+        port=port,
+        allow_network=allow_network,
+        opens=not no_open,
+        json=json,
+        at=at,
     )
     with contextlib.suppress(KeyboardInterrupt):
-        run_interruptible(serve_view(chosen, sys.stdout))
+        run_interruptible(serving)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
 
 from insitu.config import Config
 from insitu.errors import ConfigError
@@ -17,20 +16,6 @@ from insitu_lab.attacks.run import AttackReport, run_matrix
 from insitu_lab.attacks.runner import NAIVE_WORK_BYTES, Cell
 from insitu_lab.attacks.target import target_for
 from insitu_lab.attacks.user_tasks import run_user_tasks, user_targets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttackOptions:
-    """What is attacked with what."""
-
-    only: str = ""
-    """Numbers of attacks, `1,4,10-12`; empty = all."""
-    runner: str = ""
-    """Grading runners, `a,b`; empty = all."""
-    tasks: int = 3
-    """Tasks of the user's own."""
-    own: bool = False
-    """Attack the configured tasks instead of the reference subject."""
 
 
 def chosen_attacks(text: str) -> tuple[Attack, ...]:
@@ -69,30 +54,31 @@ def open_backends(config: Config) -> tuple[SandboxBackend, SandboxBackend]:
 
 
 async def attack_tasks(
-    config: Config,
-    options: AttackOptions,
-    view: View,
+    config: Config, view: View, *, only: str, runner: str, tasks: int, own: bool
 ) -> AttackReport:
-    """Run the chosen attacks. Raises ConfigError, TaskError, SetupError."""
+    """Run the chosen attacks; `own`: on so many of the configured tasks, not on the reference subject.
+
+    Raises ConfigError, TaskError, SetupError.
+    """
     done = itertools.count(1)
 
     def note(cell: Cell) -> None:
         view.note(f"{cell.runner} {cell.id} {'FAILED' if cell.failures else 'ok'}")
         view.advance(next(done))
 
-    attacks, names = chosen_attacks(options.only), chosen_runners(options.runner)
+    attacks, names = chosen_attacks(only), chosen_runners(runner)
     backend, careless = open_backends(config)
-    if not options.own:
+    if not own:
         view.stage("attacking", len(attacks) * len(names))
         return await run_matrix(attacks, names, backend, careless, note)
     source = config.task_set.path or config.task_set.source
-    found = user_targets(config, source, options.tasks, view.note)
+    found = user_targets(config, source, tasks, view.note)
     subjects = [one for one in found if one.task.grading.runner in names]
     if not subjects:
         raise ConfigError(f"no task of {source} asks for runner {', '.join(names)}")
     check_tasks(config, [one.task for one in subjects])
     attacks = tuple(attack for attack in attacks if attack.portable)
     if not attacks:
-        raise ConfigError(f"attacks {options.only} know the reference subject; none can be tried on {source}")
+        raise ConfigError(f"attacks {only} know the reference subject; none can be tried on {source}")
     view.stage("attacking", len(attacks) * len(subjects))
     return await run_user_tasks(attacks, subjects, backend, note)

@@ -7,7 +7,7 @@ The run itself is `training.loop` on examples/demo.toml, with a warm start that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -31,24 +31,13 @@ SIDE_BY_SIDE = 2
 """Tasks of each evaluation that the report of single replies shows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions:
-    """Options of the command line."""
-
-    from_scratch: bool = False
-    """Make the warm start; rejected together with `resume`."""
-    resume: Path | None = None
-    began: float = field(default_factory=monotonic)
-    """Start time of the process, see `training.loop.TrainOptions`."""
-
-
-async def run_demo(config: Config, view: View, options: DemoOptions) -> str:
+async def run_demo(config: Config, view: View, options: TrainOptions, *, from_scratch: bool = False) -> str:
     """Run the demo, write its report and return it. Raises InsituError.
 
     The time of a warm start made here is part of `wall_s` and is reported as `warm_start_s`.
     """
     extra: dict[str, float] = {}
-    if options.from_scratch and options.resume is None:
+    if from_scratch and options.resume is None:
         from insitu_train.demo.make_warm_start import make_warm_start
 
         require_learner(config)
@@ -58,8 +47,7 @@ async def run_demo(config: Config, view: View, options: DemoOptions) -> str:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     if config.model.path == str(smollm2_file()):
         await fetch_smollm2(view)
-    chosen = TrainOptions(resume=options.resume, began=options.began, extra=extra)
-    summary = await run_training(config, view, chosen)
+    summary = await run_training(config, view, replace(options, extra=extra))
     return write_report(Path(config.run.dir), summary)
 
 

@@ -35,9 +35,10 @@ def demo(
     from insitu.config import demo_preset, load_config, read_toml
     from insitu.errors import ConfigError
     from insitu.evaluate.resume import TRAINING
-    from insitu_train.demo.run import DemoOptions, run_demo
+    from insitu_train.demo.run import run_demo
     from insitu_train.demo.smollm2 import smollm2_file
     from insitu_train.learner.process import describe_learner
+    from insitu_train.loop import TrainOptions
 
     if model and (agent or from_scratch or resume):
         raise ConfigError(
@@ -54,7 +55,11 @@ def demo(
         resolved = load_config(None, changes, demo_preset())
     if dry:
         return dry_run(resolved, describe_learner, trains=True, samples=True)
-    options = DemoOptions(from_scratch=from_scratch, resume=resume, began=process_began())
+    options = TrainOptions(resume=resume, began=process_began())
     return run_to_end(
-        "demo", resolved, lambda config, view: run_demo(config, view, options), plain=plain, json=json
+        "demo",
+        resolved,
+        lambda config, view: run_demo(config, view, options, from_scratch=from_scratch),
+        plain=plain,
+        json=json,
     )

@@ -41,42 +41,41 @@ _POLICY = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """Options of one export."""
+def export(
+    paths: Sequence[Path],
+    file: Path,
+    out: TextIO,
+    *,
+    rollouts: str,
+    redact: Sequence[str],
+    tokens: bool,
+    checks: bool,
+    max_mib: int,
+) -> None:
+    """Write the file. Raises InsituError, also when the file would be larger than `max_mib`.
 
-    paths: Sequence[Path]
-    file: Path
-    rollouts: str
-    """Empty = the telling ones and pairs before and after; a number = the newest; ids with commas; `all`."""
-    redact: Sequence[str]
-    tokens: bool
-    checks: bool
-    """Keep failing checks of verdicts: they show hidden tests."""
-    max_mib: int
-
-
-def export(options: ExportOptions, out: TextIO) -> None:
-    """Write the file. Raises InsituError, also when the file would be larger than `max_mib`."""
-    found = Runs(options.paths)
+    rollouts: empty = the telling ones and pairs before and after; a number = the newest; ids with commas;
+    `all`. checks: keep failing checks of verdicts, which show hidden tests.
+    """
+    found = Runs(paths)
     runs = found.all()
     if not runs:
         raise ConfigError("--export: there is no run at the given paths")
-    if len(runs) > 1 and not re.fullmatch(r"|all|\d+", options.rollouts):
+    if len(runs) > 1 and not re.fullmatch(r"|all|\d+", rollouts):
         raise ConfigError(f"--rollouts with ids takes one run, and there are {len(runs)} at the given paths")
-    pages = _Pages(Context(runs=found), runs, Redaction(options.redact), options.tokens, options.checks)
-    pages.add_all(options.rollouts)
+    pages = _Pages(Context(runs=found), runs, Redaction(redact), tokens, checks)
+    pages.add_all(rollouts)
     body = _document(pages).encode("utf-8", "replace")
-    if len(body) > options.max_mib << 20:
+    if len(body) > max_mib << 20:
         raise ConfigError(
-            f"{options.file} would have {len(body) / (1 << 20):.2f} MiB, more than --max-mib"
-            f" {options.max_mib}: choose fewer --rollouts, or add --no-tokens"
+            f"{file} would have {len(body) / (1 << 20):.2f} MiB, more than --max-mib"
+            f" {max_mib}: choose fewer --rollouts, or add --no-tokens"
         )
     try:
-        options.file.write_bytes(body)
+        file.write_bytes(body)
     except OSError as error:
-        raise SetupError(f"cannot write {options.file}: {error.strerror}") from error
-    print(f"{options.file}: {len(body) / (1 << 20):.1f} MiB. {pages.left_out()}", file=out)
+        raise SetupError(f"cannot write {file}: {error.strerror}") from error
+    print(f"{file}: {len(body) / (1 << 20):.1f} MiB. {pages.left_out()}", file=out)
 
 
 @dataclass(slots=True)

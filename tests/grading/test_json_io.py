@@ -51,7 +51,7 @@ def deep() -> list[object]:
 
 NOT_JSON = [
     {Text("a"): 1}, Whole(1), Text("a"), Always(), [Always()], (Always(),), {Whole(1)}, b"a", 1j, circle(),
-    deep(), float("nan"), float("inf"), [0] * (MAX_NODES + 1), object, 10**MAX_DIGITS,
+    deep(), float("nan"), float("inf"), [0] * (MAX_NODES + 1), object, 10**MAX_DIGITS, -(10**MAX_DIGITS),
 ]  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -185,6 +185,10 @@ def test_an_answer_that_nests_without_end_is_wrong() -> None:
 def test_what_is_no_plain_value_is_refused(value: object) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         encode(value, 0, [MAX_NODES])
+
+
+def test_an_integer_of_the_most_digits_is_written() -> None:
+    assert len(encode(1 - 10**MAX_DIGITS, 0, [MAX_NODES])) == 1 + MAX_DIGITS
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,6 @@ def _npm(node: Path) -> list[str]:
     return [npm]
 
 
-def _pip_python() -> str:
-    """Return the Python on this machine that is also that of local sandboxes."""
-    inside = layout.python_inside()
-    return str(Path(sys.base_prefix, "bin", "python3")) if inside.startswith(layout.OWN_PYTHON) else inside
-
-
 def _install_folder(recipe: Recipe) -> Path | None:
     """Return the cache folder of the recipe's packages; None for an agent without packages."""
     packages = (*recipe.npm, *recipe.pip)
@@ -116,7 +110,7 @@ def _install_folder(recipe: Recipe) -> Path | None:
         return None
     name = re.sub(r"[^\w.]+", "-", packages[0].replace("==", "-")).strip("-")
     if recipe.pip or len(packages) > 1:
-        python = layout.python_version(Path(_pip_python())) if recipe.pip else ()
+        python = layout.python_version(Path(layout.python_outside())) if recipe.pip else ()
         key = repr((packages, recipe.root, python))
         name += f"-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     return cache_folder() / name
@@ -196,7 +190,7 @@ def _pip_install(recipe: Recipe, tree: Path) -> None:
     """Install for the sandboxes' Python, with the pip of the current Python."""
     site, bin_folder = tree / "site", tree / "bin"
     flags = ["--no-input", "--disable-pip-version-check", "--no-cache-dir", "--quiet"]
-    command = [sys.executable, "-m", "pip", "--python", _pip_python(), "install", *flags]
+    command = [sys.executable, "-m", "pip", "--python", layout.python_outside(), "install", *flags]
     _run("pip", recipe.pip, [*command, "--target", str(site), *recipe.pip], tree)
     scripts = site / "bin"
     if scripts.is_dir():

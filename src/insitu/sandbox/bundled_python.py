@@ -12,7 +12,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -55,8 +54,7 @@ def command() -> list[str]:
 
 def stage_python(cache: Path) -> Path:
     """Build the bundle where missing; return its folder, to mount at MOUNT. Raises SetupError."""
-    inside = layout.python_inside()
-    python = Path(sys.base_prefix, "bin", "python3") if inside.startswith(layout.OWN_PYTHON) else Path(inside)
+    python = Path(layout.python_outside())
     try:
         code = layout.compile_supervisor()
         version = f"{python.resolve()} {python.stat().st_mtime_ns} {platform.machine()}"

@@ -61,6 +61,12 @@ def python_inside() -> str:
     return f"{OWN_PYTHON}/bin/python3"
 
 
+def python_outside() -> str:
+    """Return the Python on this machine that a sandbox has as `python_inside()`."""
+    inside = python_inside()
+    return str(Path(sys.base_prefix, "bin", "python3")) if inside.startswith(OWN_PYTHON) else inside
+
+
 @functools.cache
 def python_version(program: Path) -> tuple[int, int]:
     """Return (major, minor); (0, 0) for a missing program."""
@@ -88,10 +94,8 @@ def supervisor(arguments: Sequence[str]) -> list[str]:
 
 def compile_supervisor() -> bytes:
     """Return supervisor.py compiled by the sandbox's Python. Raises OSError, subprocess.SubprocessError."""
-    inside = python_inside()
-    python = str(Path(sys.base_prefix, "bin", "python3")) if inside.startswith(OWN_PYTHON) else inside
     source = Path(__file__).with_name("supervisor.py").read_bytes()
-    command = [python, "-I", "-S", "-B", "-c", _COMPILE]
+    command = [python_outside(), "-I", "-S", "-B", "-c", _COMPILE]
     return subprocess.run(command, input=source, capture_output=True, check=True, timeout=30).stdout
 
 

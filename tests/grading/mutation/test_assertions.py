@@ -458,3 +458,10 @@ def test_a_value_that_stands_elsewhere_too_is_left_where_another_will_do() -> No
     seen = {turned(whole(body), ["test_a"], seed).text for seed in range(40)}
     assert all('== ["spam", 100, ' in text for text in seen)
     assert len(seen) > 5
+
+
+def test_what_the_text_of_an_f_string_says_is_said() -> None:
+    """From Python 3.12 on its text is a token of another kind."""
+    body = 'def test_a():\n    print(f"{f(1)} is no 777")\n    assert f(1) == 777\n    assert f(2) == 42\n'
+    texts = {turned(whole(body), ["test_a"], seed).text for seed in range(20)}
+    assert all("f(1) == 777" in text for text in texts)

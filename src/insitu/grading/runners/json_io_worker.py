@@ -10,8 +10,12 @@ import posix
 import sys
 from _json import encode_basestring_ascii as quote
 
+if sys.version_info < (3, 10):
+    raise SystemExit("Python {}.{} in the sandbox is too old: 3.10 or newer".format(*sys.version_info))
+
 MAX_DEPTH = 64
 MAX_NODES = 200_000
+MAX_DIGITS = 100_000  # Python's own limit is inexact from 3.12 on
 
 
 def encode(value: object, depth: int, budget: list[int]) -> str:
@@ -30,7 +34,10 @@ def encode(value: object, depth: int, budget: list[int]) -> str:
     if type(value) is str:
         return quote(value)
     if type(value) is int:
-        return int.__repr__(value)
+        text = int.__repr__(value)
+        if len(text) - (value < 0) > MAX_DIGITS:
+            raise ValueError("too many digits")
+        return text
     if type(value) is float:
         if value - value != 0.0:
             raise ValueError("not finite")

@@ -14,6 +14,11 @@ from dataclasses import dataclass
 
 from insitu_tasksets.mutation.literals import wrong_literal
 
+_SPOKEN = {
+    getattr(tokenize, name, tokenize.STRING)
+    # Until Python 3.12 (3.14: `t"..."`) the text of an f-string is a part of one string.
+    for name in ("STRING", "NUMBER", "COMMENT", "FSTRING_MIDDLE", "TSTRING_MIDDLE")
+}
 Place = tuple[int, int]
 """Line from 1 and column in bytes, as in ast."""
 
@@ -60,8 +65,7 @@ class Source:
             raise SyntaxError(str(error)) from None
         self._starts = [token.start for token in self.tokens]
         self._times = Counter(_core(token.text) for token in self.tokens)
-        spoken = (tokenize.STRING, tokenize.NUMBER, tokenize.COMMENT)
-        self._words = Counter(w for token in self.tokens if token.kind in spoken for w in words(token.text))
+        self._words = Counter(w for token in self.tokens if token.kind in _SPOKEN for w in words(token.text))
 
     def between(self, start: Place, end: Place) -> list[_Token]:
         """Return the tokens between two positions."""

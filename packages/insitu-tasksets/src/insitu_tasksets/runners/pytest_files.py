@@ -14,11 +14,11 @@ from pathlib import Path
 
 from insitu.errors import SetupError, boundary
 from insitu.install_hints import install_extra
-from insitu.sandbox.rootfs import python_inside
+from insitu.sandbox.rootfs import python_outside
 
 PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 OPTIONAL = ("exceptiongroup", "tomli", "typing_extensions")
-"""Dependencies of pytest before Python 3.11."""
+"""What pytest needs in a sandbox with Python 3.10."""
 CONFIG = "[pytest]\n"
 """The configuration in use; a file in the work folder is ignored."""
 
@@ -29,7 +29,8 @@ def pytest_folder(cache: Path) -> Path:
     versions = [f"{name}-{version}" for name in PACKAGES if (version := _version(name))]
     if len(versions) < len(PACKAGES):
         raise SetupError(f"runner `pytest` needs pytest beside insitu: {install_extra('grade')}")
-    folder = cache / "-".join(versions[:2])
+    optional = [f"{name}-{version}" for name in OPTIONAL if (version := _version(name))]
+    folder = cache / "-".join([*versions[:2], *optional])
     if (folder / "insitu.ini").exists():
         return folder
     with boundary(SetupError, f"copy pytest to {folder}"):
@@ -37,7 +38,7 @@ def pytest_folder(cache: Path) -> Path:
         fresh = Path(tempfile.mkdtemp(dir=cache, prefix="pytest-"))
         try:
             fresh.chmod(0o755)
-            for name in (*PACKAGES, *(name for name in OPTIONAL if _version(name))):
+            for name in (*PACKAGES, *(each.partition("-")[0] for each in optional)):
                 _copy(name, fresh)
             _compile(fresh)
             (fresh / "insitu.ini").write_text(CONFIG)
@@ -84,5 +85,5 @@ def _copy(name: str, folder: Path) -> None:
 
 def _compile(folder: Path) -> None:
     """Compile for the Python of plain sandboxes, which saves a second per start."""
-    command = [python_inside(), "-I", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash"]
+    command = [python_outside(), "-I", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash"]
     subprocess.run([*command, str(folder)], capture_output=True, timeout=120, check=False)

@@ -11,6 +11,9 @@ import os
 import sys
 from _json import encode_basestring_ascii as quote
 
+if sys.version_info < (3, 10):
+    raise SystemExit("Python {}.{} in the sandbox is too old: 3.10 or newer".format(*sys.version_info))
+
 OPTIONS = (
     "-q", "--capture=no", "--import-mode=importlib", "--color=no", "--tb=no", "--show-capture=no",
     "-p", "no:cacheprovider", "-p", "no:junitxml", "-p", "no:pastebin", "-p", "no:stepwise",

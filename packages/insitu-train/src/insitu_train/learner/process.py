@@ -88,18 +88,21 @@ differ. Variables that only place or wake threads stay."""
 
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""glibc keeps up to 1 GiB of what was freed: a step takes that much again, and each page that the system
+gives costs a page fault. Setting one value ends the adaptation of both; the other's ends at 32 MiB."""
 
 
 def computing(environment: Mapping[str, str], *, shares_tensors: bool = False) -> dict[str, str]:
     """Return `environment` without `DROPPED`, and with defaults for torch.
 
-    Threads sleep between parallel regions: on a busy machine spinning costs many times the work. GPU memory
-    is in expandable segments, since passes differ in length; not where another process maps tensors
-    (`shares_tensors`), which such segments prevent.
+    Threads sleep between parallel regions: on a busy machine spinning costs many times the work. Freed memory
+    is kept for the next step. GPU memory is in expandable segments, since passes differ in length; not where
+    another process maps tensors (`shares_tensors`), which such segments prevent.
     """
     kept = {name: value for name, value in environment.items() if name not in DROPPED}
     growing = {} if shares_tensors else {ALLOCATOR: "expandable_segments:True"}
-    return {"OMP_WAIT_POLICY": "PASSIVE", **growing, **kept}
+    return {"OMP_WAIT_POLICY": "PASSIVE", **KEPT_MEMORY, **growing, **kept}
 
 
 _GENERATION_S = 300.0

@@ -32,7 +32,6 @@ def test_rows_are_those_of_the_plan() -> None:
             assert np.array_equal(getattr(mine, name), getattr(theirs, name))
     reasons = {item.rollout.id: item.reason for group in made for item in group.rollouts}
     assert reasons == plan.exclusion_reasons
-    assert made[0].rollouts[0].oldest == 4
 
 
 def test_what_has_no_score_has_no_advantage() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 from gateway_rig import ASK, TOOLS, Rig, call, said
@@ -165,16 +163,6 @@ async def test_it_is_bounded(renderer: TemplateRenderer) -> None:
             for status in (201, 429):
                 async with rig.http.post(f"{listener.origin}/sessions", json={}, headers=auth) as response:
                     assert response.status == status
-
-
-async def test_a_unix_socket_serves_it_too(renderer: TemplateRenderer, tmp_path: Path) -> None:
-    async with AdminRig(renderer, [said("x")]) as rig, rig.admin.listen_unix(tmp_path / "admin"):
-        connector = aiohttp.UnixConnector(str(tmp_path / "admin"))
-        async with (
-            aiohttp.ClientSession(connector=connector) as http,
-            http.get("http://admin/stats", headers=rig.admin_auth) as response,
-        ):
-            assert (await response.json())["defects"] == 0
 
 
 async def test_deleting_an_open_session_aborts_its_calls(renderer: TemplateRenderer) -> None:

@@ -21,7 +21,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar
 
 from aiohttp import web
@@ -31,7 +30,7 @@ from insitu.errors import ConfigError, InsituError, describe_invalid
 from insitu.gateway.connection import json_response
 from insitu.gateway.dialects.base import WireError
 from insitu.gateway.host_tools import HostTool
-from insitu.gateway.listeners import Listener, listen_tcp, listen_unix
+from insitu.gateway.listeners import Listener, listen_tcp
 from insitu.gateway.request import read_json, secret_of
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session, secret_digest
@@ -126,10 +125,6 @@ class Admin:
         self._open: dict[str, Session] = {}
         self._names: set[str] = set()
         self._sealed: OrderedDict[str, tuple[Session, Trajectory]] = OrderedDict()
-
-    def listen_unix(self, path: Path) -> AbstractAsyncContextManager[Listener]:
-        """Serve the operator through a unix socket. Raises SetupError."""
-        return listen_unix(self._handle, path)
 
     def listen_tcp(self, port: int = 0) -> AbstractAsyncContextManager[Listener]:
         """Serve the operator on a loopback port. Raises SetupError."""

@@ -9,7 +9,7 @@ Sessions of one task form a group. Does not import torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 from insitu.capture.ledger import reassign
 from insitu.chat.load import load_renderer
 from insitu.config import Config, model_folder
-from insitu.errors import GatewayError, InsituError
+from insitu.errors import GatewayError, InsituError, RecordError
 from insitu.gateway.admin import Admin
-from insitu.gateway.host_tools import HostTool
+from insitu.gateway.host_tools import HostCall, HostTool
 from insitu.gateway.server import Gateway
 from insitu.gateway.session import Session
 from insitu.gateway.text_log import spent_in
@@ -30,7 +30,6 @@ from insitu.runtime.preflight import check_local_engine
 from insitu.runtime.prompt_sizes import PromptFit
 from insitu.runtime.run import open_backend
 from insitu.serving.console import Console
-from insitu.serving.host_calls import HostCallReporter
 from insitu.storage.files import write_text
 from insitu.storage.host_calls import HostCallLog
 from insitu.storage.lifecycle import SERVE
@@ -86,6 +85,32 @@ def rollout_of(session: Session, trajectory: Trajectory) -> Rollout:
         return _rollout(session.rollout_id, trajectory, **more)
     status = Status.TRUNCATED if stats.budget_stop or stats.truncated else Status.OK
     return _rollout(session.rollout_id, trajectory, **more, status=status, reward=session.reward)
+
+
+class HostCallReporter:
+    """Writes host tool calls to the log file and reports them as events; not thread-safe."""
+
+    def __init__(
+        self, log: HostCallLog, on_event: Callable[[str, Mapping[str, Any], list[str]], None]
+    ) -> None:
+        """Take the log file and a callback for (event name, JSON fields, text lines)."""
+        self._log, self._on_event = log, on_event
+        self.error: RecordError | None = None
+        """First write error of the log file."""
+
+    def on_call(self, session: Session, call: HostCall) -> None:
+        """Log one call."""
+        # A write error, such as a full disk, must not fail the agent's call.
+        record = {"public_id": session.public_id, **asdict(call)}
+        try:
+            self._log.keep(session.rollout_id, 1, [record])
+        except RecordError as error:
+            self.error = self.error or error
+        end = f"refused: {call.error}" if call.error else "accepted"
+        line = f"{session.rollout_id} host tool {call.name} called by the {call.source}, {end}"
+        if call.source == "hook":
+            line = f"{session.rollout_id} the hook on tool calls acted on one of {call.name}"
+        self._on_event("host_call", {"rollout_id": session.rollout_id, **record}, [line])
 
 
 class Served:

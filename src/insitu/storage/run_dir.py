@@ -136,10 +136,6 @@ class RunDir:
         """Log of host tool calls; exists after the first call."""
         return self.path / "host_calls.jsonl"
 
-    @property
-    def curve(self) -> Path:
-        return self.path / "curve.svg"
-
     def store(self) -> Store:
         """Open the store for writing."""
         return Store(self.path / "run.sqlite")

@@ -81,12 +81,6 @@ class RolloutRows:
             ),
         )  # fmt: skip
 
-    @property
-    def oldest(self) -> int | None:
-        """Oldest policy version among its masked tokens; None without any."""
-        versions = [int(s.versions[s.mask].min()) for s in self.segments if s.mask.any()]
-        return min(versions, default=None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:

@@ -35,8 +35,7 @@ from insitu.tasks.base import Item
 from insitu.tasks.dataset import RowSource
 from insitu.tasks.factory import open_source
 from insitu.types import Oracle, Task
-from insitu_tasksets.live import opened, solve, validate_live
-from insitu_tasksets.step_checks import validate_steps
+from insitu_tasksets.live import MAX_BYTES, MAX_FILES, opened, solve, validate_live, validate_steps
 
 COUNTS = ("tasks", "passed", "failed", "no_gold", "infra", "refused_rows")
 GENERATED_TASKS = 64
@@ -349,9 +348,6 @@ def required(oracle: Oracle) -> list[str]:
     for case in oracle.cases:
         found.append(f"case {case.function}({', '.join(map(repr, case.args))}) == {case.expected!r}")
     return found
-
-
-MAX_BYTES, MAX_FILES = 512 << 20, 200_000
 
 
 async def with_gold(backend: SandboxBackend, task: Task, oracle: Oracle) -> Oracle:

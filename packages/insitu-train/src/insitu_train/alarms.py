@@ -37,8 +37,6 @@ class _InfraFailures:
 
     tries: int
     masked: int
-    worst: Sequence[tuple[str, int, int]]
-    """(task, failures, attempts) of tasks with failures in most attempts, worst first."""
     lines: Sequence[str] = ()
     """Notices with the number of failures, and of rollouts without a sampled token, and the last error."""
     alarm: bool = False
@@ -99,7 +97,7 @@ class InfraFailureRate:
             key=lambda row: (-row[1] / row[2], row[0]),
         )
         worst = [row for row in worst if 2 * row[1] > row[2]]
-        counts = _InfraFailures(tries=tries.total(), masked=masked.total(), worst=worst)
+        counts = _InfraFailures(tries=tries.total(), masked=masked.total())
         lines = []
         if self._unsampled:
             why = self._why or "the agent ended without a reply of the model"

@@ -23,6 +23,14 @@ def follow_parent(parent: int) -> None:
         raise TrainError(f"the parent (process {parent}) is dead")
 
 
+def parser_of(module: str, what: str | None, **arguments: Callable[[str], object]) -> argparse.ArgumentParser:
+    """Return the parser of such a process, whose `arguments` must all be given as --NAME."""
+    parser = argparse.ArgumentParser(prog=module, description=what)
+    for name, kind in arguments.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, required=True)
+    return parser
+
+
 def main_of_child(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str]
 ) -> int:

@@ -125,6 +125,21 @@ class MemoryPredictor:
         """Return (bytes on the device, bytes offloaded to the host)."""
         raise NotImplementedError
 
+    @contextmanager
+    def _metered(self, model: nn.Module, load: BatchShape, first: bool) -> Iterator[MemoryMeter]:
+        """Yield what counts the bytes of a pass; the model has gradients meanwhile unless `first`."""
+        for p in model.parameters():
+            p.grad = None if first or not p.requires_grad else torch.empty_like(p)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        before = EMULATED.set(self._kernels)
+        try:
+            named = _by_name(load, self._kernels)
+            yield MemoryMeter([*model.parameters(), *model.buffers(), *grads], named)
+        finally:
+            EMULATED.reset(before)
+            for p in model.parameters():
+                p.grad = None
+
     def _pass(self, load: BatchShape) -> None:
         policy = self._passing
         chosen = _numbers(load.trained)
@@ -153,21 +168,8 @@ class BuiltinMemory(MemoryPredictor):
         super().__init__(self._model, self._model, "cpu")
 
     def _dry_run(self, load: BatchShape, techniques: MemoryOptions, first: bool) -> tuple[int, int]:
-        model = self._model
-        for p in model.parameters():
-            p.grad = None if first or not p.requires_grad else torch.empty_like(p)
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        before = EMULATED.set(self._kernels)
-        try:
-            meter = MemoryMeter(
-                [*model.parameters(), *model.buffers(), *grads], _by_name(load, self._kernels)
-            )
-            with _on_meta(), meter, torch.device("meta"):
-                self._pass(load)
-        finally:
-            EMULATED.reset(before)
-            for p in model.parameters():
-                p.grad = None
+        with self._metered(self._model, load, first) as meter, _on_meta(), meter, torch.device("meta"):
+            self._pass(load)
         return meter.peak, 0
 
 
@@ -269,21 +271,15 @@ class MemoryModel(MemoryPredictor):
     ) -> tuple[Sequence[int], int]:
         """Return (peaks of the parts of a pass, bytes offloaded) with the first `count` layers."""
         policy, model = self._policy, self._policy.model
-        for p in model.parameters():
-            p.grad = None if first or not p.requires_grad else torch.empty_like(p)
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
         policy.techniques = techniques
         offloaded = policy.mode.offload.bytes
-        before = EMULATED.set(self._kernels)
-        try:
-            named = _by_name(load, self._kernels)
-            meter = MemoryMeter([*model.parameters(), *model.buffers(), *grads], named)
-            with only(decoder_layers(model), count, meter), _on_meta(), meter:
-                self._pass(load)
-        finally:
-            EMULATED.reset(before)
-            for p in model.parameters():
-                p.grad = None
+        with (
+            self._metered(model, load, first) as meter,
+            only(decoder_layers(model), count, meter),
+            _on_meta(),
+            meter,
+        ):
+            self._pass(load)
         return meter.peaks, policy.mode.offload.bytes - offloaded
 
 

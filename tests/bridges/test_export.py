@@ -29,7 +29,7 @@ from insitu_bridges.parquet import read_parquet
 from insitu_bridges.records import ROWS, read_rollout
 from insitu_bridges.verbs import EXPORT_FORMS
 from insitu_train.plan.step import PlanConfig, plan_step
-from insitu_train.plan.stored import stored_groups
+from insitu_train.recovery import stored_groups
 
 FORMS = ("jsonl", "parquet", "hf")
 

@@ -23,7 +23,7 @@ from insitu_train.channel.host_link import SECRET
 from insitu_train.model.load import open_policy
 from insitu_train.options import TrainConfig
 from insitu_train.plan.step import PlanConfig, plan_step
-from insitu_train.plan.stored import stored_groups
+from insitu_train.recovery import stored_groups
 from insitu_train.run_report import show_run
 from insitu_train.trainer.trainer import Trainer
 from sources import SOURCES

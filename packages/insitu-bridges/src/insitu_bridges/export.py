@@ -38,7 +38,7 @@ from insitu_bridges.stored import READ_S, RolloutFilter, RunPart, run_parts, sto
 from insitu_bridges.targets import REMOVED, TARGETS, check_payload, read_payload, write_payload
 from insitu_train.plan.digest import is_plan
 from insitu_train.plan.step import PlanConfig, plan_step
-from insitu_train.plan.stored import stored_groups
+from insitu_train.recovery import stored_groups
 from insitu_train.redaction import Redaction
 from insitu_train.words import Words, WordsCache
 

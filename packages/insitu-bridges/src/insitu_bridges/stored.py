@@ -22,7 +22,7 @@ from insitu.types import Group, Rollout, Turn
 from insitu_bridges.records import StoredRollout
 from insitu_bridges.rows import GroupRows, RolloutRows, rows_of
 from insitu_train.plan.step import PlanConfig
-from insitu_train.plan.stored import stored_groups
+from insitu_train.recovery import stored_groups
 from insitu_train.words import Words
 
 PLACE = {

@@ -10,15 +10,16 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from insitu.errors import RecordError
 from insitu.storage.run_dir import RunDir
 from insitu.storage.store import StepRecord, Store
+from insitu.types import Group, Rollout
 from insitu_train.phases import is_heldout
 from insitu_train.plan.digest import is_plan
 from insitu_train.plan.step import PlanConfig, StepPlan, plan_step
-from insitu_train.plan.stored import stored_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,19 @@ def _planned_again(store: Store, record: StepRecord, config: PlanConfig) -> Step
             " one that was trained"
         )
     return plan
+
+
+def stored_groups(store: Store, step: int) -> Sequence[Group]:
+    """Return the groups of one training step as collected."""
+    rollouts = store.step_rollouts(step)
+
+    def group_of(rollout: Rollout) -> str:
+        return rollout.id.rsplit("/", 1)[0]
+
+    return [
+        Group(id=name, task_id=held[0].task_id, rollouts=tuple(held))
+        for name, held in ((name, list(members)) for name, members in groupby(rollouts, key=group_of))
+    ]
 
 
 def checkpoint_folder(run: RunDir, step: int) -> Path:

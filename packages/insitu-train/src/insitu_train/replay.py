@@ -23,7 +23,7 @@ from insitu_train.learner.process import LearnerSpec, require_learner
 from insitu_train.loop import check_start_model
 from insitu_train.plan.digest import is_plan
 from insitu_train.plan.step import PlanConfig, plan_step
-from insitu_train.plan.stored import stored_groups
+from insitu_train.recovery import stored_groups
 
 
 async def replay_run(run_dir: Path, view: View) -> Mapping[str, Any]:

@@ -376,3 +376,17 @@ def _account(slots: Sequence[PlannedRollout], in_rows: int) -> Ledger:
     if not total.balanced or in_rows != trained:
         raise TrainError(f"the ledger of the step does not balance: {total}, {in_rows} tokens in rows")
     return total
+
+
+def check_versions(plan: StepPlan, version: int, max_staleness: int) -> None:
+    """Raise TrainError for a version that cannot occur at `version`: a wrong checkpoint, a missed refresh."""
+    oldest = version - max_staleness
+    for row in plan.rows:
+        wrong = row.mask & ((row.versions < oldest) | (row.versions > version))
+        if wrong.any():
+            token = int(wrong.argmax())
+            raise TrainError(
+                f"rollout {row.rollout_id} segment {row.segment} token {token} was sampled by version"
+                f" {row.versions[token]}, the trainer is at {version} and accepts none older than"
+                f" {oldest}: no update"
+            )

@@ -23,13 +23,12 @@ from insitu_train.loss.inputs import StepInputs
 from insitu_train.loss.losses import token_loss
 from insitu_train.loss.metrics import LossSums, result_of
 from insitu_train.options import StepResult, TrainConfig, rate
-from insitu_train.plan.step import PlanRow, StepPlan
+from insitu_train.plan.step import PlanRow, StepPlan, check_versions
 from insitu_train.service.reduction import Reduction
 from insitu_train.service.session import TrainingRun
 from insitu_train.trainer.batch import make_batch
 from insitu_train.trainer.mismatch import Mismatch, refused
 from insitu_train.trainer.score_recorder import ScoreRecorder
-from insitu_train.trainer.versions import check_versions
 
 
 class HalfDoneError(EngineError):

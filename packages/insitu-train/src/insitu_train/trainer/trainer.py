@@ -31,7 +31,7 @@ from insitu_train.model.base import PLAIN, MemoryOptions, Policy
 from insitu_train.model.hf import HfPolicy
 from insitu_train.options import StepResult, TrainConfig
 from insitu_train.plan.packing import MicroBatch, pack
-from insitu_train.plan.step import StepPlan
+from insitu_train.plan.step import StepPlan, check_versions
 from insitu_train.trainer.batch import TensorBatch, make_batch, states
 from insitu_train.trainer.distributed import RankLostError, Ranks, Together
 from insitu_train.trainer.mismatch import Mismatch, refused
@@ -41,7 +41,6 @@ from insitu_train.trainer.parts import HeldError, SharedTime, agreed, described,
 from insitu_train.trainer.reference import Scorer
 from insitu_train.trainer.score_recorder import ScoreRecorder
 from insitu_train.trainer.utilization import utilization
-from insitu_train.trainer.versions import check_versions
 
 T = TypeVar("T")
 

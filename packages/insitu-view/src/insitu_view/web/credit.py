@@ -15,7 +15,7 @@ from insitu.errors import InsituError
 from insitu.storage.queries import ONE_STEP, RunReader
 from insitu_train.plan.digest import is_plan
 from insitu_train.plan.step import PlanConfig, plan_step
-from insitu_train.plan.stored import stored_groups
+from insitu_train.recovery import stored_groups
 from insitu_view.web.runs import RunHandle
 
 PLAN_S = 30.0

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def make(path: Path, rollouts: int) -> None:
         ledger = Ledger(captured=200 * SLOTS, trained=200 * SLOTS)
         ids = [rollout(1, slot).id for slot in range(SLOTS)]
         store.commit_step(1, {"loss": 0.5, "kl": 0.1}, "checkpoints/step-00001", "", ledger, trained=ids)
-    with sqlite3.connect(path / "run.sqlite") as db:
+    with closing(sqlite3.connect(path / "run.sqlite")) as db, db:
         db.execute("PRAGMA synchronous = OFF")
         db.execute("CREATE TEMP TABLE k (n INTEGER PRIMARY KEY)")
         db.executemany("INSERT INTO k VALUES (?)", [(n,) for n in range(1, rollouts // SLOTS)])

@@ -11,7 +11,7 @@ import pytest
 
 from insitu.chat.load import load_renderer
 from insitu.config import WARM_START, Config, load_config
-from insitu.engines.base import Engine
+from insitu.engines.base import Engine, TracksSessions
 from insitu.engines.factory import open_engine
 from insitu.engines.guarded import GuardedEngine
 from insitu.errors import EngineError
@@ -64,3 +64,19 @@ async def test_logprobs_are_there_as_the_engine_says(*, sampled: bool) -> None:
     wanted = "with" if sampled else "without"
     with pytest.raises(EngineError, match=f"^engine.kind mine: generate returned no Generation {wanted} log"):
         await GuardedEngine(other, "mine").generate(PROMPT, PARAMS, KEY)
+
+
+async def test_one_that_keeps_something_for_each_session_is_told_of_their_ends() -> None:
+    """`isinstance` of a protocol does not see `__getattr__` from Python 3.12 on."""
+    ended: list[str] = []
+
+    class Keeps(ScriptedEngine):
+        def release(self, session: str) -> None:
+            ended.append(session)
+
+    keeps = Keeps(RENDERER, lambda ids, key: Message(role="assistant", text="done"))
+    for own in (keeps, engine()):
+        guarded = GuardedEngine(own, "mine")
+        if isinstance(guarded, TracksSessions):
+            guarded.release("a")
+    assert ended == ["a"]

@@ -147,6 +147,8 @@ def test_what_the_infrastructure_failed_is_tried_again_and_never_a_zero(tmp_path
 class Hung:
     """A try that neither begins nor ends: an engine that answers no call, a pool that gives no worker."""
 
+    scores_groups = False
+
     def __init__(self, *_: object, **__: object) -> None: ...
 
     async def run(self, *_: object, **__: object) -> Rollout:

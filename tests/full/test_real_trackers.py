@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_tensorboard_reads_the_event_files(run: Path, packages: str) -> None:
 
 def test_the_database_of_trackio_holds_one_run(run: Path, packages: str) -> None:
     wanted = twice(run, packages, "trackio")
-    with sqlite3.connect(run.parent / "trackio" / "insitu.db") as db:
+    with closing(sqlite3.connect(run.parent / "trackio" / "insitu.db")) as db:
         rows = db.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
     assert len({name for name, _, _ in rows}) == 1
     read: dict[int, dict[str, float]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,5 +198,5 @@ def test_the_store_keeps_them(tmp_path: Path) -> None:
     assert back.experts is not None
     assert back.experts.dtype == np.int16
     assert np.array_equal(back.experts, experts)
-    with sqlite3.connect(tmp_path / "run.sqlite") as db:
+    with closing(sqlite3.connect(tmp_path / "run.sqlite")) as db:
         assert len(db.execute("SELECT experts FROM segments").fetchone()[0]) < 0.7 * experts.nbytes

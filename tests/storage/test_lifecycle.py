@@ -121,7 +121,7 @@ def test_what_cannot_be_had_again_is_synced_and_the_rest_with_it(tmp_path: Path)
 
 @pytest.mark.parametrize("query", ["WHERE s.account = 7", "WHERE state = 'assigned' AND account = 7"])
 def test_the_rollouts_of_a_step_are_found_by_an_index(tmp_path: Path, query: str) -> None:
-    with Store(tmp_path / "s"), sqlite3.connect(tmp_path / "s") as db:
+    with Store(tmp_path / "s"), closing(sqlite3.connect(tmp_path / "s")) as db:
         (plan,) = db.execute(f"EXPLAIN QUERY PLAN SELECT rollout_id FROM states s {query}").fetchall()
     assert "USING INDEX states_by_account" in plan[-1]
 

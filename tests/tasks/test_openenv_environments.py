@@ -6,6 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 from types import ModuleType
+from urllib.error import HTTPError
 
 import pytest
 from environments import check_openenv, check_verifiers, rows, taskset
@@ -77,6 +78,14 @@ def test_a_missing_package_is_named(source: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(sys.modules, name, None)
     with serve_guess() as url, pytest.raises(ConfigError, match=f"{source} is not installed: "):
         rows(source, url)
+
+
+def test_an_answer_that_is_an_error_is_closed() -> None:
+    with serve_guess() as url, pytest.raises(TaskError, match=f"^read {url}/none: HTTP Error") as caught:
+        openenv._http(f"{url}/none")
+    answer = caught.value.__cause__
+    assert isinstance(answer, HTTPError)
+    assert answer.closed
 
 
 def test_an_openenv_without_the_client_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

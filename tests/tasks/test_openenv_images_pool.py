@@ -157,7 +157,7 @@ def test_no_container_that_starts_outlives_its_process(docker: Path) -> None:
 
 
 def test_a_server_is_asked_without_a_proxy(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openenv_images, "START_S", 1.0)
+    monkeypatch.setattr(openenv_images, "START_S", 20.0)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from insitu.engines.base import Engine
+from insitu.engines.base import Engine, TracksSessions
 from insitu.engines.response_checks import RawReply, checked
 from insitu.errors import EngineError, user_code
 from insitu.types import Generation, IntArray, RequestKey, SamplingParams
@@ -29,6 +29,11 @@ class GuardedEngine:
                 return await value(*args, **options)
 
         return guarded
+
+    def release(self, session: str) -> None:
+        """Pass the end of a session on to an engine that keeps something for each."""
+        if isinstance(self._engine, TracksSessions):
+            self._engine.release(session)
 
     async def generate(self, ids: IntArray, params: SamplingParams, key: RequestKey) -> Generation:
         """Return the engine's reply, checked as that of a server."""

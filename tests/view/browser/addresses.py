@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,7 +25,7 @@ HOSTILE = "<img src=x onerror=window.pwned=1>"
 
 
 def task_of(run: Path) -> str:
-    with sqlite3.connect(run / "run.sqlite") as db:
+    with closing(sqlite3.connect(run / "run.sqlite")) as db:
         return str(db.execute("SELECT task_id FROM rollouts WHERE rollout_id = ?", (ROLLOUT,)).fetchone()[0])
 
 

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -257,7 +258,7 @@ def test_j_k_and_enter_open_rows_where_a_page_has_no_keys_of_its_own(tab: Tab) -
 
 
 def test_tokens_of_a_degenerate_group_are_not_called_trained(tab: Tab, runs: Path) -> None:
-    with sqlite3.connect(runs / "lab" / "run.sqlite") as db:
+    with closing(sqlite3.connect(runs / "lab" / "run.sqlite")) as db:
         degenerate = "SELECT rollout_id FROM states WHERE reason = 'degenerate' ORDER BY 1"
         name = db.execute(degenerate).fetchone()[0]
     for rollout, trained in ((name, False), (ROLLOUT, True)):

@@ -30,7 +30,7 @@ def test_a_rollout_is_a_lane_per_segment_by_tokens_and_by_time(tab: Tab, runs: P
     lanes = page.locator(".picture .strip-row")
     names = [name.split("·")[0].strip() for name in lanes.locator(".strip-name").all_text_contents()]
     assert names == ["main line", "wiped later", "sub-agent"]
-    with sqlite3.connect(runs / "lab" / "run.sqlite") as db:
+    with closing(sqlite3.connect(runs / "lab" / "run.sqlite")) as db:
         stored = db.execute(
             "SELECT label, length(mask), length(logprobs) / 4 FROM segments WHERE rollout_id = ?", (ROLLOUT,)
         )
@@ -117,7 +117,7 @@ def test_a_step_is_a_bar_per_rollout_with_what_became_of_its_tokens(tab: Tab, ru
     tab.open("#/lab/step/1")
     bars = page.locator(".batch .strip-row")
     assert bars.count() == 16
-    with sqlite3.connect(runs / "lab" / "run.sqlite") as db:
+    with closing(sqlite3.connect(runs / "lab" / "run.sqlite")) as db:
         states = dict(db.execute("SELECT rollout_id, reason FROM states WHERE account = 1"))
     assert set(states.values()) == {"", "degenerate"}
     for bar in bars.all():

@@ -142,4 +142,6 @@ def send(url: str, body: bytes) -> None:
         with urllib.request.urlopen(request, timeout=SEND_S):
             pass
     except (urllib.error.URLError, OSError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise SetupError(f"the OTLP receiver at {url} did not take the spans: {error}") from error

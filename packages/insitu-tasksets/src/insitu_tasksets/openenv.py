@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -297,5 +298,10 @@ def _http(url: str, body: Mapping[str, Any] | None = None) -> Any:
     """Return the JSON that a server answers; raise TaskError."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with boundary(TaskError, f"read {url}"), urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
-        return json.load(reply)
+    with boundary(TaskError, f"read {url}"):
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise

@@ -56,10 +56,10 @@ class ScoringServer:
             try:
                 return self._once(request, until)
             except urllib.error.HTTPError as error:
-                if error.code not in (429, 500, 502, 503):
-                    raise TrainError(
-                        f"{self.name}: {route} answered {error.code}: {_detail(error)}"
-                    ) from error
+                with error:
+                    if error.code not in (429, 500, 502, 503):
+                        said = f"{self.name}: {route} answered {error.code}: {_detail(error)}"
+                        raise TrainError(said) from error
             except OSError:
                 pass  # not reachable, or cut off
             time.sleep(max(0.0, min(backoff_s(failures, 1.0), until - time.monotonic())))

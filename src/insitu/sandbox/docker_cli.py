@@ -109,31 +109,36 @@ class Cli:
     async def _run(self, arguments: Sequence[str], timeout_s: float) -> tuple[int, bytes, bytes]:
         try:
             async with asyncio.timeout(timeout_s), self._permit(arguments[0]):
-                return await self._process(arguments)
+                return await process(self.program, arguments)
         except TimeoutError as error:
             raise BackendTimeout(f"{self.name} {arguments[0]} did not end within {timeout_s:g} s") from error
 
-    async def _process(self, arguments: Sequence[str]) -> tuple[int, bytes, bytes]:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                self.program,
-                *arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SandboxStartError(f"{self.name}: {error}") from error
-        try:
-            out, err = await process.communicate()
-        finally:
-            if process.returncode is None:
-                # The whole group: a helper that lives on would keep the pipes open.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await asyncio.shield(process.wait())
-        return process.returncode or 0, out, err
+
+async def process(program: str, arguments: Sequence[str]) -> tuple[int, bytes, bytes]:
+    """Run the program to its end, or until the caller is cancelled; return exit code, output and errors.
+
+    Raises SandboxStartError when it cannot be run.
+    """
+    try:
+        running = await asyncio.create_subprocess_exec(
+            program,
+            *arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SandboxStartError(f"{Path(program).name}: {error}") from error
+    try:
+        out, err = await running.communicate()
+    finally:
+        if running.returncode is None:
+            # The whole group: a helper that lives on would keep the pipes open.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            await asyncio.shield(running.wait())
+    return running.returncode or 0, out, err
 
 
 def last_line(errors: bytes) -> str:

@@ -9,14 +9,13 @@ Needs no Harbor.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from insitu.errors import SandboxError, SandboxStartError, SandboxTransient
+from insitu.errors import SandboxError, SandboxTransient
 from insitu.sandbox.base import SandboxSpec
-from insitu.sandbox.docker_cli import last_line
+from insitu.sandbox.docker_cli import last_line, process
 
 PULL_S, ANSWER_S = 1800.0, 300.0
 IDLE = "while :; do sleep 86400; done"
@@ -60,28 +59,12 @@ class _DockerHost:
 
     async def _call(self, *arguments: str, timeout_s: float = ANSWER_S) -> _Result:
         try:
-            process = await asyncio.create_subprocess_exec(
-                self._program,
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SandboxStartError(f"{self._program}: {error}") from error
-        try:
             async with asyncio.timeout(timeout_s):
-                out, err = await process.communicate()
+                code, *found = await process(self._program, arguments)
         except TimeoutError as error:
             raise SandboxTransient(f"{self._program} {arguments[0]}: no end in {timeout_s:g} s") from error
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await asyncio.shield(process.wait())
-        texts = (text.decode("utf-8", "replace") or None for text in (out, err))
-        return _Result(stdout=next(texts), stderr=next(texts), return_code=process.returncode or 0)
+        out, err = (text.decode("utf-8", "replace") or None for text in found)
+        return _Result(stdout=out, stderr=err, return_code=code)
 
     async def _checked(self, *arguments: str, timeout_s: float = ANSWER_S) -> None:
         done = await self._call(*arguments, timeout_s=timeout_s)

@@ -7,6 +7,7 @@ one's own. SGLang's flags are written to its documentation.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 from insitu.config import Config
 from insitu.config.training import split_ranks
 from insitu.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 SERVERS = ("vllm", "sglang")
 """Kinds of engines that are servers with an address."""
@@ -31,7 +34,6 @@ FEW_CPUS = 4
 BLOCK_TOKENS = 128
 """Unit of vLLM's memory for keys and values on a CPU."""
 _MEMORY = ("--kv-cache-memory", "--gpu-memory-utilization", "VLLM_CPU_KVCACHE_SPACE")
-_ASK = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 _ASK_S = 10.0
 
 
@@ -194,11 +196,18 @@ def present_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the GPUs of CUDA_VISIBLE_DEVICES if it is set, else those of the machine."""
     if VISIBLE in environment:
         return [name.strip() for name in environment[VISIBLE].split(",") if name.strip()]
+    return [line.strip() for line in said_of_gpus("index") if line.strip().isdecimal()]
+
+
+def said_of_gpus(fields: str) -> list[str]:
+    """Return a line of these fields of each GPU of the machine; none where nvidia-smi does not work."""
+    command = ("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     try:
-        done = subprocess.run(_ASK, capture_output=True, text=True, timeout=_ASK_S, check=True)
-    except (OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.debug("GPUs are not known: %s", error)
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip().isdecimal()]
+    return done.stdout.splitlines()
 
 
 def place(config: Config, present: Sequence[str]) -> Placement:

@@ -158,7 +158,7 @@ class Container:
         return _answers(self.url) or (self.in_use > 1 and self._runs())
 
     def _runs(self) -> bool:
-        done = self._call("inspect", "--format", "{{.State.Running}}", self._name)
+        done = _call(self._cli, "inspect", "--format", "{{.State.Running}}", self._name)
         return done.stdout.strip() == b"true"
 
     def _start(self) -> None:
@@ -172,7 +172,7 @@ class Container:
         self._run(argv)
         deadline = time.monotonic() + START_S
         while True:
-            if at := self._call("port", self._name, f"{port}/tcp").stdout.split():
+            if at := _call(self._cli, "port", self._name, f"{port}/tcp").stdout.split():
                 url = f"http://{at[0].decode()}"
                 if _answers(url):
                     break
@@ -202,17 +202,8 @@ class Container:
             self._guard.stdin.flush()
 
     def _said(self) -> str:
-        done = self._call("logs", "--tail", "20", self._name)
+        done = _call(self._cli, "logs", "--tail", "20", self._name)
         return last_line(done.stdout + done.stderr) or "it printed nothing"
-
-    def _call(self, *arguments: str, timeout_s: float = START_S) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            [self._cli.program, *arguments],
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=timeout_s,
-            check=False,
-        )
 
 
 class Lease:
@@ -327,12 +318,15 @@ def _answers(url: str) -> bool:
 def _reap(cli: Cli) -> None:
     """Remove containers of dead owners."""
     form = f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'
-    argv = [cli.program, "ps", "--all", "--filter", f"label={LABEL}", "--format", form]
-    listed = subprocess.run(argv, capture_output=True, timeout=START_S, check=False)
+    listed = _call(cli, "ps", "--all", "--filter", f"label={LABEL}", "--format", form)
     for line in listed.stdout.decode("utf-8", "replace").splitlines():
         if len(row := line.split()) == 2 and is_dead(row[1]):
-            argv = [cli.program, "rm", "--force", "--volumes", row[0]]
-            subprocess.run(argv, capture_output=True, timeout=START_S, check=False)
+            _call(cli, "rm", "--force", "--volumes", row[0])
+
+
+def _call(cli: Cli, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    argv, none = [cli.program, *arguments], subprocess.DEVNULL
+    return subprocess.run(argv, capture_output=True, stdin=none, timeout=START_S, check=False)
 
 
 _POOLS: dict[str, ServerPool] = {}

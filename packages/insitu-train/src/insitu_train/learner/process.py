@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from insitu.config import Config, dump_toml, model_folder, model_kind
 from insitu.config.training import split_ranks
-from insitu.engines.server_command import VISIBLE, place, present_gpus
+from insitu.engines.server_command import VISIBLE, place, present_gpus, said_of_gpus
 from insitu.errors import ConfigError, EngineError
 from insitu.install_hints import install_extra
 from insitu_train.channel.child import Child, python_path
@@ -31,10 +30,6 @@ from insitu_train.embedded.architecture import read_architecture
 from insitu_train.host_memory import available_memory
 from insitu_train.options import ServiceOptions, TrainConfig, dump_config
 
-log = logging.getLogger(__name__)
-
-ASK = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
-_ASK_S = 10.0
 _PREDICT_S = 300.0
 _EQUAL_MIB = 1024
 """Smaller differences in use do not count: a display, driver overhead."""
@@ -54,13 +49,8 @@ def least_used(environment: Mapping[str, str]) -> dict[str, str]:
     """
     if VISIBLE in environment:
         return {}
-    try:
-        done = subprocess.run(ASK, capture_output=True, text=True, timeout=_ASK_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        log.debug("using the driver's GPU order: %s", error)
-        return {}
     found = []
-    for at, line in enumerate(done.stdout.splitlines()):
+    for at, line in enumerate(said_of_gpus("uuid,memory.used")):
         uuid, _, used = line.partition(",")
         if not used.strip().isdecimal():  # MIG devices report no memory in use
             return {}

@@ -227,6 +227,8 @@ def test_an_error_is_one_line_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> 
 _BLOCKED = """
 import asyncio, os, signal, threading, insitu
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 def progress(event):
     if event.kind == "rollout_started":
         os.kill(os.getpid(), signal.SIGINT)

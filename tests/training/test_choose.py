@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,9 @@ WANTED = SelectionRules(min_reward=1.0, per_task=2, held_out=False, truncated=Tr
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "run.sqlite")
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "run.sqlite") as made:
+        yield made
 
 
 def put(store: Store, made: Rollout) -> None:

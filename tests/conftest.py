@@ -65,9 +65,8 @@ KNOWN_SKIPS = (
     # Their packages are in an environment of its own.
     r"runs in scripts/test-bridges",
     r"runs in scripts/test-fleet",
-    r"INSITU_SLIME_SRC names no checkout of slime",
-    # Sources that are on no index, or need another Python.
-    r"INSITU_\w+_SRC names no .*",
+    # Sources and environments that are on no index, or need another Python or many gigabytes.
+    r"INSITU_\w+ names no .*",
     # Continuous integration gives them a limited time (tests/time_budget.py).
     r"left out after .* s: make test-full runs it",
 )

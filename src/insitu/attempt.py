@@ -454,12 +454,12 @@ async def _graded_rollout(
 
 
 def _unscorable_rollout(spec: AttemptSpec, state: _AttemptState, reason: str) -> Rollout:
-    rollout = nothing_left(spec, reason, _timings(state), state.began_s)
+    rollout = infra_failed(spec, reason, _timings(state), state.began_s)
     excluded = replace(state.trajectory, ledger=reassign(state.trajectory.ledger, "infra"))
     return replace(rollout, trajectory=excluded, egress_attempts=state.egress)
 
 
-def nothing_left(spec: AttemptSpec, reason: str, timings: Timings, began_s: float) -> Rollout:
+def infra_failed(spec: AttemptSpec, reason: str, timings: Timings, began_s: float) -> Rollout:
     """Return an attempt that failed of the infrastructure and left nothing."""
     return Rollout(
         id=spec.rollout_id,

@@ -196,10 +196,10 @@ def present_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the GPUs of CUDA_VISIBLE_DEVICES if it is set, else those of the machine."""
     if VISIBLE in environment:
         return [name.strip() for name in environment[VISIBLE].split(",") if name.strip()]
-    return [line.strip() for line in said_of_gpus("index") if line.strip().isdecimal()]
+    return [line.strip() for line in query_gpus("index") if line.strip().isdecimal()]
 
 
-def said_of_gpus(fields: str) -> list[str]:
+def query_gpus(fields: str) -> list[str]:
     """Return a line of these fields of each GPU of the machine; none where nvidia-smi does not work."""
     command = ("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     try:

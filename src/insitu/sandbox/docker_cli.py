@@ -109,12 +109,12 @@ class Cli:
     async def _run(self, arguments: Sequence[str], timeout_s: float) -> tuple[int, bytes, bytes]:
         try:
             async with asyncio.timeout(timeout_s), self._permit(arguments[0]):
-                return await process(self.program, arguments)
+                return await run_program(self.program, arguments)
         except TimeoutError as error:
             raise BackendTimeout(f"{self.name} {arguments[0]} did not end within {timeout_s:g} s") from error
 
 
-async def process(program: str, arguments: Sequence[str]) -> tuple[int, bytes, bytes]:
+async def run_program(program: str, arguments: Sequence[str]) -> tuple[int, bytes, bytes]:
     """Run the program to its end, or until the caller is cancelled; return exit code, output and errors.
 
     Raises SandboxStartError when it cannot be run.

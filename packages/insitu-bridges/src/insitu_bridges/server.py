@@ -17,7 +17,7 @@ from insitu.config import Config, load_config
 from insitu.errors import InsituError
 from insitu.storage.run_dir import name_run
 from insitu_bridges.source import RolloutSource, open_rollout_source
-from insitu_train.channel.parent_watch import main_of_child, parser_of
+from insitu_train.channel.parent_watch import child_parser, main_of_child
 from insitu_train.channel.rpc import NOTHING, Frame, Handler, RpcPeer, serve_peer
 
 NO_CLIENT_S = 60.0
@@ -102,7 +102,7 @@ async def _main(socket: Path, config: Config) -> None:
 
 def main(argv: list[str]) -> int:
     """Return 0, or 1 with one line on standard error."""
-    parser = parser_of("insitu_bridges.server", __doc__, socket=Path, config=Path)
+    parser = child_parser("insitu_bridges.server", __doc__, socket=Path, config=Path)
 
     def run(args: argparse.Namespace) -> None:
         asyncio.run(_main(args.socket, name_run(load_config(args.config))))

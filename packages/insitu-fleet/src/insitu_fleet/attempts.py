@@ -13,8 +13,8 @@ from insitu.attempt import (
     OnStart,
     ignore_cancelled,
     ignore_start,
+    infra_failed,
     no_wait,
-    nothing_left,
 )
 from insitu.errors import EngineError, InsituError
 from insitu.storage.artifacts import AgentArtifacts
@@ -131,4 +131,4 @@ class FleetAttempts:
 
 
 def _unscorable(spec: AttemptSpec, began_s: float, reason: str) -> Rollout:
-    return nothing_left(spec, reason, Timings(total_s=time.time() - began_s), began_s)
+    return infra_failed(spec, reason, Timings(total_s=time.time() - began_s), began_s)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from insitu.errors import SandboxError, SandboxTransient
 from insitu.sandbox.base import SandboxSpec
-from insitu.sandbox.docker_cli import last_line, process
+from insitu.sandbox.docker_cli import last_line, run_program
 
 PULL_S, ANSWER_S = 1800.0, 300.0
 IDLE = "while :; do sleep 86400; done"
@@ -60,7 +60,7 @@ class _DockerHost:
     async def _call(self, *arguments: str, timeout_s: float = ANSWER_S) -> _Result:
         try:
             async with asyncio.timeout(timeout_s):
-                code, *found = await process(self._program, arguments)
+                code, *found = await run_program(self._program, arguments)
         except TimeoutError as error:
             raise SandboxTransient(f"{self._program} {arguments[0]}: no end in {timeout_s:g} s") from error
         out, err = (text.decode("utf-8", "replace") or None for text in found)

@@ -41,7 +41,7 @@ from insitu.types import Oracle, Rollout, Task
 from insitu_fleet.engine import RemoteEngine
 from insitu_fleet.values import pack, unpack
 from insitu_train.channel.installed import code_identity
-from insitu_train.channel.parent_watch import main_of_child, parser_of
+from insitu_train.channel.parent_watch import child_parser, main_of_child
 from insitu_train.channel.rpc import NOTHING, Frame, RpcPeer, serve_peer
 
 log = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ async def _main(socket: Path, lease_s: float) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Return 0, or 1 with one line on standard error."""
-    parser = parser_of("insitu_fleet.node", __doc__, socket=Path, lease_s=float)
+    parser = child_parser("insitu_fleet.node", __doc__, socket=Path, lease_s=float)
 
     def run(args: argparse.Namespace) -> None:
         asyncio.run(_main(args.socket, args.lease_s))

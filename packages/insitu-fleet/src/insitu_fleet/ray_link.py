@@ -174,7 +174,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {words[:200]}"
 
 
-def why_not(error: Exception) -> str:
+def connect_error(error: Exception) -> str:
     """Return in one line why Ray does not connect, which its error does not say of a missing token."""
     refused = isinstance(error, ConnectionError) and "Could not find" not in str(error)
     return f"{one_line(error)}; {TOKEN_HINT}" if refused else one_line(error)
@@ -215,7 +215,7 @@ async def ray_links(table: FleetTable, module: str = NODE) -> AsyncIterator[Sequ
         if table.address == "auto" and "Could not find" in str(error):
             hint = "no Ray cluster runs on this machine: start one with `ray start --head`"
             raise SetupError(f"fleet.address auto: {hint}") from error
-        raise SetupError(f"fleet.address {table.address}: {why_not(error)}") from error
+        raise SetupError(f"fleet.address {table.address}: {connect_error(error)}") from error
     try:
         machines = RayMachines()
         found = await machines.alive()

@@ -24,7 +24,7 @@ from typing import Any
 from insitu.errors import InsituError, SetupError
 from insitu.install_hints import install_extra
 from insitu_fleet import ray_host
-from insitu_fleet.ray_link import one_line, why_not
+from insitu_fleet.ray_link import connect_error, one_line
 from insitu_train.channel.host_link import SECRET
 
 try:
@@ -64,7 +64,7 @@ def _cluster() -> Iterator[str]:
     try:
         ray.init(address="auto", namespace="insitu", configure_logging=False, logging_level=logging.ERROR)
     except (RayError, RuntimeError, ValueError, OSError) as error:
-        raise SetupError(f"no Ray cluster here: {why_not(error)}") from error
+        raise SetupError(f"no Ray cluster here: {connect_error(error)}") from error
     try:
         yield str(get_node_ip_address())
     finally:

@@ -1,4 +1,4 @@
-"""Validation in the agent's sandbox: of tasks that are graded there, and of tasks of several steps."""
+"""Grading in the agent's sandbox: a set of such tasks, and validation, also of tasks of several steps."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from insitu.config import Config, model_folder
 from insitu.engines.safetensors_file import model_assets
 from insitu.errors import RecordError, TrainError
 from insitu.storage.run_dir import read_config
-from insitu_train.channel.parent_watch import main_of_child, parser_of
+from insitu_train.channel.parent_watch import child_parser, main_of_child
 from insitu_train.checkpoint_files import verify
 from insitu_train.embedded.model_files import StoredModel, model_files, read_tensors, write_summed
 from insitu_train.gguf.write import write_gguf
@@ -103,7 +103,9 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     """Return 0, or 1 with one line on standard error."""
     module = "insitu_train.model_export"
-    parser = parser_of(module, __doc__, run=Path, checkpoint=Path, folder=Path, to=str, dtype=str, base=str)
+    parser = child_parser(
+        module, __doc__, run=Path, checkpoint=Path, folder=Path, to=str, dtype=str, base=str
+    )
     return main_of_child(parser, run, argv)
 
 

@@ -23,7 +23,9 @@ def follow_parent(parent: int) -> None:
         raise TrainError(f"the parent (process {parent}) is dead")
 
 
-def parser_of(module: str, what: str | None, **arguments: Callable[[str], object]) -> argparse.ArgumentParser:
+def child_parser(
+    module: str, what: str | None, **arguments: Callable[[str], object]
+) -> argparse.ArgumentParser:
     """Return the parser of such a process, whose `arguments` must all be given as --NAME."""
     parser = argparse.ArgumentParser(prog=module, description=what)
     for name, kind in arguments.items():

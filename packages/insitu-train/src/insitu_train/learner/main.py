@@ -24,7 +24,7 @@ import torch
 
 from insitu import failpoint
 from insitu.errors import TrainError
-from insitu_train.channel.parent_watch import follow_parent, main_of_child, parser_of
+from insitu_train.channel.parent_watch import child_parser, follow_parent, main_of_child
 from insitu_train.channel.rpc import Meta
 from insitu_train.channel.server import Handler, RpcCall, RpcServer
 from insitu_train.embedded.core import EmbeddedCore, EngineOptions
@@ -231,7 +231,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     """Return 0, or 1 with one line on standard error."""
     module = "insitu_train.learner.main"
-    parser = parser_of(module, __doc__, socket=Path, model=Path, parent=int, train=str, engine=str)
+    parser = child_parser(module, __doc__, socket=Path, model=Path, parent=int, train=str, engine=str)
     parser.add_argument("--again", action="store_true", help="a learner of this run ended before")
     return main_of_child(parser, run, argv)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from insitu.config import Config, dump_toml, model_folder, model_kind
 from insitu.config.training import split_ranks
-from insitu.engines.server_command import VISIBLE, place, present_gpus, said_of_gpus
+from insitu.engines.server_command import VISIBLE, place, present_gpus, query_gpus
 from insitu.errors import ConfigError, EngineError
 from insitu.install_hints import install_extra
 from insitu_train.channel.child import Child, python_path
@@ -50,7 +50,7 @@ def least_used(environment: Mapping[str, str]) -> dict[str, str]:
     if VISIBLE in environment:
         return {}
     found = []
-    for at, line in enumerate(said_of_gpus("uuid,memory.used")):
+    for at, line in enumerate(query_gpus("uuid,memory.used")):
         uuid, _, used = line.partition(",")
         if not used.strip().isdecimal():  # MIG devices report no memory in use
             return {}

@@ -24,7 +24,7 @@ import torch
 from insitu.engines.safetensors_file import Manifest
 from insitu.errors import InsituError, TrainError, boundary
 from insitu.storage.temp_dirs import scratch_folder
-from insitu_train.channel.parent_watch import follow_parent, main_of_child, parser_of
+from insitu_train.channel.parent_watch import child_parser, follow_parent, main_of_child
 from insitu_train.channel.rpc import Decoder, Frame, Meta, encode
 from insitu_train.learner.hosts import Hosts
 from insitu_train.learner.rank_process import LOST, Place, RankChild, end_all, first_dead
@@ -289,7 +289,7 @@ def _follow(args: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     """Return 0, or 1 with one line on standard error."""
     module = "insitu_train.learner.ranks"
-    parser = parser_of(module, __doc__, place=str, model=Path, parent=int, train=str)
+    parser = child_parser(module, __doc__, place=str, model=Path, parent=int, train=str)
     return main_of_child(parser, run, argv)
 
 

@@ -30,7 +30,7 @@ from insitu.errors import EngineError, InsituError, TrainError, boundary
 from insitu.types import FloatArray, Generation, IntArray, SamplingParams
 from insitu.types.codec import VALUES
 from insitu_train.channel.calls import read_request
-from insitu_train.channel.parent_watch import follow_parent, main_of_child, parser_of
+from insitu_train.channel.parent_watch import child_parser, follow_parent, main_of_child
 from insitu_train.channel.rpc import Meta
 from insitu_train.channel.server import Handler, RpcCall, RpcServer
 from insitu_train.learner.serialization import decode_plan, encode_result
@@ -329,7 +329,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     """Return 0, or 1 with one line on standard error."""
     module = "insitu_train.service.main"
-    parser = parser_of(module, __doc__, socket=Path, model=Path, parent=int, train=str, service=str)
+    parser = child_parser(module, __doc__, socket=Path, model=Path, parent=int, train=str, service=str)
     code = main_of_child(parser, run, argv)
     sys.stdout.flush()
     sys.stderr.flush()
